@@ -1,0 +1,45 @@
+# Each target does all its own set-up and can be run twice.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
+DATA ?= $(HOME)/undula/data/stdlib-text
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format bench clean
+
+help:  ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[study,jobs]'
+	@touch $@
+
+.venv/ready-to-test: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[study,jobs,dev]'
+	@command -v chromium >/dev/null || tests/install_chromium.sh
+	@touch $@
+
+setup: .venv/ready-to-test  ## Install everything that development needs into .venv
+
+train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, leave a run directory
+	@$(BIN)/undula data stdlib-text --out $(DATA) --if-missing
+	@$(BIN)/undula run jobs/language_model.yaml name=$(RUN)
+
+test: .venv/ready-to-test check  ## Lint, type check, all tests
+	$(BIN)/pytest
+
+check: .venv/ready-to-test  ## Lint and type check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready-to-test  ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/ready-to-test  ## Step throughput beside a hand-written torchrun DDP loop; build/bench/loop.json
+	$(BIN)/python -m tests.baselines.bench_loop
+
+clean:  ## Remove what make made here
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

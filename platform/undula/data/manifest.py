@@ -1,0 +1,222 @@
+"""The manifest: the index of a data set of sharded Parquet, written last, so that a data set is whole or not there.
+
+It holds what a plan and a reader need without opening a shard: files, row groups, rows, bytes, a version of each file, columns,
+and a digest of it all. The digest covers names, sizes and Parquet footers (so offsets, sizes and statistics of every column
+chunk), not modification times: the same files have the same digest wherever they lie.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from undula.errors import ManifestError, StorageError
+from undula.storage import Store, open_store
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = 1
+SHAPE_KEY = b"shape"
+"""Field metadata of a fixed-size list: the shape of one sample's array, as JSON."""
+
+
+@dataclass(frozen=True)
+class ManifestFile:
+    """A shard."""
+
+    name: str
+    bytes: int
+    version: str
+    """ETag on S3, size and modification time on a disk."""
+    row_groups: tuple[int, ...]
+    """Rows of each row group."""
+    row_group_bytes: tuple[int, ...]
+    """Uncompressed bytes of each row group."""
+    footer_sha256: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: Arrow type as text, and the shape of one sample's array (empty for a scalar)."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The index of the data set at `url`."""
+
+    url: str
+    files: tuple[ManifestFile, ...]
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def row_counts(self) -> NDArray[np.int64]:
+        """Rows of each row group of the data set, file after file; shape [row groups]."""
+        return np.array([rows for file in self.files for rows in file.row_groups], dtype=np.int64)
+
+    @cached_property
+    def first_ids(self) -> NDArray[np.int64]:
+        """Id of the first row of each row group, and the number of rows; shape [row groups + 1]. Ids count rows over all files."""
+        return np.concatenate(([0], np.cumsum(self.row_counts)))
+
+    @cached_property
+    def row_group_places(self) -> tuple[tuple[int, int], ...]:
+        """(file, row group within the file) of each row group of the data set."""
+        return tuple((number, group) for number, file in enumerate(self.files) for group in range(len(file.row_groups)))
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.row_counts.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @cached_property
+    def digest(self) -> str:
+        identity = {
+            "files": [[file.name, file.bytes, file.row_groups, file.footer_sha256] for file in self.files],
+            "columns": [asdict(column) for column in self.columns],
+        }
+        return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def select(self, columns: Sequence[str] | None) -> tuple[Column, ...]:
+        """The named columns, or all; ManifestError names one that is not there."""
+        by_name = {column.name: column for column in self.columns}
+        for name in columns or ():
+            if name not in by_name:
+                raise ManifestError(
+                    f"data.columns names {name!r}, which {self.url} does not have: it has {', '.join(by_name)}"
+                )
+        return tuple(by_name[name] for name in columns) if columns else self.columns
+
+    def check_files(self) -> None:
+        """Compare every shard with what is at the URL now; ManifestError names the first that differs."""
+        present = {entry.name: entry for entry in Store(self.url).list()}
+        for file in self.files:
+            entry = present.get(file.name)
+            if entry is None:
+                raise ManifestError(
+                    f"{self.url}/{file.name} is gone, and the manifest lists it: restore it or index again"
+                )
+            if entry.bytes != file.bytes or entry.version != file.version:
+                raise ManifestError(
+                    f"{self.url}/{file.name} has changed since the manifest was made (was {file.bytes} bytes, {file.version}; "
+                    f"is {entry.bytes} bytes, {entry.version}): restore it, or run `undula data index {self.url}`"
+                )
+
+    def to_json(self) -> str:
+        body = {
+            "format": FORMAT,
+            "digest": self.digest,
+            "rows": self.num_rows,
+            "bytes": self.num_bytes,
+            "columns": [asdict(column) for column in self.columns],
+            "files": [asdict(file) for file in self.files],
+        }
+        return json.dumps(body, indent=1) + "\n"
+
+
+def load_manifest(url: str) -> Manifest:
+    """The manifest of the data set at `url`; ManifestError where there is none, or it is not one that we can read."""
+    store = open_store(url)
+    if not store.exists(MANIFEST_NAME):
+        raise ManifestError(
+            f"{url} has no {MANIFEST_NAME}: make the data set with `undula data`, or index it with `undula data index {url}`"
+        )
+    try:
+        body = json.loads(store.read(MANIFEST_NAME))
+        if body["format"] != FORMAT:
+            raise ManifestError(
+                f"{url}/{MANIFEST_NAME} has format {body['format']}, this version reads {FORMAT}: index again"
+            )
+        manifest = Manifest(
+            url=store.url,
+            files=tuple(
+                ManifestFile(
+                    **{
+                        **file,
+                        "row_groups": tuple(file["row_groups"]),
+                        "row_group_bytes": tuple(file["row_group_bytes"]),
+                    }
+                )
+                for file in body["files"]
+            ),
+            columns=tuple(Column(column["name"], column["type"], tuple(column["shape"])) for column in body["columns"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(
+            f"{url}/{MANIFEST_NAME} is not a manifest ({error!r}): index again with `undula data index {url}`"
+        ) from error
+    if manifest.digest != body["digest"]:
+        raise ManifestError(
+            f"{url}/{MANIFEST_NAME} does not match its own digest: index again with `undula data index {url}`"
+        )
+    return manifest
+
+
+def index(url: str, advance: Callable[[int], None] = lambda files: None) -> Manifest:
+    """Read the footers of all Parquet files below `url` and write the manifest.
+
+    Args:
+        url: folder with Parquet files of one schema.
+        advance: called with 1 after each file, for a progress bar.
+    """
+    store = open_store(url)
+    entries = [entry for entry in store.list() if entry.name.endswith(".parquet")]
+    if not entries:
+        raise ManifestError(f"{url} holds no .parquet file: nothing to index")
+    files, schema = [], None
+    for entry in entries:
+        metadata, footer_sha256 = _read_footer(store, entry.name)
+        arrow_schema = metadata.schema.to_arrow_schema()
+        if schema is not None and not arrow_schema.equals(schema):
+            raise ManifestError(
+                f"{url}/{entry.name} has another schema than {entries[0].name}: a data set has one schema"
+            )
+        schema = arrow_schema
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        files.append(
+            ManifestFile(
+                name=entry.name,
+                bytes=entry.bytes,
+                version=entry.version,
+                row_groups=tuple(group.num_rows for group in groups),
+                row_group_bytes=tuple(group.total_byte_size for group in groups),
+                footer_sha256=footer_sha256,
+            )
+        )
+        advance(1)
+    manifest = Manifest(store.url, tuple(files), tuple(_column(field) for field in schema or ()))
+    store.write(MANIFEST_NAME, manifest.to_json().encode())
+    return manifest
+
+
+def _read_footer(store: Store, name: str) -> tuple[pq.FileMetaData, str]:
+    try:
+        with store.open(name) as file:
+            size = file.size()
+            file.seek(max(size - 8, 0))
+            length = int.from_bytes(file.read(8)[:4], "little")
+            file.seek(max(size - 8 - length, 0))
+            footer = sha256(file.read(length)).hexdigest()
+            return pq.read_metadata(file), footer
+    except pa.ArrowInvalid as error:
+        raise ManifestError(f"{store.url}/{name} is not a whole Parquet file: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {store.url}/{name}: {error}") from error
+
+
+def _column(field: pa.Field) -> Column:
+    if pa.types.is_fixed_size_list(field.type):
+        shape = json.loads((field.metadata or {}).get(SHAPE_KEY, b"null")) or [field.type.list_size]
+        return Column(field.name, str(field.type.value_type), tuple(shape))
+    return Column(field.name, str(field.type), ())

@@ -1,0 +1,26 @@
+"""The part of a job's spec that says what it reads."""
+
+from typing import Annotated
+
+from annotated_types import Ge, Gt, MinLen
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from undula.plan.plan import STRICT
+
+Url = Annotated[str, MinLen(1)]
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class DataSpec:
+    """What a job reads."""
+
+    train: Url
+    """Path or s3:// URL of the training data: a folder of Parquet with a manifest (`undula data index URL` makes one)."""
+    validation: Url | None = None
+    """The same for the validation data; without it the job does not validate."""
+    columns: tuple[str, ...] | None = None
+    """Columns to read; by default all."""
+    read_tasks: Annotated[int, Gt(0)] = 2
+    """Read tasks of Ray Data that a worker keeps running ahead of its training; each holds a shuffle window in memory."""
+    read_cpus: Annotated[float, Ge(0)] = 0.0
+    """CPUs that Ray reserves for a read task. With 0 a small cluster whose CPUs are all held by workers cannot starve it."""

@@ -1,0 +1,131 @@
+"""The plan of a run: which samples each step consumes, cut into virtual workers. It never mentions the world size."""
+
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from json import dumps
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from undula.errors import SpecError
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+Positive = Annotated[int, Gt(0)]
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class PlanSpec:
+    """What a step consumes."""
+
+    global_batch: Positive = 64
+    """Samples per optimizer step; must be a multiple of virtual_workers."""
+    virtual_workers: Positive = 4
+    """Logical data-parallel shards of a step. At most this many workers can share the work."""
+    micro_batch: Positive | None = None
+    """Most samples that run through the model at once; by default a virtual worker's whole share."""
+    epochs: Positive = 1
+    """Times that the run goes through the training data."""
+    max_steps: Positive | None = None
+    """Ends the run after so many steps, where the epochs would make more."""
+    seed: int = 0
+    """Seeds the order of the samples, the weights at the start, dropout and augmentation."""
+    shuffle: Literal["none", "row_groups", "window"] = "window"
+    """Order of an epoch: as stored; row groups permuted; or also rows permuted within a window of row groups."""
+    window: Positive = 4
+    """Row groups in a shuffle window. A reader holds that many in memory."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch % self.virtual_workers:
+            raise ValueError(
+                f"global_batch is {self.global_batch}, which virtual_workers ({self.virtual_workers}) does not divide: "
+                f"give {self.global_batch // self.virtual_workers * self.virtual_workers or self.virtual_workers} "
+                f"or {(self.global_batch // self.virtual_workers + 1) * self.virtual_workers}"
+            )
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How many samples a step has, and from where in its epoch."""
+
+    epoch: int
+    step_in_epoch: int
+    samples: int
+    samples_before: int
+    """Samples of the whole run that the steps before consumed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A PlanSpec applied to a data set of `num_rows` rows."""
+
+    spec: PlanSpec
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        if self.spec.virtual_workers > self.num_rows:
+            raise SpecError(
+                f"plan.virtual_workers is {self.spec.virtual_workers}, more than the {self.num_rows} samples of the "
+                "training data: give fewer virtual workers, or more data"
+            )
+
+    @property
+    def virtual_worker_batch(self) -> int:
+        """Samples that a virtual worker has in a full step."""
+        return self.spec.global_batch // self.spec.virtual_workers
+
+    @property
+    def full_steps(self) -> int:
+        """Full steps of an epoch."""
+        return self.num_rows // self.spec.global_batch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch, with the short one at its end that takes what is left."""
+        return -(-self.num_rows // self.spec.global_batch)
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.spec.epochs * self.steps_per_epoch
+        return min(steps, self.spec.max_steps) if self.spec.max_steps else steps
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that the whole run consumes."""
+        return self.step(self.total_steps).samples_before
+
+    def step(self, index: int) -> StepShape:
+        """The shape of step `index`, counted from 0 over the whole run."""
+        epoch, step_in_epoch = divmod(index, self.steps_per_epoch)
+        first = step_in_epoch * self.spec.global_batch
+        return StepShape(
+            epoch=epoch,
+            step_in_epoch=step_in_epoch,
+            samples=min(self.spec.global_batch, self.num_rows - first),
+            samples_before=epoch * self.num_rows + first,
+        )
+
+    def share(self, step_in_epoch: int, virtual_worker: int) -> int:
+        """Samples of one virtual worker in a step. A short step is shared as evenly as it goes, so some may get none."""
+        if step_in_epoch < self.full_steps:
+            return self.virtual_worker_batch
+        rest = self.num_rows - self.full_steps * self.spec.global_batch
+        return rest // self.spec.virtual_workers + (virtual_worker < rest % self.spec.virtual_workers)
+
+    def micro_batches(self, step_in_epoch: int, virtual_worker: int) -> tuple[int, ...]:
+        """Sizes of the micro-batches of one virtual worker in a step."""
+        share = self.share(step_in_epoch, virtual_worker)
+        size = self.spec.micro_batch or max(share, 1)
+        return tuple(min(size, share - start) for start in range(0, share, size))
+
+    def digest(self, manifest_digest: str) -> str:
+        """Identity of the logical run: equal digests consume the same samples at the same steps."""
+        text = dumps({"plan": asdict(self.spec), "manifest": manifest_digest}, sort_keys=True)
+        return sha256(text.encode()).hexdigest()
+
+
+def assign(virtual_workers: int, world_size: int) -> tuple[range, ...]:
+    """The virtual workers of each rank: contiguous, and as even as it goes. The only place where V meets W."""
+    cuts = [rank * virtual_workers // world_size for rank in range(world_size + 1)]
+    return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))

@@ -1,0 +1,1 @@
+"""What outlives a worker: durable checkpoints and the ledger."""

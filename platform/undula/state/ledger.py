@@ -1,0 +1,215 @@
+"""The ledger: one row per committed step and one per event, append-only Parquet in the run directory.
+
+Every start of a worker group is an *attempt*. An attempt that resumes at step c replaces the rows of earlier attempts from c on;
+`committed` says which rows make up the run. Rows reach storage before the checkpoint that covers them is committed, so no step
+between two checkpoints that survive is ever without its row.
+"""
+
+import json
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from undula.storage import Store
+
+LEDGER = "ledger"
+SEGMENT_ROWS = 10_000
+FLUSH_INTERVAL_S = 5.0
+
+STEP_SCHEMA = pa.schema(
+    [
+        ("attempt", pa.int32()),
+        ("step", pa.int64()),  # from 0
+        ("epoch", pa.int32()),
+        ("samples", pa.int64()),  # of the whole run, this step included
+        ("step_samples", pa.int32()),
+        ("world_size", pa.int32()),
+        ("loss", pa.float64()),  # mean over the step's samples
+        ("lr", pa.float64()),
+        ("data_s", pa.float64()),  # seconds, mean over ranks; the four add up to the step
+        ("compute_s", pa.float64()),
+        ("communication_s", pa.float64()),
+        ("other_s", pa.float64()),
+        ("sample_digest", pa.uint64()),  # undula.plan.keys.multiset_digest of the step's sample ids
+        ("time", pa.float64()),  # seconds since the epoch, at the commit
+        ("logged", pa.string()),  # JSON object of step.log(...)
+    ]
+)
+EVENT_SCHEMA = pa.schema(
+    [
+        ("time", pa.float64()),
+        ("kind", pa.string()),  # start, validation, checkpoint, resize, crash, notice, end
+        ("step", pa.int64()),  # steps committed when it happened; null where that is not known
+        ("message", pa.string()),
+        ("data", pa.string()),  # JSON object
+    ]
+)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A committed step; fields and units are those of STEP_SCHEMA."""
+
+    attempt: int
+    step: int
+    epoch: int
+    samples: int
+    step_samples: int
+    world_size: int
+    loss: float
+    lr: float
+    data_s: float
+    compute_s: float
+    communication_s: float
+    other_s: float
+    sample_digest: int
+    time: float
+    logged: str = "{}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the run, in words for a person and in data for a program."""
+
+    kind: str
+    message: str
+    step: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+
+    def row(self) -> dict[str, Any]:
+        return {**asdict(self), "data": json.dumps(self.data)}
+
+
+class SegmentWriter:
+    """Appends rows to a series of Parquet files; the newest is rewritten whole at each flush until it is full."""
+
+    def __init__(self, store: Store, prefix: str, schema: pa.Schema):
+        self._store = store
+        self._prefix = prefix
+        self._schema = schema
+        self._rows: list[dict[str, Any]] = []
+        self._segment = 0
+        self._flushed = 0
+        self._lock = threading.Lock()
+
+    def append(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self._rows.append(row)
+
+    def flush(self) -> None:
+        with self._lock:
+            if self._flushed == len(self._rows):
+                return
+            sink = pa.BufferOutputStream()
+            pq.write_table(pa.Table.from_pylist(self._rows, schema=self._schema), sink, compression="zstd")
+            self._store.write(f"{LEDGER}/{self._prefix}-{self._segment:05d}.parquet", sink.getvalue().to_pybytes())
+            self._flushed = len(self._rows)
+            if len(self._rows) >= SEGMENT_ROWS:
+                self._rows, self._flushed = [], 0
+                self._segment += 1
+
+
+class LedgerWriter:
+    """The ledger of one attempt, kept by rank 0: steps are flushed every few seconds by a thread, events at once."""
+
+    def __init__(self, store: Store, attempt: int):
+        self._steps = SegmentWriter(store, f"steps-{attempt:06d}", STEP_SCHEMA)
+        self._events = SegmentWriter(store, f"events-{attempt:06d}", EVENT_SCHEMA)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._flush_regularly, name="undula-ledger", daemon=True)
+        self._thread.start()
+
+    def step(self, row: StepRow) -> None:
+        self._steps.append(asdict(row))
+
+    def event(self, event: Event) -> None:
+        self._events.append(event.row())
+        self._events.flush()
+
+    def flush(self) -> None:
+        self._steps.flush()
+        self._events.flush()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        self.flush()
+
+    def _flush_regularly(self) -> None:
+        while not self._closed.wait(FLUSH_INTERVAL_S):
+            self.flush()
+
+
+class EventWriter:
+    """Events of a process that is no worker: the controller's or the driver's."""
+
+    def __init__(self, store: Store, writer: str):
+        self._events = SegmentWriter(store, f"events-{writer}-{time.time_ns()}", EVENT_SCHEMA)
+
+    def event(self, event: Event) -> None:
+        self._events.append(event.row())
+        self._events.flush()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a run's ledger says."""
+
+    steps: pa.Table
+    """One row per committed step, in order of steps."""
+    replaced: pa.Table
+    """Rows of steps that were lost to a crash or a resize and done again."""
+    events: pa.Table
+    """In order of time."""
+
+
+def read_ledger(store: Store) -> Ledger:
+    """The ledger of the run whose directory is `store`; empty tables where it has none yet."""
+    names = [entry.name for entry in store.list(LEDGER)]
+    rows = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/steps-")], STEP_SCHEMA)
+    events = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/events-")], EVENT_SCHEMA)
+    keep = committed(rows["attempt"].to_numpy(), rows["step"].to_numpy())
+    return Ledger(
+        steps=rows.filter(pa.array(keep)).sort_by("step"),
+        replaced=rows.filter(pa.array(~keep)).sort_by([("attempt", "ascending"), ("step", "ascending")]),
+        events=events.sort_by("time"),
+    )
+
+
+def committed(attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which rows make up the run: those that no later attempt began at or before. Shapes [rows] -> [rows]."""
+    keep = np.zeros(len(steps), dtype=bool)
+    limit = np.iinfo(np.int64).max
+    for attempt in sorted(set(attempts.tolist()), reverse=True):
+        own = attempts == attempt
+        keep |= own & (steps < limit)
+        limit = min(limit, int(steps[own].min()))
+    return keep
+
+
+def next_attempt(store: Store) -> int:
+    """A number larger than that of every attempt in the ledger."""
+    found = [re.match(rf"{LEDGER}/events-(\d{{6}})-", entry.name) for entry in store.list(LEDGER)]
+    return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+def last_event(events: pa.Table, kind: str) -> dict[str, Any] | None:
+    """The newest event of a kind, its data decoded."""
+    rows = events.filter(pc.equal(events["kind"], kind)).to_pylist()
+    return {**rows[-1], "data": json.loads(rows[-1]["data"])} if rows else None
+
+
+def _concat(store: Store, names: list[str], schema: pa.Schema) -> pa.Table:
+    tables = []
+    for name in names:
+        with store.open(name) as file:
+            tables.append(pq.read_table(file))
+    return pa.concat_tables(tables) if tables else schema.empty_table()

@@ -1,0 +1,177 @@
+"""Files behind a URL: a local path or `s3://bucket/prefix`, read and written through pyarrow, each write atomic for readers.
+
+S3 follows the usual AWS variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, ...), so that any S3 endpoint works.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+from pyarrow import fs
+
+from undula.errors import StorageError
+
+DEFAULT_REGION = "us-east-1"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file under a store: its name relative to the store, and what tells one version from another."""
+
+    name: str
+    bytes: int
+    version: str
+    """S3: the ETag; local: size and modification time."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder at a URL. Names are relative, with forward slashes."""
+
+    url: str
+
+    def __truediv__(self, name: str) -> "Store":
+        return Store(f"{self.url.rstrip('/')}/{name}")
+
+    @property
+    def is_s3(self) -> bool:
+        return self.url.startswith("s3://")
+
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        return _s3_filesystem() if self.is_s3 else fs.LocalFileSystem()
+
+    def path(self, name: str = "") -> str:
+        """The path that `filesystem` takes: `bucket/key` on S3, an absolute path otherwise."""
+        root = self.url.removeprefix("s3://") if self.is_s3 else str(Path(self.url).expanduser().absolute())
+        return str(PurePosixPath(root) / name) if name else root
+
+    def read(self, name: str) -> bytes:
+        with self._errors("read", name), self.filesystem.open_input_file(self.path(name)) as file:
+            return bytes(file.readall())
+
+    def open(self, name: str) -> pa.NativeFile:
+        """A seekable file for reading."""
+        with self._errors("read", name):
+            return self.filesystem.open_input_file(self.path(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file: a reader sees the former one or this one, never a part."""
+        with self._errors("write", name):
+            if self.is_s3:
+                with self.filesystem.open_output_stream(self.path(name)) as stream:
+                    stream.write(data)
+            else:
+                _replace_atomically(Path(self.path(name)), data)
+
+    def delete(self, name: str) -> None:
+        """Delete a file or a folder; nothing happens where there is none."""
+        with self._errors("delete", name):
+            kind = self.filesystem.get_file_info(self.path(name)).type
+            if kind == fs.FileType.Directory:
+                self.filesystem.delete_dir(self.path(name))
+            elif kind == fs.FileType.File:
+                self.filesystem.delete_file(self.path(name))
+
+    def exists(self, name: str = "") -> bool:
+        with self._errors("read", name):
+            return bool(self.filesystem.get_file_info(self.path(name)).type != fs.FileType.NotFound)
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """All files below `prefix`, sorted by name; empty where there is no such folder."""
+        with self._errors("list", prefix):
+            entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def check_writable(self) -> None:
+        """Raise StorageError where a file cannot be written here."""
+        self.write(".undula-write-test", b"")
+        self.delete(".undula-write-test")
+
+    def _list_local(self, prefix: str) -> Iterator[Entry]:
+        root = Path(self.path())
+        for file in (root / prefix).rglob("*"):
+            if file.is_file() and not file.name.endswith(".partial"):
+                stat = file.stat()
+                yield Entry(
+                    file.relative_to(root).as_posix(), stat.st_size, f"size {stat.st_size}, mtime {stat.st_mtime_ns}"
+                )
+
+    def _list_s3(self, prefix: str) -> Iterator[Entry]:
+        import boto3
+
+        bucket, _, root = self.path().partition("/")
+        root = f"{root}/" if root else ""
+        pages = boto3.client("s3", region_name=_region()).get_paginator("list_objects_v2")
+        for page in pages.paginate(Bucket=bucket, Prefix=root + (f"{prefix}/" if prefix else "")):
+            for item in page.get("Contents", []):
+                if not item["Key"].endswith("/"):
+                    yield Entry(item["Key"].removeprefix(root), item["Size"], f"etag {item['ETag'].strip(chr(34))}")
+
+    @contextmanager
+    def _errors(self, verb: str, name: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (OSError, BotoCoreError, ClientError) as error:
+            where = f"{self.url}/{name}" if name else self.url
+            detail = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise StorageError(f"cannot {verb} {where}: {detail}") from error
+
+
+def open_store(url: str) -> Store:
+    """The store at `url`, after the checks that need no request: a known scheme, and credentials for S3."""
+    scheme = urlsplit(url).scheme
+    if scheme not in ("", "s3"):
+        raise StorageError(f"{url!r} has the scheme {scheme!r}: give a path or an s3:// URL")
+    if scheme == "s3":
+        _require_s3_credentials(url)
+        return Store(url.rstrip("/"))
+    return Store(str(Path(url).expanduser()))
+
+
+def _require_s3_credentials(url: str) -> None:
+    import boto3
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        found = boto3.Session().get_credentials() is not None
+    except BotoCoreError as error:
+        raise StorageError(f"cannot use {url}: {error}") from error
+    if not found:
+        raise StorageError(
+            f"no AWS credentials for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            "or give the nodes an instance profile"
+        )
+
+
+def _region() -> str:
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
+
+
+@cache
+def _s3_filesystem() -> fs.FileSystem:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return fs.S3FileSystem(region=_region(), endpoint_override=endpoint, allow_bucket_creation=False)
+
+
+def _replace_atomically(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(partial).chmod(0o644)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
