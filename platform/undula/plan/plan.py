@@ -1,5 +1,6 @@
 """The plan of a run: which samples each step consumes, cut into virtual workers. It never mentions the world size."""
 
+import itertools
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from json import dumps
@@ -128,4 +129,4 @@ class Plan:
 def assign(virtual_workers: int, world_size: int) -> tuple[range, ...]:
     """The virtual workers of each rank: contiguous, and as even as it goes. The only place where V meets W."""
     cuts = [rank * virtual_workers // world_size for rank in range(world_size + 1)]
-    return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
