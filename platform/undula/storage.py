@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
@@ -87,7 +86,7 @@ class Store:
         """All files below `prefix`, sorted by name; empty where there is no such folder."""
         with self._errors("list", prefix):
             entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
-        return sorted(entries, key=lambda entry: entry.name)
+            return sorted(entries, key=lambda entry: entry.name)
 
     def check_writable(self) -> None:
         """Raise StorageError where a file cannot be written here."""
@@ -122,13 +121,13 @@ class Store:
             yield
         except (OSError, BotoCoreError, ClientError) as error:
             where = f"{self.url}/{name}" if name else self.url
-            detail = getattr(error, "strerror", None) or " ".join(str(error).split())
+            detail = " ".join((getattr(error, "strerror", None) or str(error)).split())
             raise StorageError(f"cannot {verb} {where}: {detail}") from error
 
 
 def open_store(url: str) -> Store:
     """The store at `url`, after the checks that need no request: a known scheme, and credentials for S3."""
-    scheme = urlsplit(url).scheme
+    scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in ("", "s3"):
         raise StorageError(f"{url!r} has the scheme {scheme!r}: give a path or an s3:// URL")
     if scheme == "s3":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
+from math import prod
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 SHAPE_KEY = b"shape"
 """Field metadata of a fixed-size list: the shape of one sample's array, as JSON."""
+
+_TAIL_BYTES = 8  # of a Parquet file: the footer's length, and a magic number
 
 
 @dataclass(frozen=True)
@@ -152,11 +155,12 @@ def load_manifest(url: str) -> Manifest:
             ),
             columns=tuple(Column(column["name"], column["type"], tuple(column["shape"])) for column in body["columns"]),
         )
+        digest = body["digest"]
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(
             f"{url}/{MANIFEST_NAME} is not a manifest ({error!r}): index again with `undula data index {url}`"
         ) from error
-    if manifest.digest != body["digest"]:
+    if manifest.digest != digest:
         raise ManifestError(
             f"{url}/{MANIFEST_NAME} does not match its own digest: index again with `undula data index {url}`"
         )
@@ -174,15 +178,18 @@ def index(url: str, advance: Callable[[int], None] = lambda files: None) -> Mani
     entries = [entry for entry in store.list() if entry.name.endswith(".parquet")]
     if not entries:
         raise ManifestError(f"{url} holds no .parquet file: nothing to index")
-    files, schema = [], None
+    files: list[ManifestFile] = []
+    schema: pa.Schema | None = None
+    columns: tuple[Column, ...] = ()
     for entry in entries:
         metadata, footer_sha256 = _read_footer(store, entry.name)
         arrow_schema = metadata.schema.to_arrow_schema()
-        if schema is not None and not arrow_schema.equals(schema):
+        file_columns = tuple(_column(store, entry.name, field) for field in arrow_schema)
+        if files and (file_columns != columns or not arrow_schema.equals(schema)):
             raise ManifestError(
                 f"{url}/{entry.name} has another schema than {entries[0].name}: a data set has one schema"
             )
-        schema = arrow_schema
+        schema, columns = arrow_schema, file_columns
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         files.append(
             ManifestFile(
@@ -195,28 +202,40 @@ def index(url: str, advance: Callable[[int], None] = lambda files: None) -> Mani
             )
         )
         advance(1)
-    manifest = Manifest(store.url, tuple(files), tuple(_column(field) for field in schema or ()))
+    manifest = Manifest(store.url, tuple(files), columns)
     store.write(MANIFEST_NAME, manifest.to_json().encode())
     return manifest
 
 
 def _read_footer(store: Store, name: str) -> tuple[pq.FileMetaData, str]:
-    try:
-        with store.open(name) as file:
+    with store.open(name) as file:
+        try:
             size = file.size()
-            file.seek(max(size - 8, 0))
-            length = int.from_bytes(file.read(8)[:4], "little")
-            file.seek(max(size - 8 - length, 0))
-            footer = sha256(file.read(length)).hexdigest()
-            return pq.read_metadata(file), footer
-    except pa.ArrowInvalid as error:
-        raise ManifestError(f"{store.url}/{name} is not a whole Parquet file: {error}") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {store.url}/{name}: {error}") from error
+            file.seek(max(size - _TAIL_BYTES, 0))
+            tail = file.read(_TAIL_BYTES)
+            length = min(int.from_bytes(tail[:4], "little"), max(size - _TAIL_BYTES, 0))
+            file.seek(max(size - _TAIL_BYTES - length, 0))
+            footer = file.read(length)
+        except OSError as error:
+            raise StorageError(f"cannot read {store.url}/{name}: {error}") from error
+    try:
+        return pq.read_metadata(pa.BufferReader(footer + tail)), sha256(footer).hexdigest()
+    except (pa.ArrowInvalid, OSError) as error:
+        detail = " ".join(str(error).split())
+        raise ManifestError(f"{store.url}/{name} is not a whole Parquet file: {detail}") from error
 
 
-def _column(field: pa.Field) -> Column:
-    if pa.types.is_fixed_size_list(field.type):
-        shape = json.loads((field.metadata or {}).get(SHAPE_KEY, b"null")) or [field.type.list_size]
-        return Column(field.name, str(field.type.value_type), tuple(shape))
-    return Column(field.name, str(field.type), ())
+def _column(store: Store, file: str, field: pa.Field) -> Column:
+    if not pa.types.is_fixed_size_list(field.type):
+        return Column(field.name, str(field.type), ())
+    text = (field.metadata or {}).get(SHAPE_KEY)
+    try:
+        shape = (field.type.list_size,) if text is None else tuple(int(size) for size in json.loads(text))
+    except (ValueError, TypeError):
+        shape = ()
+    if prod(shape) != field.type.list_size or not shape:
+        raise ManifestError(
+            f"{store.url}/{file}: column {field.name} has the shape {text!r}, which does not hold its "
+            f"{field.type.list_size} values: write the field's metadata as JSON, such as [3, 32, 32]"
+        )
+    return Column(field.name, str(field.type.value_type), shape)

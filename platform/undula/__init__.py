@@ -1,0 +1,25 @@
+"""Undula: elastic training on Ray whose result does not depend on which nodes were there."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from undula.elastic.trainer import ElasticTorchTrainer
+    from undula.entrypoint import main
+    from undula.run.loop import Run, Step
+
+__all__ = ["ElasticTorchTrainer", "Run", "Step", "main"]
+
+_HOMES = {
+    "ElasticTorchTrainer": "undula.elastic.trainer",
+    "Run": "undula.run.loop",
+    "Step": "undula.run.loop",
+    "main": "undula.entrypoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch and Ray take seconds, and most commands need neither."""
+    if name not in __all__:
+        raise AttributeError(f"module 'undula' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

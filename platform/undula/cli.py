@@ -1,0 +1,216 @@
+"""The command line, `undula ...`: every command calls one function of the library."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from undula.errors import one_sentence
+from undula.storage import open_store
+
+DEFAULT_RUNS = "~/undula/runs"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `undula` command."""
+    options = _parser().parse_args(argv)
+    # SIGTERM ends as Ctrl-C does, so that what was started is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with one_sentence():
+            status = options.command(options)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        status = 130
+    sys.exit(status)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from undula.cluster.local import running_or_local
+    from undula.live import LiveScreen
+    from undula.spec import load_spec
+
+    loaded = load_spec(options.job, options.overrides)
+    if options.print:
+        print(loaded.to_yaml(), end="")
+        return 0
+    script = options.script or options.job.with_suffix(".py")
+    overrides = [*options.overrides, *_absolute_paths(loaded.spec)]
+    # The script's folder travels; the YAML goes with it when it lies there.
+    job = options.job.absolute()
+    config = job.name if job.parent == script.absolute().parent else str(job)
+    screen = LiveScreen(sys.stdout)
+    cpus = max(os.cpu_count() or 1, math.ceil(loaded.spec.workers.max * loaded.spec.workers.cpus))
+    print("starting ...", flush=True)
+    with running_or_local(options.address, cpus) as dashboard:
+        from undula.cluster.submit import submit  # Ray reads its token settings when it is imported
+
+        arguments = ["--config", config, *(["--fresh"] if options.fresh else []), *overrides]
+        try:
+            return submit(dashboard, script.absolute(), arguments, screen.show)
+        finally:
+            screen.close()
+
+
+def _absolute_paths(spec: Any) -> list[str]:
+    """Overrides that make relative paths absolute: the job runs in another directory than this one."""
+    paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
+    return [
+        f"{key}={Path(path).absolute()}"
+        for key, path in paths.items()
+        if path is not None and not path.startswith(("/", "~", "s3://"))
+    ]
+
+
+def _data(options: argparse.Namespace) -> int:
+    from undula.data.corpora import is_complete
+
+    if options.if_missing and is_complete(options.out):
+        return 0
+    corpus = options.corpus(options)
+    with _progress() as progress:
+        task = progress.add_task(f"writing {options.out}", total=corpus.num_rows)
+        row_group_bytes = int(options.row_group_mib * 2**20)
+        corpus.write(options.out, options.shards, row_group_bytes, lambda rows: progress.advance(task, rows))
+    return 0
+
+
+def _index(options: argparse.Namespace) -> int:
+    from undula.data.manifest import index
+
+    with _progress() as progress:
+        task = progress.add_task(f"reading footers below {options.url}", total=None)
+        manifest = index(options.url, lambda files: progress.advance(task, files))
+    print(
+        f"{len(manifest.files)} files, {len(manifest.row_counts)} row groups, {manifest.num_rows} rows, digest {manifest.digest}"
+    )
+    return 0
+
+
+def _progress() -> Any:
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True))
+
+
+def _stdlib_text(options: argparse.Namespace) -> Any:
+    from undula.data.corpora import stdlib_text
+
+    return stdlib_text(context=options.context)
+
+
+def _digits(options: argparse.Namespace) -> Any:
+    from undula.data.corpora import digits
+
+    return digits()
+
+
+def _cifar10(options: argparse.Namespace) -> Any:
+    from undula.data.corpora import cifar10
+
+    return cifar10(options.archive)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from undula.report.terminal import print_runs
+
+    print_runs(open_store(options.runs), options.json)
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from undula.report.terminal import print_run
+
+    print_run(open_store(options.run), options.json)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from undula.report.page import write_report
+
+    print(write_report(open_store(options.run)))
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from undula.spec import json_schema
+
+    print(json.dumps(json_schema(), indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="undula", description="Elastic training on Ray.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="submit a job to the Ray cluster at hand, or to a local one, and follow it")
+    run.add_argument("job", type=Path, metavar="JOB.yaml")
+    run.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    run.add_argument("--script", type=Path, help="the job's script (default: beside JOB.yaml, with its name)")
+    run.add_argument("--address", help="URL of a cluster's job API, as for `ray job submit`")
+    run.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
+    run.add_argument(
+        "--print", action="store_true", help="print the resolved job, with where each value came from, and exit"
+    )
+    run.set_defaults(command=_run)
+
+    _add_data_commands(
+        commands.add_parser("data", help="make or index a data set").add_subparsers(required=True, metavar="WHAT")
+    )
+
+    runs = commands.add_parser("ls", help="list runs")
+    runs.add_argument("runs", nargs="?", default=DEFAULT_RUNS, help=f"path or s3:// URL (default: {DEFAULT_RUNS})")
+    runs.add_argument("--json", action="store_true")
+    runs.set_defaults(command=_ls)
+
+    show = commands.add_parser("show", help="show a run: figures, curves, events")
+    show.add_argument("run", metavar="RUN", help="a run directory")
+    show.add_argument("--json", action="store_true")
+    show.set_defaults(command=_show)
+
+    report = commands.add_parser("report", help="write report.html into a run directory")
+    report.add_argument("run", metavar="RUN", help="a run directory")
+    report.set_defaults(command=_report)
+
+    schema = commands.add_parser("schema", help="print the JSON schema of JOB.yaml, for editors")
+    schema.set_defaults(command=_schema)
+    return parser
+
+
+def _add_data_commands(commands: Any) -> None:
+    makers = {
+        "stdlib-text": (_stdlib_text, "the source of this Python's standard library, as bytes"),
+        "digits": (_digits, "scikit-learn's handwritten digits"),
+        "cifar10": (_cifar10, "CIFAR-10, from its binary archive"),
+    }
+    for name, (make, text) in makers.items():
+        parser = commands.add_parser(name, help=text)
+        parser.add_argument("--out", required=True, metavar="URL", help="path or s3:// URL of the data set")
+        parser.add_argument(
+            "--shards", type=int, default=4, metavar="N", help="Parquet files of each split (default: 4)"
+        )
+        parser.add_argument(
+            "--row-group-mib", type=float, default=1.0, metavar="M", help="size of a row group (default: 1)"
+        )
+        parser.add_argument("--if-missing", action="store_true", help="do nothing where it is there already, and whole")
+        parser.set_defaults(command=_data, corpus=make)
+        if name == "stdlib-text":
+            parser.add_argument(
+                "--context", type=int, default=256, help="bytes that a model sees at once (default: 256)"
+            )
+        if name == "cifar10":
+            parser.add_argument("--archive", type=Path, required=True, help="cifar-10-binary.tar.gz, as published")
+    index = commands.add_parser("index", help="write the manifest of Parquet files that are there")
+    index.add_argument("url", metavar="URL")
+    index.set_defaults(command=_index)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Clusters: a local one that lives as long as a command, and the way in for jobs."""

@@ -1,0 +1,147 @@
+"""A Ray cluster on this machine that lives as long as a `with` block, reached with its own token, and leaves nothing behind."""
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from undula.errors import ClusterError
+
+DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    """A running local cluster."""
+
+    address: str
+    """For `ray.init(address=...)`."""
+    dashboard: str
+    """For `ray job submit --address ...`."""
+    env: Mapping[str, str]
+    """What a client's environment needs: the token's file."""
+    pid: int
+    """Of `ray start --block`, which leads the process group of all of the cluster's processes."""
+
+
+@contextmanager
+def local_cluster(num_cpus: int, env: Mapping[str, str] | None = None) -> Iterator[LocalCluster]:
+    """Start a cluster of one node and stop it at the end of the block.
+
+    Args:
+        num_cpus: logical CPUs.
+        env: further environment of the cluster, and so of its jobs.
+
+    Raises:
+        ClusterError: it did not come up.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="undula-ray-"))  # short: Ray puts sockets below it
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    gcs, dashboard, client, agent = _free_ports(4)
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(f"--num-cpus={num_cpus}", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={gcs}"),
+        *(
+            f"--dashboard-port={dashboard}",
+            f"--ray-client-server-port={client}",
+            f"--dashboard-agent-listen-port={agent}",
+        ),
+    ]
+    bin_folder = str(Path(sys.executable).parent)
+    environment = {**os.environ, **auth, **(env or {})}
+    environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs say `python`
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        environment.pop(name, None)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        log = stack.enter_context((folder / "start.log").open("w+"))
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        stack.callback(_stop, process)
+        cluster = LocalCluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", auth, process.pid)
+        _await_jobs(cluster, process, folder / "start.log")
+        yield cluster
+
+
+@contextmanager
+def running_or_local(address: str | None, num_cpus: int) -> Iterator[str]:
+    """The job API's URL of the cluster at `address`, of the one that runs on this machine, or of a new one for this block."""
+    if address:
+        yield address
+    elif os.environ.get("RAY_API_SERVER_ADDRESS") or job_api_answers(DEFAULT_DASHBOARD):
+        yield os.environ.get("RAY_API_SERVER_ADDRESS", DEFAULT_DASHBOARD)
+    else:
+        with local_cluster(num_cpus) as cluster:
+            os.environ.update(cluster.env)
+            yield cluster.dashboard
+
+
+def job_api_answers(dashboard: str) -> bool:
+    """Whether a Ray dashboard answers at this URL, with or without letting us in."""
+    try:
+        with urllib.request.urlopen(f"{dashboard}/api/version", timeout=2) as response:
+            return b"ray_version" in response.read()
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)
+    except (OSError, ValueError):
+        return False
+
+
+def _await_jobs(cluster: LocalCluster, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait until the cluster takes jobs."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not job_api_answers(cluster.dashboard):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = " ".join(log.read_text().split())[-300:]
+            raise ClusterError(f"no local Ray cluster came up within {START_TIMEOUT_S:.0f} s: {tail}")
+        time.sleep(0.1)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Stop the cluster; `ray start --block` ends its children on SIGTERM, and its process group gets SIGKILL afterwards."""
+    process.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

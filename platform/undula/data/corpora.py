@@ -1,0 +1,211 @@
+"""Small data sets to begin with, made from what is at hand: the standard library's source, scikit-learn's digits, CIFAR-10.
+
+A maker looks at its source and returns a Corpus, which knows its size; nothing is written before `Corpus.write`.
+"""
+
+import re
+import sysconfig
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from undula.data.manifest import load_manifest
+from undula.data.write import ROW_GROUP_BYTES, array_column, array_field, clear, write_shards
+from undula.errors import ManifestError, StorageError, UndulaError
+from undula.plan.keys import key64
+from undula.storage import open_store
+
+SPLITS = ("train", "validation")
+_BATCH_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of one data set of a corpus."""
+
+    num_rows: int
+    rows: Callable[[], Iterator[pa.RecordBatch]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A data set to train on and one to validate on, with one schema."""
+
+    schema: pa.Schema
+    train: Split
+    validation: Split
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of both, which is what `write` advances by in all."""
+        return self.train.num_rows + self.validation.num_rows
+
+    def write(
+        self,
+        out_url: str,
+        num_shards: int = 4,
+        row_group_bytes: int = ROW_GROUP_BYTES,
+        advance: Callable[[int], None] = lambda rows: None,
+    ) -> None:
+        """Write `<out_url>/train` and `<out_url>/validation`, in place of what a former `write` left there."""
+        out = open_store(out_url)
+        for name in SPLITS:
+            clear(out / name)
+        for name, split in zip(SPLITS, (self.train, self.validation), strict=True):
+            write_shards(out / name, split.rows(), self.schema, split.num_rows, num_shards, row_group_bytes, advance)
+
+
+def is_complete(out_url: str) -> bool:
+    """Whether both data sets of a corpus are at `out_url`, whole and as their manifests say."""
+    try:
+        for name in SPLITS:
+            load_manifest((open_store(out_url) / name).url).check_files()
+    except ManifestError:
+        return False
+    return True
+
+
+def stdlib_text(context: int = 256, root: Path | None = None) -> Corpus:
+    """Python source as bytes: the standard library of this interpreter, a twentieth of its files held out by name.
+
+    Column `text`: uint8 [context + 1], consecutive pieces of the files laid end to end with a zero byte between them.
+
+    Args:
+        context: tokens that a model sees at once; a sample has one more, the last target.
+        root: folder of .py files; by default the standard library.
+    """
+    if context < 1:
+        raise UndulaError(f"context is {context}: give at least 1")
+    field = array_field("text", pa.uint8(), (context + 1,))
+    schema = pa.schema([field])
+    held_out: dict[bool, list[Path]] = {True: [], False: []}
+    for relative, file in _python_files(root or Path(sysconfig.get_path("stdlib"))):
+        held_out[key64("validation", relative) % 20 == 0].append(file)
+
+    def split(files: list[Path]) -> Split:
+        num_bytes = sum(file.stat().st_size + 1 for file in files) - 1
+        return Split(max(num_bytes, 0) // (context + 1), lambda: _text_rows(files, schema, context + 1))
+
+    return Corpus(schema, train=split(held_out[False]), validation=split(held_out[True]))
+
+
+def digits() -> Corpus:
+    """scikit-learn's 1797 handwritten digits, about a fifth held out by their number.
+
+    Columns `image`: uint8 [1, 8, 8], and `label`: int64.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UndulaError("the digits come with scikit-learn, which is missing: pip install scikit-learn") from error
+    bunch = load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # [samples, 8, 8], from 0..16
+    labels = bunch.target.astype(np.int64)
+    held_out = np.array([key64("validation", number) % 5 == 0 for number in range(len(labels))])
+    schema = _image_schema((1, 8, 8))
+
+    def split(chosen: NDArray[np.bool_]) -> Split:
+        return Split(int(chosen.sum()), lambda: iter([_image_batch(schema, images[chosen], labels[chosen])]))
+
+    return Corpus(schema, train=split(~held_out), validation=split(held_out))
+
+
+def cifar10(archive: Path) -> Corpus:
+    """CIFAR-10 from its binary archive, cifar-10-binary.tar.gz; the test batch is held out.
+
+    Columns `image`: uint8 [3, 32, 32], and `label`: int64. The Python archive is refused: its members are pickles, and
+    reading a pickle runs what it holds.
+    """
+    with _reading(archive), tarfile.open(archive) as tar:
+        members = {PurePosixPath(member.name).name: member for member in tar if member.isfile()}
+    if "data_batch_1" in members:
+        raise StorageError(
+            f"{archive} holds pickles, which can run code when they are read: give cifar-10-binary.tar.gz, "
+            "the binary version on the same page"
+        )
+    train = sorted(name for name in members if re.fullmatch(r"data_batch_\d+\.bin", name))
+    validation = [name for name in members if name == "test_batch.bin"]
+    if not (train and validation):
+        raise StorageError(f"{archive} has no data_batch_*.bin or no test_batch.bin: give cifar-10-binary.tar.gz")
+    for name in (*train, *validation):
+        if members[name].size % _CIFAR_RECORD_BYTES:
+            raise StorageError(
+                f"{name} in {archive} has {members[name].size} bytes, which is not a multiple of {_CIFAR_RECORD_BYTES}: "
+                "download the archive again"
+            )
+    schema = _image_schema((3, 32, 32))
+
+    def split(names: list[str]) -> Split:
+        chosen = [members[name].name for name in names]
+        num_rows = sum(members[name].size for name in names) // _CIFAR_RECORD_BYTES
+        return Split(num_rows, lambda: _cifar_rows(archive, chosen, schema))
+
+    return Corpus(schema, train=split(train), validation=split(validation))
+
+
+CORPORA: dict[str, Callable[..., Corpus]] = {"cifar10": cifar10, "digits": digits, "stdlib-text": stdlib_text}
+"""Makers by the names that `undula data` gives them. Only cifar10 must be given something: its `archive`."""
+
+_CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
+
+
+def _python_files(root: Path) -> list[tuple[str, Path]]:
+    """(path relative to `root`, file) of the .py files that belong to it, sorted."""
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    with _reading(root):
+        files = [(file.relative_to(root), file) for file in root.rglob("*.py") if file.is_file()]
+    return sorted((path.as_posix(), file) for path, file in files if not skipped & set(path.parts))
+
+
+def _text_rows(files: list[Path], schema: pa.Schema, width: int) -> Iterator[pa.RecordBatch]:
+    pending = bytearray()
+    for number, file in enumerate(files):
+        if number:
+            pending += b"\0"
+        with _reading(file):
+            pending += file.read_bytes()
+        if len(pending) >= max(_BATCH_BYTES, width) or number == len(files) - 1:
+            whole = len(pending) // width * width
+            values = np.frombuffer(bytes(pending[:whole]), dtype=np.uint8)
+            del pending[:whole]
+            yield pa.record_batch([array_column(schema.field("text"), values)], schema=schema)
+
+
+def _cifar_rows(archive: Path, members: list[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    most_bytes = _BATCH_BYTES // _CIFAR_RECORD_BYTES * _CIFAR_RECORD_BYTES
+    with _reading(archive), tarfile.open(archive) as tar:
+        for name in members:
+            file = tar.extractfile(name)
+            assert file is not None, "cifar10() chose regular files"
+            while data := file.read(most_bytes):
+                records = np.frombuffer(data, dtype=np.uint8).reshape(-1, _CIFAR_RECORD_BYTES)
+                labels = records[:, 0].astype(np.int64)
+                if labels.max() > 9:
+                    raise StorageError(
+                        f"{name} in {archive} has the label {labels.max()}, beyond 9: it is not CIFAR-10"
+                    )
+                yield _image_batch(schema, records[:, 1:], labels)
+
+
+def _image_schema(shape: tuple[int, ...]) -> pa.Schema:
+    return pa.schema([array_field("image", pa.uint8(), shape), pa.field("label", pa.int64(), nullable=False)])
+
+
+def _image_batch(schema: pa.Schema, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> pa.RecordBatch:
+    return pa.record_batch([array_column(schema.field("image"), images), pa.array(labels)], schema=schema)
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        detail = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise StorageError(f"cannot read {source}: {detail}") from error

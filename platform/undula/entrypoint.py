@@ -1,0 +1,122 @@
+"""A job from its first line to its last: spec -> plan -> train -> report."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.train import TrainingFailedError
+
+from undula.elastic.trainer import ElasticTorchTrainer, run_config, scaling_config
+from undula.errors import one_sentence
+from undula.live import live_view
+from undula.preflight import JOB_FILE, Prepared, describe, prepare
+from undula.run.hub import HubPublisher, start_hub
+from undula.run.loop import Run
+from undula.run.worker import Worker
+from undula.spec import LoadedSpec, load_spec
+from undula.state.ledger import Event, EventWriter, last_event, read_ledger
+from undula.storage import Store
+
+
+def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
+    """Run a job script: read its YAML and overrides, check them, train on the Ray cluster at hand, and say where the result is.
+
+    Args:
+        train: the training loop; runs in every worker.
+        config: dataclass of the script's own settings, the YAML's `config`; without it they are a mapping.
+        argv: command line, by default this process's: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
+            JOB.yaml defaults to the file beside the script with its name.
+
+    Exits with status 2 and one sentence for a mistake in the input, and with 1 when training fails.
+    """
+    options = _parser().parse_args(argv)
+    with one_sentence():
+        loaded = load_spec(options.config, options.overrides, config)
+        if options.print:
+            print(loaded.to_yaml(), end="")
+            return
+        prepared = prepare(loaded, train, options.fresh)
+        if prepared.is_finished:
+            print(f"{prepared.store.url} is finished: nothing to do; --fresh starts over")
+            return
+        _connect()
+        hub = start_hub(prepared.store.url)
+        if options.fresh:
+            prepared.store.delete("")
+        prepared.store.write(JOB_FILE, json.dumps(describe(loaded, prepared), indent=1).encode())
+    with live_view(hub):
+        error = _fit(train, loaded, prepared, HubPublisher(hub))
+    _say_result(prepared.store, error)
+    if error:
+        raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class TellEverywhere:
+    """Events of the controller: to the ledger, and to the driver's live view."""
+
+    store: Store
+    publish: HubPublisher
+
+    def __call__(self, event: Event) -> None:
+        EventWriter(self.store, "controller").event(event)
+        self.publish(event)
+
+
+def _fit(
+    train: Callable[[Run], None], loaded: LoadedSpec, prepared: Prepared, publish: HubPublisher
+) -> Exception | None:
+    spec = loaded.spec
+    trainer = ElasticTorchTrainer(
+        Worker(train, loaded.job(), publish),
+        scaling_config=scaling_config(spec.workers),
+        run_config=run_config(spec.workers, prepared.store),
+        on_event=TellEverywhere(prepared.store, publish),
+    )
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        return error
+    return None
+
+
+def _connect() -> None:
+    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files."""
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    for name in ("ray", "ray.train", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _say_result(store: Store, error: Exception | None) -> None:
+    if error:
+        print(f"training failed:\n{error}", file=sys.stderr, flush=True)
+    ledger = read_ledger(store)
+    validation = last_event(ledger.events, "validation")
+    loss = (
+        f"validation loss {validation['data']['loss']:.4f} at step {validation['step']}"
+        if validation
+        else "no validation"
+    )
+    print(
+        f"{'stopped' if error else 'finished'}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train. Overrides of the YAML are written key.sub=value.")
+    beside = Path(sys.argv[0]).with_suffix(".yaml")
+    parser.add_argument("--config", type=Path, default=beside, metavar="JOB.yaml", help=f"the job (default: {beside})")
+    parser.add_argument(
+        "--print", action="store_true", help="print the resolved job, with where each value came from, and exit"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")
+    return parser

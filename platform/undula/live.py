@@ -1,0 +1,97 @@
+"""The live view: one line a second of where the run stands, events on lines of their own; plain lines where nobody can rewrite one."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from undula.run.messages import Line, Message, Status
+
+INTERVAL_S = 1.0
+STATUS_PREFIX = "step "
+
+
+def status_line(status: Status) -> str:
+    """`step 120/400  loss 2.4131  lr 2.1e-03  812 samples/s  2 workers  0:41 left`"""
+    workers = f"{status.world_size} worker{'s' if status.world_size != 1 else ''}"
+    width = len(str(status.total_steps))
+    return (
+        f"{STATUS_PREFIX}{status.step:>{width}}/{status.total_steps}  loss {status.loss:.4f}  lr {status.lr:.2e}  "
+        f"{status.samples_per_s:,.0f} samples/s  {workers}  {duration(status.seconds_left)} left"
+    )
+
+
+def duration(seconds: float) -> str:
+    """`0:41`, `12:07` or `3:02:15`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class LiveScreen:
+    """Shows lines; on a terminal a status line is rewritten in place by the next one."""
+
+    def __init__(self, out: TextIO):
+        self._out = out
+        self._rewrites = out.isatty()
+        self._status = ""
+
+    def show(self, line: str) -> None:
+        if self._rewrites and line.startswith(STATUS_PREFIX):
+            self._status = line
+            self._out.write(f"\r\x1b[2K{line}")
+        elif self._rewrites and self._status:
+            self._out.write(f"\r\x1b[2K{line}\n{self._status}")
+        else:
+            self._out.write(f"{line}\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        """Leave the last status line where it is."""
+        if self._status:
+            self._out.write("\n")
+            self._out.flush()
+            self._status = ""
+
+
+def message_lines(messages: list[Message]) -> list[str]:
+    """Lines for a batch of messages: every event and printed line in order, and of several statuses the last."""
+    lines = []
+    last_status = None
+    for message in messages:
+        if isinstance(message, Status):
+            last_status = status_line(message)
+        elif isinstance(message, Line):
+            lines.append(f"rank {message.rank}: {message.text}")
+        else:
+            at = f"{time.strftime('%H:%M:%S', time.localtime(message.time))}  "
+            lines.append(f"{at}{message.message}" + (f" (step {message.step})" if message.step else ""))
+    return lines + ([last_status] if last_status else [])
+
+
+@contextmanager
+def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
+    """Show what a hub gets, until the block ends."""
+    import ray  # not at the top: the client that follows a job shows lines too, and must not load Ray before its token is set
+
+    screen = LiveScreen(out)
+    closed = threading.Event()
+
+    def follow() -> None:
+        position, ending = 0, False
+        while not ending:
+            ending = closed.wait(INTERVAL_S)  # after the end once more, for the last messages
+            position, messages = ray.get(hub.read.remote(position))
+            for line in message_lines(messages):
+                screen.show(line)
+        screen.close()
+
+    thread = threading.Thread(target=follow, name="undula-live", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(timeout=10)

@@ -1,0 +1,162 @@
+"""What can be known to be wrong before any worker starts: data, run directory, and whether the run can go on from what is there."""
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from undula.data.manifest import Manifest, load_manifest
+from undula.errors import ManifestError, RunError, SpecError, StorageError
+from undula.plan.plan import Plan
+from undula.run.loop import Run
+from undula.run.modelstate import MODEL
+from undula.spec import LoadedSpec, as_tree, flatten
+from undula.state.commit import Commit, check_shapes, find_commits
+from undula.storage import Store, open_store
+
+JOB_FILE = "job.json"
+LOGICAL = ("plan.", "schedule.", "gradient.", "config.")
+"""Keys that make the logical run: they cannot change while it is under way."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that may start."""
+
+    store: Store
+    plan: Plan
+    plan_digest: str
+    newest: Commit | None
+    """The checkpoint that the run would go on from."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.newest is not None and self.newest.step >= self.plan.total_steps
+
+
+def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Prepared:
+    """Check everything that can be checked from here.
+
+    Raises:
+        UndulaError: one sentence for the first thing that is wrong.
+    """
+    spec = loaded.spec
+    manifest = _data("data.train", spec.data.train, loaded)
+    if spec.data.validation is not None:
+        validation = _data("data.validation", spec.data.validation, loaded)
+        if validation.select(spec.data.columns) != manifest.select(spec.data.columns):
+            raise ManifestError(
+                f"{spec.data.validation} has other columns than {spec.data.train}: training and validation data share one schema"
+            )
+    store = _run_directory(loaded)
+    plan = Plan(spec.plan, manifest.num_rows)
+    digest = plan.digest(manifest.digest)
+    newest = None if fresh else next(iter(find_commits(store)), None)
+    if newest is not None:
+        _refuse_changes(store, loaded, manifest)
+        shapes = model_shapes(train, loaded, plan)
+        if shapes is not None:
+            check_shapes(newest, shapes, MODEL)
+    return Prepared(store, plan, digest, newest)
+
+
+def describe(loaded: LoadedSpec, prepared: Prepared) -> dict[str, Any]:
+    """What `job.json` in the run directory says."""
+    manifest = load_manifest(loaded.spec.data.train)
+    return {
+        "name": loaded.spec.name,
+        "plan_digest": prepared.plan_digest,
+        "manifest_digest": manifest.digest,
+        "total_steps": prepared.plan.total_steps,
+        "total_samples": prepared.plan.total_samples,
+        "train_rows": manifest.num_rows,
+        "spec": as_tree(loaded.spec),
+    }
+
+
+def model_shapes(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the script's model, by name, without making its weights; None where the script does not get there.
+
+    Runs the train function up to `run.model(...)` on torch's meta device.
+    """
+    probe = _ShapeProbe(loaded, plan)
+    try:
+        with torch.device("meta"), redirect_stdout(io.StringIO()):
+            train(probe)  # type: ignore[arg-type]
+    except _ModelBuiltError as built:
+        return built.shapes
+    except Exception:
+        # Whatever else the script does before its model, the workers will say; they check the shapes again.
+        return None
+    return None
+
+
+class _ModelBuiltError(Exception):
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self.shapes = shapes
+
+
+class _ShapeProbe:
+    def __init__(self, loaded: LoadedSpec, plan: Plan):
+        self.config = loaded.config
+        self.base_lr = loaded.spec.schedule.base_lr
+        self.plan = plan
+        self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
+
+    def model(self, module: nn.Module) -> nn.Module:
+        raise _ModelBuiltError({name: tuple(value.shape) for name, value in module.state_dict().items()})
+
+
+def _data(key: str, url: str, loaded: LoadedSpec) -> Manifest:
+    _refuse_lost_path(key, url, loaded)
+    try:
+        manifest = load_manifest(url)
+        manifest.select(loaded.spec.data.columns)
+        manifest.check_files()
+        Plan(loaded.spec.plan, manifest.num_rows)
+    except (StorageError, ManifestError, SpecError) as error:
+        raise type(error)(f"{loaded.origins.get(key, 'default')}: {key}: {error}") from error
+    return manifest
+
+
+def _run_directory(loaded: LoadedSpec) -> Store:
+    _refuse_lost_path("runs", loaded.spec.runs, loaded)
+    try:
+        store = open_store(loaded.spec.run_url)
+        store.check_writable()
+    except StorageError as error:
+        origin = loaded.origins.get("runs", "default")
+        raise StorageError(f"{origin}: runs: the run directory is not writable: {error}") from error
+    return store
+
+
+def _refuse_lost_path(key: str, url: str, loaded: LoadedSpec) -> None:
+    """A relative path of a submitted job lies in Ray's copy of its working directory, which goes when the job ends."""
+    if not url.startswith(("/", "~", "s3://")) and "/runtime_resources/working_dir_files/" in str(Path.cwd()):
+        raise SpecError(
+            f"{loaded.origins.get(key, 'default')}: {key} is {url!r}, which is relative to this job's temporary copy of the "
+            "working directory: give an absolute path or an s3:// URL"
+        )
+
+
+def _refuse_changes(store: Store, loaded: LoadedSpec, manifest: Manifest) -> None:
+    """The run goes on only as the logical run that it was begun as."""
+    if not store.exists(JOB_FILE):
+        return
+    begun = json.loads(store.read(JOB_FILE))
+    mend = "restore it, give another name, or start over with --fresh"
+    if begun["manifest_digest"] != manifest.digest:
+        raise RunError(f"{store.url} was begun on other training data than {manifest.url} holds now: {mend}")
+    before, now = dict(flatten(begun["spec"])), dict(flatten(as_tree(loaded.spec)))
+    for key in sorted(before.keys() | now.keys()):
+        if key.startswith(LOGICAL) and before.get(key) != now.get(key):
+            raise RunError(
+                f"{loaded.origins.get(key, 'default')}: {key} is {json.dumps(now.get(key))}, and {store.url} was begun with "
+                f"{json.dumps(before.get(key))}: {mend}"
+            )

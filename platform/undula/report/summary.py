@@ -1,0 +1,289 @@
+"""What a run directory says, as figures: the arithmetic over the ledger that the terminal and the page share, and how figures are written.
+
+All but `read_run` is pure.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from undula.errors import RunError, UndulaError
+from undula.state.ledger import Event, Ledger, read_ledger
+from undula.storage import Store
+
+JOB_FILE = "job.json"
+RUNNING_WITHIN_S = 60.0
+TRAINING_LOSS_STEPS = 20
+SECONDS_CLASSES = ("compute", "communication", "data", "other")
+
+State = Literal["finished", "running", "stopped"]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The run directory's job.json: what was asked for."""
+
+    name: str
+    plan_digest: str = ""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved spec, as a tree."""
+    total_steps: int = 0
+    total_samples: int = 0
+    train_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A validation of the run, at a number of committed steps."""
+
+    step: int
+    loss: float
+    time: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in figures. Losses are None where there is none; times are seconds since the epoch."""
+
+    name: str
+    state: State
+    steps: int
+    """Committed."""
+    total_steps: int
+    samples: int
+    total_samples: int
+    first_validation_loss: float | None
+    last_validation_loss: float | None
+    best_validation_loss: float | None
+    best_validation_step: int | None
+    training_loss: float | None
+    """Mean of the last TRAINING_LOSS_STEPS committed steps."""
+    samples_per_s: float | None
+    """Median over committed steps."""
+    began: float | None
+    latest: float | None
+    """When the newest event or step was told."""
+    wall_s: float
+    """From the first event to the newest event or step."""
+    replayed_steps: int
+    """Rows of the ledger that were done again; steps lost before they were flushed are not among them."""
+    attempts: int
+    crashes: int
+    resizes: int
+    checkpoints: int
+    world_sizes: tuple[int, ...]
+    """Seen, ascending."""
+    seconds: Mapping[str, float]
+    """By class of SECONDS_CLASSES, summed over committed steps, mean over ranks."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The summary for json.dumps; a loss that is not finite becomes null."""
+        return {key: _without_nan(value) for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run directory, read."""
+
+    job: JobRecord
+    ledger: Ledger
+    events: tuple[Event, ...]
+    """In order of time."""
+
+
+def read_run(store: Store) -> RecordedRun:
+    """Read a run directory. Raises RunError where it is none, or is damaged."""
+    if not store.exists(JOB_FILE):
+        raise RunError(f"{store.url} has no {JOB_FILE}: give the directory of a run that `undula run` has started")
+    try:
+        job = _job_record(json.loads(store.read(JOB_FILE)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({_reason(error)}): submit the job again") from error
+    try:
+        ledger = read_ledger(store)
+        return RecordedRun(job, ledger, decode_events(ledger.events))
+    except UndulaError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"the ledger of {store.url} is damaged ({_reason(error)}): remove the damaged file below ledger/"
+        ) from error
+
+
+def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
+    """The figures of a run; `now` in seconds since the epoch."""
+    events = decode_events(ledger.events)
+    steps = ledger.steps
+    kinds = [event.kind for event in events]
+    times = [event.time for event in events] + column(steps, "time")[-1:].tolist()
+    finite = [entry for entry in validations(events) if math.isfinite(entry.loss)]
+    best = min(finite, key=lambda entry: entry.loss, default=None)
+    told = validations(events)
+    rate = throughput(steps)
+    sizes = {*steps["world_size"].to_pylist(), *ledger.replaced["world_size"].to_pylist()}
+    return RunSummary(
+        name=job.name,
+        state=_state(kinds, max(times, default=None), now),
+        steps=int(steps["step"][-1].as_py()) + 1 if len(steps) else 0,
+        total_steps=job.total_steps,
+        samples=int(steps["samples"][-1].as_py()) if len(steps) else 0,
+        total_samples=job.total_samples,
+        first_validation_loss=told[0].loss if told else None,
+        last_validation_loss=told[-1].loss if told else None,
+        best_validation_loss=best.loss if best else None,
+        best_validation_step=best.step if best else None,
+        training_loss=float(column(steps, "loss")[-TRAINING_LOSS_STEPS:].mean()) if len(steps) else None,
+        samples_per_s=float(np.median(rate)) if len(rate) else None,
+        began=min(times, default=None),
+        latest=max(times, default=None),
+        wall_s=max(times) - min(times) if times else 0.0,
+        replayed_steps=len(ledger.replaced),
+        attempts=kinds.count("start"),
+        crashes=kinds.count("crash"),
+        resizes=kinds.count("resize"),
+        checkpoints=kinds.count("checkpoint"),
+        world_sizes=tuple(sorted(int(size) for size in sizes)),
+        seconds={name: float(column(steps, f"{name}_s").sum()) for name in SECONDS_CLASSES},
+    )
+
+
+def validations(events: Sequence[Event]) -> tuple[Validation, ...]:
+    """The validations that stand, by step: one of a step that a later attempt did again gives way to the later one."""
+    standing: dict[int, Validation] = {}
+    for event in events:
+        if event.step is None:
+            continue
+        if event.kind == "start":
+            standing = {step: entry for step, entry in standing.items() if step <= event.step}
+        elif event.kind == "validation" and "loss" in event.data:
+            standing[event.step] = Validation(event.step, float(event.data["loss"]), event.time)
+    return tuple(standing[step] for step in sorted(standing))
+
+
+def decode_events(table: pa.Table) -> tuple[Event, ...]:
+    """The rows of EVENT_SCHEMA as events."""
+    return tuple(Event(**{**row, "data": json.loads(row["data"] or "{}")}) for row in table.to_pylist())
+
+
+def column(table: pa.Table, name: str) -> Floats:
+    """A column as float64, null as NaN."""
+    return np.asarray(table[name].to_numpy(), dtype=np.float64)
+
+
+def throughput(steps: pa.Table) -> Floats:
+    """Samples per second of each step."""
+    seconds = np.sum([column(steps, f"{name}_s") for name in SECONDS_CLASSES], axis=0)
+    return column(steps, "step_samples") / np.maximum(seconds, 1e-9)
+
+
+def downsample(ys: Floats, limit: int) -> Indices:
+    """At most `limit` (4 or more) indices of ys, ascending, with the ends and the smallest and largest of each bucket."""
+    if len(ys) <= limit:
+        return np.arange(len(ys))
+    edges = np.linspace(0, len(ys), (limit - 2) // 2 + 1).astype(np.int64)
+    low, high = np.where(np.isfinite(ys), ys, np.inf), np.where(np.isfinite(ys), ys, -np.inf)
+    kept = [0, len(ys) - 1]
+    for start, stop in pairwise(edges.tolist()):
+        kept += [start + int(low[start:stop].argmin()), start + int(high[start:stop].argmax())]
+    return np.unique(np.array(kept))
+
+
+def smooth(ys: Floats, window: int) -> Floats:
+    """Mean of the finite values among the `window` around each; NaN where there is none."""
+    finite = np.isfinite(ys)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, ys, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    start = np.maximum(np.arange(len(ys)) - window // 2, 0)
+    stop = np.minimum(np.arange(len(ys)) + window // 2 + 1, len(ys))
+    held = counts[stop] - counts[start]
+    means = (sums[stop] - sums[start]) / np.maximum(held, 1)
+    return np.where(held > 0, means, np.nan)
+
+
+def nice_step(span: float, about: int) -> float:
+    """1, 2 or 5 times a power of ten, such that about `about` of it fill the span."""
+    raw = span / max(about, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+
+
+def ticks(low: float, high: float, step: float) -> list[float]:
+    """The multiples of step within [low, high]."""
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
+
+
+def tick_text(value: float, step: float) -> str:
+    """A tick's label: as many decimals as its step needs, large numbers with k or M."""
+    if value == 0:
+        return "0"
+    if step < 1e-3:
+        digits = max(math.floor(math.log10(abs(value))) - math.floor(math.log10(step)), 0)
+        mantissa, _, power = f"{value:.{digits}e}".partition("e")
+        return f"{mantissa}e{int(power)}"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if step >= size / 10 and abs(value) >= size:
+            return f"{value / size:.{max(-math.floor(math.log10(step / size) + 1e-9), 0)}f}{unit}"
+    return f"{value:.{max(-math.floor(math.log10(step) + 1e-9), 0)}f}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A figure to so many significant digits; a dash where there is none."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
+    whole = len(str(int(abs(value))))
+    return f"{value:,.{max(digits - whole, 0)}f}"
+
+
+def duration(seconds: float) -> str:
+    """A span of time for a person: 0.4 s, 12 s, 5 min 03 s, 2 h 05 min, 3 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.2g} s" if seconds < 9.95 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def printable(text: str, limit: int = 400) -> str:
+    """Text of others without control characters, cut to `limit`: it may not steer a terminal or flood a page."""
+    clean = "".join(char if char.isprintable() else " " for char in text)
+    return clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
+
+
+def _state(kinds: Sequence[str], latest: float | None, now: float) -> State:
+    if next((kind for kind in reversed(kinds) if kind in ("start", "end")), None) == "end":
+        return "finished"
+    return "running" if latest is not None and now - latest < RUNNING_WITHIN_S else "stopped"
+
+
+def _job_record(tree: Any) -> JobRecord:
+    record = JobRecord(**{key: tree[key] for key in JobRecord.__dataclass_fields__ if key in tree})
+    if not isinstance(record.spec, Mapping):
+        raise ValueError("spec is no mapping")
+    counts = {key: int(getattr(record, key)) for key in ("total_steps", "total_samples", "train_rows")}
+    return replace(record, name=str(record.name), plan_digest=str(record.plan_digest), **counts)
+
+
+def _reason(error: BaseException) -> str:
+    return printable(" ".join(str(error).split()), 200)
+
+
+def _without_nan(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

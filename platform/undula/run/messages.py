@@ -1,0 +1,37 @@
+"""What workers and controller tell the driver."""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from undula.state.ledger import Event
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where the run stands."""
+
+    step: int
+    """Steps committed."""
+    total_steps: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    world_size: int
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """Something that the user's code printed."""
+
+    rank: int
+    text: str
+
+
+Message: TypeAlias = Status | Event | Line
+
+
+class Publisher(Protocol):
+    """Takes messages for the driver; never waits and never fails."""
+
+    def __call__(self, message: Message) -> None: ...

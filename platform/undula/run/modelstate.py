@@ -1,0 +1,34 @@
+"""The state of a model and its optimizer as one flat mapping, by names that do not depend on how either is wrapped or sharded."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{"model.<parameter>": tensor, "optimizer.state.<parameter>.<name>": tensor, "optimizer.param_groups...": value}."""
+    state: dict[str, Any] = {MODEL + name: value for name, value in get_model_state_dict(model).items()}
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+    return state | {OPTIMIZER + name: value for name, value in optimizer_state.items()}
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The reverse of `model_and_optimizer_state`."""
+    set_model_state_dict(model, _below(MODEL, state))
+    set_optimizer_state_dict(model, optimizer, _below(OPTIMIZER, state), options=_FLAT)
+
+
+def _below(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

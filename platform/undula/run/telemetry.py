@@ -1,0 +1,85 @@
+"""Where rank 0 tells of each committed step and event: ledger, TensorBoard, Prometheus through Ray, and the driver's live view."""
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from ray.util.metrics import Gauge
+from tensorboardX import SummaryWriter
+
+from undula.run.messages import Publisher, Status
+from undula.state.ledger import Event, LedgerWriter, StepRow
+from undula.storage import Store
+
+STATUS_INTERVAL_S = 0.5
+_GAUGES = {
+    "undula_step": "Steps committed",
+    "undula_loss": "Training loss of the last committed step",
+    "undula_learning_rate": "Learning rate of the last committed step",
+    "undula_samples_per_second": "Samples per second, smoothed",
+    "undula_world_size": "Ranks that train",
+    "undula_validation_loss": "Loss of the last validation",
+}
+
+
+class Telemetry:
+    """All that is told of a run, by its rank 0."""
+
+    def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
+        self._store = store
+        self._total_steps = total_steps
+        self._publish = publish
+        self._ledger = LedgerWriter(store, attempt)
+        self._folder = Path(tempfile.mkdtemp(prefix="undula-tensorboard-"))
+        self._board = SummaryWriter(str(self._folder), purge_step=start or None, filename_suffix=f".a{attempt}")
+        self._gauges = {key: Gauge(key, text, tag_keys=("run",)) for key, text in _GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set_default_tags({"run": name})
+        self._told_at = 0.0
+        self._seconds_per_step = 0.0
+        self._samples_per_s = 0.0
+
+    def step(self, row: StepRow) -> None:
+        self._ledger.step(row)
+        seconds = row.data_s + row.compute_s + row.communication_s + row.other_s
+        smooth = 0.9 if self._seconds_per_step else 0.0
+        self._seconds_per_step = smooth * self._seconds_per_step + (1 - smooth) * seconds
+        self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * row.step_samples / max(seconds, 1e-9)
+        values = {"loss/train": row.loss, "lr": row.lr, "samples_per_s": row.step_samples / max(seconds, 1e-9)}
+        values |= {f"logged/{name}": value for name, value in json.loads(row.logged).items()}
+        for name, value in values.items():
+            self._board.add_scalar(name, value, row.step + 1)
+        now = time.monotonic()
+        if now - self._told_at >= STATUS_INTERVAL_S or row.step + 1 == self._total_steps:
+            self._told_at = now
+            self._tell(row)
+
+    def event(self, event: Event) -> None:
+        self._ledger.event(event)
+        self._publish(event)
+        if event.kind == "validation":
+            self._board.add_scalar("loss/validation", event.data["loss"], event.step)
+            self._gauges["undula_validation_loss"].set(event.data["loss"])
+
+    def flush(self) -> None:
+        """Bring everything told so far to storage. Called from the checkpoint's thread too."""
+        self._ledger.flush()
+        self._board.flush()
+        for file in self._folder.iterdir():
+            self._store.write(f"tensorboard/{file.name}", file.read_bytes())
+
+    def close(self) -> None:
+        self._ledger.close()
+        self.flush()
+        self._board.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _tell(self, row: StepRow) -> None:
+        done = row.step + 1
+        left = (self._total_steps - done) * self._seconds_per_step
+        self._publish(Status(done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
+        told = (done, row.loss, row.lr, self._samples_per_s, row.world_size)
+        for gauge, value in zip(list(self._gauges.values()), told, strict=False):
+            gauge.set(value)

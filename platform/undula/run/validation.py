@@ -1,0 +1,64 @@
+"""Validation over a fixed set of samples, cut into virtual workers as training is, so that no world size changes it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from undula.data.manifest import Manifest
+from undula.data.stream import Batch, RankStream
+from undula.plan.plan import Plan, PlanSpec
+from undula.run.job import Job
+
+
+def validation_plan(job: Job, manifest: Manifest) -> Plan:
+    """Unshuffled full batches over the validation data; where it is smaller than a global batch, one short batch."""
+    steps = -(-min(job.validation.samples or manifest.num_rows, manifest.num_rows) // job.plan.global_batch)
+    spec = replace(job.plan, shuffle="none", epochs=1, max_steps=steps)
+    assert isinstance(spec, PlanSpec)
+    return Plan(spec, manifest.num_rows)
+
+
+class Validation:
+    """The validation of a rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Batch], Tensor],
+        job: Job,
+        manifest: Manifest,
+        virtual_workers: range,
+        device: torch.device,
+    ):
+        self._model = model
+        self._loss = loss
+        self._job = job
+        self._manifest = manifest
+        self._plan = validation_plan(job, manifest)
+        self._virtual_workers = virtual_workers
+        self._device = device
+
+    def loss_sum(self) -> tuple[float, int]:
+        """Sum of the loss over this rank's samples, and their number."""
+        stream = RankStream(self._manifest, self._plan, self._virtual_workers, self._job.data)
+        total, samples = 0.0, 0
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                for step in range(self._plan.total_steps):
+                    for virtual_worker in self._virtual_workers:
+                        for size in self._plan.micro_batches(self._plan.step(step).step_in_epoch, virtual_worker):
+                            batch = stream.take(step, virtual_worker, size).batch
+                            placed = {
+                                name: value.to(self._device) if isinstance(value, Tensor) else value
+                                for name, value in batch.items()
+                            }
+                            total += float(self._loss(placed)) * size
+                            samples += size
+        finally:
+            stream.close()
+            self._model.train(was_training)
+        return total, samples

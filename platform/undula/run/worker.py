@@ -1,0 +1,28 @@
+"""What Ray Train runs on every worker: it makes the Run, hands it to the user's function, and shows what that prints."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray.train
+import ray.train.torch
+
+from undula.run.hub import TeeToDriver
+from undula.run.job import Job
+from undula.run.loop import Run
+from undula.run.messages import Publisher
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The train loop of a job, for Ray Train's `train_loop_per_worker`."""
+
+    train: Callable[[Run], None]
+    job: Job
+    publish: Publisher
+
+    def __call__(self) -> None:
+        context = ray.train.get_context()
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+        with TeeToDriver(sys.stdout, self.publish, rank):
+            self.train(Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish))

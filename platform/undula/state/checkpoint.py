@@ -1,0 +1,132 @@
+"""Durable checkpoints: torch.distributed.checkpoint plans who writes what; the bytes are safetensors and JSON, never a pickle.
+
+A checkpoint is a folder `checkpoints/step-00000100-a3/` (step, attempt) with one safetensors file a rank and `commit.json`, which
+is written last: without it the folder is invisible. `commit.json` names every tensor's shape and place, the values that are no
+tensors, and the size and SHA-256 of every file, so that damage is found before it is loaded.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from undula.errors import CheckpointError
+from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, find_commits
+from undula.state.retention import superseded
+from undula.state.safetensors_io import SafetensorsReader, SafetensorsWriter
+from undula.storage import Store
+
+
+class Checkpointer:
+    """Saves and restores the state of a run in its directory. Every rank holds one and makes the same calls.
+
+    Args:
+        store: the run directory.
+        attempt: number of this attempt, so that two attempts never write to one folder.
+        keep: committed checkpoints that stay.
+        before_commit: called by rank 0 before a checkpoint becomes visible; flushes the ledger.
+        after_commit: called by rank 0 with the step and the seconds that the save took.
+
+    Both are called from the thread that saves.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: int,
+        keep: int,
+        before_commit: Callable[[], None] = lambda: None,
+        after_commit: Callable[[int, float], None] = lambda step, seconds: None,
+    ):
+        self._store = store
+        self._attempt = attempt
+        self._keep = keep
+        self._before_commit = before_commit
+        self._after_commit = after_commit
+        self._saving: Future[Metadata] | None = None
+        # A group of its own: it works in a thread beside the training's collectives, and needs the CPU.
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self, step: int, plan_digest: str, state: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint; the state is copied before this returns, the rest happens in a thread.
+
+        Args:
+            step: steps that are in the state.
+            plan_digest: identity of the run's plan.
+            state: tensors, sharded ones too, and JSON values, by name.
+        """
+        assert self._saving is None, "wait() for the former save first"
+        began = time.monotonic()
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        writer = SafetensorsWriter(
+            self._store,
+            folder=f"{CHECKPOINTS}/step-{step:08d}-a{self._attempt}",
+            header={"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": values},
+            before_commit=self._before_commit,
+            after_commit=lambda: self._committed(step, time.monotonic() - began),
+        )
+        saving = async_save(tensors, storage_writer=writer, process_group=self._group)
+        assert isinstance(saving, Future)
+        self._saving = saving
+
+    def wait(self) -> BaseException | None:
+        """Wait for the save under way; what went wrong with it, if anything."""
+        if self._saving is None:
+            return None
+        error = self._saving.exception()
+        self._saving = None
+        return error
+
+    def newest_whole(self) -> tuple[Commit | None, list[str]]:
+        """The newest checkpoint without damage, and what is wrong with newer ones; the same answer on every rank.
+
+        The ranks check the files together, each its share.
+        """
+        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        commits = self._from_rank_0(lambda: find_commits(self._store))
+        damaged: list[str] = []
+        for commit in commits:
+            names = sorted(commit.files)[rank::world_size]
+            found: list[str | None] = [None] * world_size
+            dist.all_gather_object(found, commit.damage(self._store, names), group=self._group)
+            problems = [problem for problem in found if problem]
+            if not problems:
+                return commit, damaged
+            damaged.append(problems[0])
+        return None, damaged
+
+    def load(self, commit: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Load into the tensors of `state`, in place; returns the values that are no tensors."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            saved = commit.tensors.get(name)
+            if saved is None or tuple(saved["shape"]) != tuple(tensor.shape):
+                raise CheckpointError(f"{commit.folder} does not fit: {name!r} is missing or has another shape")
+        load(tensors, storage_reader=SafetensorsReader(self._store, commit), process_group=self._group)
+        return dict(commit.values)
+
+    def remove_uncommitted(self) -> None:
+        """Delete what earlier attempts began to write and never committed. For rank 0, before the first save."""
+        names = [entry.name for entry in self._store.list(CHECKPOINTS)]
+        whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
+        for folder in {name.rpartition("/")[0] for name in names} - whole:
+            self._store.delete(folder)
+
+    def _committed(self, step: int, seconds: float) -> None:
+        self._after_commit(step, seconds)
+        commits = find_commits(self._store)
+        for folder in superseded([(commit.step, commit.folder) for commit in commits], self._keep):
+            self._store.delete(f"{folder}/{COMMIT}")  # first, so that what is left is invisible
+            self._store.delete(folder)
+
+    def _from_rank_0(self, find: Callable[[], list[Commit]]) -> list[Commit]:
+        box: list[Any] = [find() if dist.get_rank(self._group) == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return list(box[0])
