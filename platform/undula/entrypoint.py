@@ -89,6 +89,7 @@ def _fit(
 def _connect() -> None:
     """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the controller sees an end or a failure
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     for name in ("ray", "ray.train", "ray.data"):

@@ -1,7 +1,7 @@
 """Undula's trainers: Ray Train's own, with the same arguments, that tell what happens to their workers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from ray.train import DataConfig
 from ray.train.torch import TorchConfig
@@ -46,8 +46,7 @@ class ElasticTorchTrainer(TorchTrainer):
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
         controller_init_kwargs["callbacks"] = [*controller_init_kwargs["callbacks"], ControllerEvents(self._on_event)]
-        result: Result = super()._initialize_and_run_controller(**controller_init_kwargs)
-        return result
+        return cast(Result, super()._initialize_and_run_controller(**controller_init_kwargs))
 
 
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:

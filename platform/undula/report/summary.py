@@ -5,8 +5,9 @@ All but `read_run` is pure.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,11 +19,14 @@ from undula.state.ledger import Event, Ledger, read_ledger
 from undula.storage import Store
 
 JOB_FILE = "job.json"
+SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private)_?key)$", re.IGNORECASE)
 RUNNING_WITHIN_S = 60.0
 TRAINING_LOSS_STEPS = 20
+MARKED_KINDS = ("start", "resize", "crash", "notice", "checkpoint", "end")
 SECONDS_CLASSES = ("compute", "communication", "data", "other")
 
 State = Literal["finished", "running", "stopped"]
+AxisName = Literal["time", "samples"]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -34,7 +38,7 @@ class JobRecord:
     name: str
     plan_digest: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved spec, as a tree."""
+    """The resolved spec, as a tree, without the values of secrets."""
     total_steps: int = 0
     total_samples: int = 0
     train_rows: int = 0
@@ -87,7 +91,8 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """The summary for json.dumps; a loss that is not finite becomes null."""
-        return {key: _without_nan(value) for key, value in asdict(self).items()}
+        tree: dict[str, Any] = without_nan(asdict(self))
+        return tree
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,36 @@ class RecordedRun:
     ledger: Ledger
     events: tuple[Event, ...]
     """In order of time."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the points of a curve lie on either axis. Shapes [points]."""
+
+    time: Floats
+    """Seconds since the run began."""
+    samples: Floats
+    step: Floats
+    """Steps committed."""
+    attempt: Floats
+
+    def take(self, rows: Indices) -> "Places":
+        return Places(self.time[rows], self.samples[rows], self.step[rows], self.attempt[rows])
+
+    def on(self, axis: AxisName) -> Floats:
+        return self.time if axis == "time" else self.samples
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event, placed on both axes."""
+
+    event: Event
+    time: float
+    samples: float
+
+    def on(self, axis: AxisName) -> float:
+        return self.time if axis == "time" else self.samples
 
 
 def read_run(store: Store) -> RecordedRun:
@@ -164,14 +199,15 @@ def validations(events: Sequence[Event]) -> tuple[Validation, ...]:
             continue
         if event.kind == "start":
             standing = {step: entry for step, entry in standing.items() if step <= event.step}
-        elif event.kind == "validation" and "loss" in event.data:
-            standing[event.step] = Validation(event.step, float(event.data["loss"]), event.time)
+        elif event.kind == "validation" and isinstance(loss := event.data.get("loss"), int | float):
+            standing[event.step] = Validation(event.step, float(loss), event.time)
     return tuple(standing[step] for step in sorted(standing))
 
 
 def decode_events(table: pa.Table) -> tuple[Event, ...]:
     """The rows of EVENT_SCHEMA as events."""
-    return tuple(Event(**{**row, "data": json.loads(row["data"] or "{}")}) for row in table.to_pylist())
+    rows = [(row, json.loads(row["data"] or "{}")) for row in table.to_pylist()]
+    return tuple(Event(**{**row, "data": data if isinstance(data, dict) else {}}) for row, data in rows)
 
 
 def column(table: pa.Table, name: str) -> Floats:
@@ -182,7 +218,48 @@ def column(table: pa.Table, name: str) -> Floats:
 def throughput(steps: pa.Table) -> Floats:
     """Samples per second of each step."""
     seconds = np.sum([column(steps, f"{name}_s") for name in SECONDS_CLASSES], axis=0)
-    return column(steps, "step_samples") / np.maximum(seconds, 1e-9)
+    rate: Floats = column(steps, "step_samples") / np.maximum(seconds, 1e-9)
+    return rate
+
+
+def places_of(steps: pa.Table, began: float) -> Places:
+    """Where rows of STEP_SCHEMA lie."""
+    time, samples, step, attempt = (column(steps, name) for name in ("time", "samples", "step", "attempt"))
+    return Places(time - began, samples, step + 1, attempt)
+
+
+def marks_of(events: Sequence[Event], steps: pa.Table, began: float) -> tuple[Mark, ...]:
+    """Events of MARKED_KINDS. One without a step lies at the last step that was committed, to stay, before it."""
+    times = column(steps, "time")
+    samples = np.concatenate([[0.0], column(steps, "samples")])
+    marks = []
+    for event in events:
+        if event.kind in MARKED_KINDS:
+            done = event.step if event.step is not None else int(np.searchsorted(times, event.time))
+            marks.append(Mark(event, event.time - began, float(samples[min(done, len(samples) - 1)])))
+    return tuple(marks)
+
+
+def validation_curve(run: RecordedRun, began: float) -> tuple[Places, Floats]:
+    """The validations whose step is committed, and their losses."""
+    places = places_of(run.ledger.steps, began)
+    samples_at = {0.0: 0.0, **dict(zip(places.step.tolist(), places.samples.tolist(), strict=True))}
+    told = [entry for entry in validations(run.events) if entry.step in samples_at]
+    rows = [(entry.time - began, samples_at[entry.step], float(entry.step), 0.0, entry.loss) for entry in told]
+    time, samples, step, attempt, loss = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+    return Places(time, samples, step, attempt), loss
+
+
+def logged_values(steps: pa.Table) -> dict[str, Floats]:
+    """What step.log(...) gave, by name, where any of it is finite; NaN where a step has none."""
+    values: dict[str, Floats] = {}
+    for row, text in enumerate(steps["logged"].to_pylist()):
+        for name, value in json.loads(text).items() if text and text != "{}" else ():
+            if isinstance(value, int | float):
+                if name not in values:
+                    values[name] = np.full(len(steps), np.nan)
+                values[name][row] = value
+    return {name: held for name, held in values.items() if np.isfinite(held).any()}
 
 
 def downsample(ys: Floats, limit: int) -> Indices:
@@ -198,15 +275,19 @@ def downsample(ys: Floats, limit: int) -> Indices:
 
 
 def smooth(ys: Floats, window: int) -> Floats:
-    """Mean of the finite values among the `window` around each; NaN where there is none."""
-    finite = np.isfinite(ys)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, ys, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    start = np.maximum(np.arange(len(ys)) - window // 2, 0)
-    stop = np.minimum(np.arange(len(ys)) + window // 2 + 1, len(ys))
-    held = counts[stop] - counts[start]
-    means = (sums[stop] - sums[start]) / np.maximum(held, 1)
-    return np.where(held > 0, means, np.nan)
+    """Mean of the finite values among the `window` (odd) around each; NaN where there is none.
+
+    Towards the ends the window narrows around its point, down to a third, so that the curve neither lags there nor jumps.
+    """
+    finite, half = np.isfinite(ys), window // 2
+    held = np.where(finite, ys, 0.0)
+    around, ones = slice(half, half + len(ys)), np.ones(2 * half + 1)
+    sums, counts = np.convolve(held, ones)[around], np.convolve(finite.astype(np.float64), ones)[around].round()
+    for place in {*range(min(half, len(ys))), *range(max(len(ys) - half, 0), len(ys))}:
+        reach = max(min(place, len(ys) - 1 - place), half // 3)
+        near = slice(max(place - reach, 0), place + reach + 1)
+        sums[place], counts[place] = held[near].sum(), finite[near].sum()
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def nice_step(span: float, about: int) -> float:
@@ -242,11 +323,17 @@ def number(value: float | None, digits: int = 4) -> str:
         return "–"
     if not math.isfinite(value):
         return str(value)
-    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e6:
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
-    whole = len(str(int(abs(value))))
-    return f"{value:,.{max(digits - whole, 0)}f}"
+    return f"{value:,.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """1 crash, 2 crashes."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -267,6 +354,24 @@ def printable(text: str, limit: int = 400) -> str:
     return clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
 
 
+def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec's tree without the values of keys that name a secret."""
+    shown: dict[str, Any] = {}
+    for key, value in tree.items():
+        secret = value is not None and SECRET_KEY.search(str(key))
+        shown[str(key)] = "(hidden)" if secret else hide_secrets(value) if isinstance(value, Mapping) else value
+    return shown
+
+
+def without_nan(tree: Any) -> Any:
+    """A tree for json.dumps: a number that is not finite, which JSON cannot write, becomes None."""
+    if isinstance(tree, Mapping):
+        return {key: without_nan(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [without_nan(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
 def _state(kinds: Sequence[str], latest: float | None, now: float) -> State:
     if next((kind for kind in reversed(kinds) if kind in ("start", "end")), None) == "end":
         return "finished"
@@ -277,13 +382,15 @@ def _job_record(tree: Any) -> JobRecord:
     record = JobRecord(**{key: tree[key] for key in JobRecord.__dataclass_fields__ if key in tree})
     if not isinstance(record.spec, Mapping):
         raise ValueError("spec is no mapping")
-    counts = {key: int(getattr(record, key)) for key in ("total_steps", "total_samples", "train_rows")}
-    return replace(record, name=str(record.name), plan_digest=str(record.plan_digest), **counts)
+    return JobRecord(
+        name=str(record.name),
+        plan_digest=str(record.plan_digest),
+        spec=hide_secrets(record.spec),
+        total_steps=int(record.total_steps),
+        total_samples=int(record.total_samples),
+        train_rows=int(record.train_rows),
+    )
 
 
 def _reason(error: BaseException) -> str:
     return printable(" ".join(str(error).split()), 200)
-
-
-def _without_nan(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,93 @@
+"""Runs jobs as users do, a driver in a process of its own, and reads what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from undula.cluster.local import LocalCluster
+from undula.state.ledger import Ledger, read_ledger
+from undula.storage import Store, open_store
+
+ROOT = Path(__file__).parents[2]
+LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
+CONTEXT = 32
+SMALL = (
+    "config.model.layers=2",
+    "config.model.width=32",
+    f"config.model.context={CONTEXT}",
+    "plan.global_batch=24",
+    "plan.virtual_workers=6",
+    "schedule.warmup_samples=240",
+    "validation.samples=96",
+    "workers.cpus=1",
+)
+"""Overrides that make the main job a matter of seconds."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A driver that has ended."""
+
+    status: int
+    out: str
+    err: str
+    store: Store
+
+    @property
+    def ledger(self) -> Ledger:
+        return read_ledger(self.store)
+
+    def column(self, name: str) -> list[Any]:
+        return self.ledger.steps[name].to_pylist()
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Runs jobs on a cluster."""
+
+    cluster: LocalCluster
+    text: str
+    runs: str
+
+    def command(self, name: str, *overrides: str, script: Path = LANGUAGE_MODEL) -> list[str]:
+        data = (f"data.train={self.text}/train", f"data.validation={self.text}/validation")
+        # An option may stand among the overrides; the last override of a key wins.
+        return [sys.executable, str(script), f"name={name}", f"runs={self.runs}", *data, *SMALL, *overrides]
+
+    def env(self) -> dict[str, str]:
+        return {**os.environ, **self.cluster.env, "RAY_ADDRESS": self.cluster.address}
+
+    def start(self, name: str, *overrides: str, script: Path = LANGUAGE_MODEL) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            self.command(name, *overrides, script=script),
+            env=self.env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: "subprocess.Popen[str]", name: str) -> Finished:
+        out, err = process.communicate(timeout=240)
+        return Finished(process.returncode, out, err, open_store(f"{self.runs}/{name}"))
+
+    def run(self, name: str, *overrides: str, script: Path = LANGUAGE_MODEL) -> Finished:
+        return self.finish(self.start(name, *overrides, script=script), name)
+
+    def workers(self, count: int) -> tuple[str, str]:
+        return (f"workers.min={count}", f"workers.max={count}")
+
+
+def relative_difference(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference of two series of one length."""
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def job_json(store: Store) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(store.read("job.json"))
+    return body

@@ -1,0 +1,128 @@
+"""A run that is killed, driver and all, and submitted again is the run that was left alone."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from integration_kit import Jobs, relative_difference
+
+from undula.cluster.local import local_cluster
+from undula.state.commit import find_commits
+from undula.storage import Store, open_store
+
+STEPS = 90
+SETTINGS = (
+    f"plan.max_steps={STEPS}",
+    "checkpoint.every_steps=10",
+    "config.model.dropout=0.1",
+    "workers.min=1",
+    "workers.max=2",
+)
+
+
+def kill_at(text: str, runs: str, step: int) -> None:
+    """Train on a cluster of its own until the ledger holds `step`, then SIGKILL driver, workers and the whole cluster."""
+    with local_cluster(num_cpus=4) as cluster:
+        jobs = Jobs(cluster, text, runs)
+        process = jobs.start("killed", *SETTINGS)
+        store = open_store(f"{runs}/killed")
+        await_checkpoint(process, store, step)
+        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(cluster.pid, signal.SIGKILL)
+        process.wait()
+
+
+def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) -> None:
+    """Wait until a run has committed a checkpoint of `step` or a later one."""
+    deadline = time.monotonic() + 180
+    while max((commit.step for commit in find_commits(store)), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # paces the looks
+
+
+@pytest.fixture(scope="module")
+def left_alone(session_jobs: Jobs):
+    done = session_jobs.run("left-alone", *SETTINGS)
+    assert done.status == 0, done.err
+    return done
+
+
+def test_a_run_killed_at_a_third_and_at_two_thirds_is_the_run_left_alone(
+    left_alone, session_jobs: Jobs, tmp_path: Path
+) -> None:
+    runs = str(tmp_path / "runs")
+    for step in (STEPS // 3, 2 * STEPS // 3):
+        kill_at(session_jobs.text, runs, step)
+    last = Jobs(session_jobs.cluster, session_jobs.text, runs).run("killed", *SETTINGS)
+    assert last.status == 0, last.err
+
+    assert last.column("step") == list(range(STEPS))
+    assert sorted(set(last.column("attempt"))) == [1, 2, 3]
+    assert last.column("sample_digest") == left_alone.column("sample_digest")
+    assert relative_difference(last.column("loss"), left_alone.column("loss")) < 1e-5
+
+    again = Jobs(session_jobs.cluster, session_jobs.text, runs).run("killed", *SETTINGS)
+    assert again.status == 0
+    assert "is finished: nothing to do" in again.out
+    assert again.ledger.steps.equals(last.ledger.steps)
+
+
+def test_a_killed_worker_costs_the_steps_since_the_checkpoint_and_no_more(left_alone, jobs: Jobs) -> None:
+    process = jobs.start("worker-killed", *SETTINGS)
+    store = open_store(f"{jobs.runs}/worker-killed")
+    await_checkpoint(process, store, 20)
+    os.kill(worker_pid(rank_owner=jobs), signal.SIGKILL)
+    done = jobs.finish(process, "worker-killed")
+    assert done.status == 0, done.err
+    assert "workers failed, starting again" in done.out
+    kinds = done.ledger.events["kind"].to_pylist()
+    assert kinds.count("crash") == 1
+    assert kinds.count("end") == 1
+    assert done.column("sample_digest") == left_alone.column("sample_digest")
+    assert relative_difference(done.column("loss"), left_alone.column("loss")) < 1e-5
+
+
+def worker_pid(rank_owner: Jobs) -> int:
+    """A process of this cluster that runs as a train worker."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                title = (folder / "cmdline").read_text()
+                group = os.getpgid(int(folder.name))
+                session = os.getsid(int(folder.name))
+            except (OSError, ValueError):
+                continue
+            if "RayTrainWorker" in title and rank_owner.cluster.pid in (group, session):
+                return int(folder.name)
+    raise AssertionError("no train worker is running")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jobs: Jobs) -> None:
+    process = jobs.start("damaged", *SETTINGS, "checkpoint.keep=3")
+    store = open_store(f"{jobs.runs}/damaged")
+    await_checkpoint(process, store, 20)
+    os.killpg(process.pid, signal.SIGKILL)  # the driver alone: Ray ends its workers
+    process.wait()
+    newest = find_commits(store)[0]
+    victim = f"{newest.folder}/{next(iter(newest.files))}"
+    data = bytearray(store.read(victim))
+    data[len(data) // 2] ^= 1
+    store.write(victim, bytes(data))
+
+    done = jobs.run("damaged", *SETTINGS)
+    assert done.status == 0, done.err
+    assert f"checkpoint skipped: {store.url}/{victim} is not what its checkpoint says" in done.out
+    assert f"resumed from the checkpoint of step {newest.step - 10}" in done.out
+    assert relative_difference(done.column("loss"), left_alone.column("loss")) < 1e-5
+
+
+def test_fresh_starts_over(jobs: Jobs) -> None:
+    assert jobs.run("fresh", "plan.max_steps=10").status == 0
+    done = jobs.run("fresh", "plan.max_steps=12", "--fresh")
+    assert done.status == 0, done.err
+    assert done.column("step") == list(range(12))
+    assert set(done.column("attempt")) == {1}

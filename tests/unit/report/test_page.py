@@ -1,0 +1,103 @@
+import base64
+import json
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from undula.report.page import CURVE_POINTS, render, write_report
+from undula.report.summary import JobRecord, RecordedRun, summarize
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Event, Ledger
+from undula.storage import Store
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+
+
+def recorded(
+    steps: int, events: tuple[Event, ...] = (), name: str = "run", logged: dict[str, float] | None = None
+) -> RecordedRun:
+    """A run of one attempt, a step a second from second 0; the loss falls from 5, with one spike of 9 in its middle."""
+    index = np.arange(steps)
+    loss = 5 - 3 * index / max(steps, 1)
+    loss[steps // 2 : steps // 2 + 1] = 9.0
+    values = {
+        "attempt": np.ones(steps), "step": index, "epoch": index * 0, "samples": (index + 1) * 8, "step_samples": index * 0 + 8,
+        "world_size": index * 0 + 2, "loss": loss, "lr": 1e-3 * (1 - index / max(steps, 1)), "data_s": loss * 0 + 0.1,
+        "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3, "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
+        "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps,
+    }  # fmt: skip
+    table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
+    told = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)
+    return RecordedRun(JobRecord(name, total_steps=steps), Ledger(table, STEP_SCHEMA.empty_table(), told), events)
+
+
+def page(run: RecordedRun) -> str:
+    return render(run, summarize(run.ledger, run.job, now=0.0))
+
+
+def data_of(html: str) -> dict[str, dict[str, dict[str, list[dict[str, list[float]]]]]]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html)
+    assert found
+    return json.loads(found[1])  # type: ignore[no-any-return]
+
+
+def test_text_of_the_run_cannot_become_markup() -> None:
+    run = recorded(5, (Event("crash", EVIL, None, {}, 3.0), Event(EVIL, EVIL, 1, {}, 4.0)), EVIL, {EVIL: 1.0})
+    run = RecordedRun(JobRecord(EVIL, EVIL, {EVIL: EVIL, "config": {"api_key": EVIL}}, 5), run.ledger, run.events)
+    html = page(run)
+    assert "<script>alert" not in html
+    assert "<img" not in html
+    assert html.count("<script") == html.count("</script>") == 2
+    assert data_of(html)["charts"]["logged-0"]["tracks"][0]["label"] == EVIL
+
+
+def test_policy_lets_only_the_pages_own_style_and_script_through() -> None:
+    html = page(recorded(5))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy
+    assert policy[1].startswith("default-src 'none'")
+    for tag in ("style", "script"):
+        own = html.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        digest = base64.b64encode(sha256(own.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy[1]
+    assert " style=" not in html
+    assert "http" not in html.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_run_without_steps_has_a_page_that_says_so() -> None:
+    html = page(recorded(0))
+    assert "No step has been committed yet." in html
+    assert "No event has been told yet." in html
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_shortest_runs_have_a_page(steps: int) -> None:
+    assert f'data-points="{steps}"' in page(recorded(steps))
+
+
+def test_loss_that_is_never_a_number_has_a_page() -> None:
+    run = recorded(10)
+    steps = run.ledger.steps.set_column(6, "loss", pa.array([float("nan")] * 10))
+    html = page(RecordedRun(run.job, Ledger(steps, run.ledger.replaced, run.ledger.events), ()))
+    assert data_of(html)["charts"]["loss"]["tracks"][0]["y"] == [None] * 10
+
+
+def test_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
+    names = {f"value-{place}": 1 / 3 for place in range(6)}
+    events = tuple(Event("checkpoint", f"checkpoint {at}", at, {}, float(at)) for at in range(100, 100_000, 100))
+    html = page(recorded(100_000, events, logged=names))
+    assert len(html.encode()) < 2_000_000
+    loss = data_of(html)["charts"]["loss"]["tracks"][0]
+    assert len(loss["y"]) <= CURVE_POINTS
+    assert (max(loss["y"]), loss["step"][0], loss["step"][-1]) == (9.0, 1, 100_000)
+
+
+def test_report_lies_in_the_run_directory(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.write("job.json", b'{"name": "young"}')
+    path = write_report(store)
+    assert path == str(tmp_path / "report.html")
+    assert "young" in Path(path).read_text(encoding="utf-8")

@@ -1,0 +1,245 @@
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from undula.errors import RunError
+from undula.report.summary import (
+    SECONDS_CLASSES,
+    JobRecord,
+    RunSummary,
+    decode_events,
+    downsample,
+    duration,
+    hide_secrets,
+    marks_of,
+    nice_step,
+    number,
+    printable,
+    read_run,
+    smooth,
+    summarize,
+    throughput,
+    tick_text,
+    ticks,
+    validations,
+)
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Event, Ledger, StepRow
+from undula.storage import Store
+
+JOB = JobRecord("run", total_steps=10, total_samples=80)
+SOME_FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
+SERIES = arrays(np.float64, st.integers(1, 300), elements=SOME_FLOATS)
+
+
+def row(step: int, attempt: int = 1, loss: float = 1.0, world_size: int = 2, time: float = 0.0) -> StepRow:
+    return StepRow(attempt, step, 0, (step + 1) * 8, 8, world_size, loss, 0.1, 0.1, 0.5, 0.3, 0.1, 0, time)
+
+
+def ledger(steps: list[StepRow], events: list[Event], replaced: list[StepRow] | None = None) -> Ledger:
+    return Ledger(
+        steps=pa.Table.from_pylist([asdict(step) for step in steps], schema=STEP_SCHEMA),
+        replaced=pa.Table.from_pylist([asdict(step) for step in replaced or []], schema=STEP_SCHEMA),
+        events=pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA),
+    )
+
+
+def start(time: float, step: int = 0) -> Event:
+    return Event("start", "started", step, {"world_size": 2, "attempt": 1}, time)
+
+
+def validation(time: float, step: int, loss: float) -> Event:
+    return Event("validation", "validated", step, {"loss": loss, "samples": 5}, time)
+
+
+def end(time: float) -> Event:
+    return Event("end", "finished", 10, {}, time)
+
+
+def summary_of(events: list[Event], now: float) -> RunSummary:
+    return summarize(ledger([], events), JOB, now)
+
+
+def test_run_is_finished_once_it_has_ended_since_its_last_start() -> None:
+    assert summary_of([start(0), end(100)], now=101).state == "finished"
+    assert summary_of([start(0), end(100), start(200)], now=1000).state == "stopped"
+    assert summary_of([start(0), end(100), start(200)], now=259).state == "running"
+    assert summary_of([start(0)], now=60).state == "stopped"
+
+
+def test_young_step_shows_that_a_run_goes_on() -> None:
+    assert summarize(ledger([row(0, time=500)], [start(0)]), JOB, now=559).state == "running"
+    assert summarize(ledger([row(0, time=500)], [start(0)]), JOB, now=561).state == "stopped"
+
+
+def test_run_without_rows_has_no_figures_and_no_error() -> None:
+    summary = summary_of([], now=0)
+    assert (summary.state, summary.steps, summary.samples, summary.wall_s) == ("stopped", 0, 0, 0.0)
+    assert summary.samples_per_s is summary.training_loss is summary.last_validation_loss is summary.began is None
+    assert json.loads(json.dumps(summary.as_json(), allow_nan=False))["total_steps"] == 10
+
+
+def test_figures_are_those_of_the_ledger() -> None:
+    steps = [row(step, loss=float(step), world_size=2 if step < 20 else 1, time=step) for step in range(30)]
+    events = [
+        start(-1),
+        validation(0, 0, 9.0),
+        validation(15, 15, 2.0),
+        Event("crash", "lost", None, {"error": "e"}, 16),
+        Event("resize", "2 to 1", None, {"from": 2, "to": 1}, 17),
+        start(18, 16),
+        Event("checkpoint", "saved", 20, {"seconds": 1.0, "bytes": 1}, 20),
+        validation(30, 30, 3.0),
+        end(31),
+    ]
+    summary = summarize(ledger(steps, events, [row(16), row(17)]), JOB, now=0)
+    assert (summary.steps, summary.samples, summary.replayed_steps) == (30, 240, 2)
+    assert (summary.first_validation_loss, summary.last_validation_loss) == (9.0, 3.0)
+    assert (summary.best_validation_loss, summary.best_validation_step) == (2.0, 15)
+    assert summary.training_loss == np.mean(range(10, 30))
+    assert summary.samples_per_s == pytest.approx(8.0)
+    assert (summary.began, summary.latest, summary.wall_s) == (-1, 31, 32)
+    assert (summary.attempts, summary.crashes, summary.resizes, summary.checkpoints) == (2, 1, 1, 1)
+    assert summary.world_sizes == (1, 2)
+    assert summary.seconds == pytest.approx({"compute": 15.0, "communication": 9.0, "data": 3.0, "other": 3.0})
+
+
+def test_loss_that_is_not_a_number_is_told_and_never_the_best() -> None:
+    summary = summary_of([validation(0, 0, 4.0), validation(1, 5, math.nan)], now=0)
+    assert math.isnan(summary.last_validation_loss or 0.0)
+    assert summary.best_validation_loss == 4.0
+    assert summary.as_json()["last_validation_loss"] is None
+
+
+def test_validation_of_steps_done_again_gives_way_to_the_later_one() -> None:
+    told = [start(0), validation(1, 5, 2.0), validation(2, 8, 1.0), start(3, 5)]
+    assert [(entry.step, entry.loss) for entry in validations(told)] == [(5, 2.0)]
+    again = [*told, validation(4, 8, 1.5)]
+    assert [(entry.step, entry.loss) for entry in validations(again)] == [(5, 2.0), (8, 1.5)]
+
+
+def test_event_without_a_step_lies_at_the_last_step_that_stays() -> None:
+    steps = ledger([row(0, time=1), row(1, time=2), row(2, attempt=2, time=9)], []).steps
+    (mark,) = marks_of([Event("crash", "lost", None, {}, 5.0)], steps, began=1.0)
+    assert (mark.time, mark.samples) == (4.0, 16.0)
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 100)] * 4), min_size=1, max_size=30))
+def test_seconds_of_the_classes_add_up_to_the_steps(seconds: list[tuple[float, float, float, float]]) -> None:
+    steps = [StepRow(1, k, 0, k + 1, 1, 1, 0.0, 0.0, *parts, 0, 0.0) for k, parts in enumerate(seconds)]
+    summary = summarize(ledger(steps, []), JOB, now=0)
+    assert set(summary.seconds) == set(SECONDS_CLASSES)
+    assert sum(summary.seconds.values()) == pytest.approx(sum(map(sum, seconds)))
+    assert np.isfinite(throughput(ledger(steps, []).steps)).all()
+
+
+@given(SERIES, st.integers(4, 60))
+def test_downsampling_keeps_ends_and_extremes_within_the_limit(ys: np.ndarray, limit: int) -> None:
+    kept = downsample(ys, limit)
+    assert len(kept) <= limit
+    assert (np.diff(kept) > 0).all()
+    assert (kept[0], kept[-1]) == (0, len(ys) - 1)
+    finite = ys[np.isfinite(ys)]
+    if len(finite):
+        shown = ys[kept][np.isfinite(ys[kept])]
+        assert (shown.min(), shown.max()) == (finite.min(), finite.max())
+
+
+@given(arrays(np.float64, st.integers(1, 200), elements=st.floats(-1e3, 1e3)), st.integers(0, 60))
+def test_smoothing_stays_between_the_extremes(ys: np.ndarray, half: int) -> None:
+    smoothed = smooth(ys, 2 * half + 1)
+    assert smoothed.shape == ys.shape
+    assert (smoothed >= ys.min() - 1e-6).all()
+    assert (smoothed <= ys.max() + 1e-6).all()
+
+
+def test_smoothing_passes_over_what_is_not_finite() -> None:
+    assert smooth(np.array([1.0, math.nan, 3.0, math.inf, 5.0]), 3).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert np.isnan(smooth(np.array([math.nan, math.nan]), 3)).all()
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9), st.integers(1, 10))
+def test_ticks_lie_in_their_interval_and_are_few(low: float, span: float, about: int) -> None:
+    high = low + span
+    if high - low < abs(low) * 1e-6:
+        return
+    step = nice_step(high - low, about)
+    placed = ticks(low, high, step)
+    assert len(placed) <= about + 1
+    assert all(low - step * 1e-6 <= tick <= high + step * 1e-6 for tick in placed)
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "text"),
+    [
+        (0, 1, "0"),
+        (2.5, 0.5, "2.5"),
+        (3e-4, 1e-4, "3e-4"),
+        (1.5e-4, 5e-5, "1.5e-4"),
+        (12_000, 2000, "12k"),
+        (1.5e6, 5e5, "1.5M"),
+    ],
+)
+def test_tick_has_the_digits_that_its_step_needs(value: float, step: float, text: str) -> None:
+    assert tick_text(value, step) == text
+
+
+def test_figures_read_well() -> None:
+    assert [number(v) for v in (None, math.nan, 0.0, 1.78912, 0.01234567, 183.14, 12345.6, 3e-4, 2.5e7)] == [
+        "–", "nan", "0", "1.789", "0.01235", "183.1", "12,346", "3e-4", "2.5e7"
+    ]  # fmt: skip
+    assert [duration(s) for s in (0.42, 12.3, 303, 7500, 273_600)] == [
+        "0.42 s", "12 s", "5 min 03 s", "2 h 05 min", "3 d 4 h"
+    ]  # fmt: skip
+
+
+def test_text_of_others_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[31mb\nc\u202ed") == "a [31mb c d"
+    assert len(printable("x" * 1000, 50)) == 50
+
+
+def test_secrets_of_the_spec_are_not_shown() -> None:
+    tree = {"config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": {"PASSWORD": "z", "secret": None}}}
+    shown = hide_secrets(tree)
+    assert shown["config"]["tokens"] == 3
+    assert shown["config"]["deep"] == {"PASSWORD": "(hidden)", "secret": None}
+    assert (shown["config"]["hf_token"], shown["config"]["api_key"]) == ("(hidden)", "(hidden)")
+
+
+def test_event_data_that_is_no_mapping_is_passed_over() -> None:
+    table = pa.Table.from_pylist(
+        [{"time": 0.0, "kind": "validation", "step": 1, "message": "", "data": text} for text in ("[1]", None, "{}")],
+        schema=EVENT_SCHEMA,
+    )
+    assert [event.data for event in decode_events(table)] == [{}, {}, {}]
+    assert validations(decode_events(table)) == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({}, "has no job.json: give the directory of a run"),
+        ({"job.json": b"{"}, "job.json is damaged"),
+        ({"job.json": b"[]"}, "job.json is damaged"),
+        ({"job.json": b'{"name": "x", "spec": 3}'}, "job.json is damaged"),
+        ({"job.json": b'{"total_steps": 3}'}, "job.json is damaged"),
+        ({"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"}, "is damaged"),
+    ],
+)
+def test_directory_that_is_no_whole_run_is_refused_in_one_sentence(
+    tmp_path: Path, files: dict[str, bytes], sentence: str
+) -> None:
+    store = Store(str(tmp_path))
+    for name, data in files.items():
+        store.write(name, data)
+    with pytest.raises(RunError, match=sentence) as caught:
+        read_run(store)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
