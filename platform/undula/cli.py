@@ -140,9 +140,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
+    from undula.reference import markdown
     from undula.spec import json_schema
 
-    print(json.dumps(json_schema(), indent=1))
+    print(markdown() if options.markdown else json.dumps(json_schema(), indent=1) + "\n", end="")
     return 0
 
 
@@ -180,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
 
     schema = commands.add_parser("schema", help="print the JSON schema of JOB.yaml, for editors")
+    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     schema.set_defaults(command=_schema)
     return parser
 

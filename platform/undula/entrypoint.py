@@ -79,6 +79,7 @@ def _fit(
         run_config=run_config(spec.workers, prepared.store),
         on_event=TellEverywhere(prepared.store, publish),
     )
+    _ship_modules_beside_the_script()
     try:
         trainer.fit()
     except TrainingFailedError as error:
@@ -94,6 +95,15 @@ def _connect() -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _ship_modules_beside_the_script() -> None:
+    """Send what the script imports from its own folder along with the train function: on a worker that folder may be elsewhere."""
+    folder = Path(sys.argv[0]).resolve().parent
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file and Path(file).resolve().parent == folder:
+            ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _say_result(store: Store, error: Exception | None) -> None:

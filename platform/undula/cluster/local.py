@@ -40,12 +40,15 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(num_cpus: int, env: Mapping[str, str] | None = None) -> Iterator[LocalCluster]:
+def local_cluster(
+    num_cpus: int, env: Mapping[str, str] | None = None, python: str = sys.executable
+) -> Iterator[LocalCluster]:
     """Start a cluster of one node and stop it at the end of the block.
 
     Args:
         num_cpus: logical CPUs.
         env: further environment of the cluster, and so of its jobs.
+        python: interpreter of the cluster and its jobs.
 
     Raises:
         ClusterError: it did not come up.
@@ -57,7 +60,7 @@ def local_cluster(num_cpus: int, env: Mapping[str, str] | None = None) -> Iterat
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     gcs, dashboard, client, agent = _free_ports(4)
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *(f"--num-cpus={num_cpus}", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={gcs}"),
         *(
             f"--dashboard-port={dashboard}",
@@ -65,7 +68,7 @@ def local_cluster(num_cpus: int, env: Mapping[str, str] | None = None) -> Iterat
             f"--dashboard-agent-listen-port={agent}",
         ),
     ]
-    bin_folder = str(Path(sys.executable).parent)
+    bin_folder = str(Path(python).parent)
     environment = {**os.environ, **auth, **(env or {})}
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs say `python`
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):

@@ -1,6 +1,8 @@
 """Submits a job script through Ray's job API and follows it to its end."""
 
 import asyncio
+import logging
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +11,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 import undula
 from undula.errors import ClusterError
+
+_RAY_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- ")
 
 
 def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callable[[str], None]) -> int:
@@ -23,6 +27,8 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
     Returns:
         The exit status of the script. A KeyboardInterrupt stops the job and passes.
     """
+    for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # uploads and sockets are no news
     package = Path(undula.__file__).parent
     try:
         client = JobSubmissionClient(dashboard)
@@ -52,6 +58,7 @@ async def _follow(client: JobSubmissionClient, job_id: str, show: Callable[[str]
     async for text in client.tail_job_logs(job_id):
         *lines, rest = (rest + text).split("\n")
         for line in lines:
-            show(line)
+            if not _RAY_LOG_LINE.match(line):
+                show(line)
     if rest:
         show(rest)

@@ -27,7 +27,7 @@ class ValidationSpec:
     every_steps: Annotated[int, Gt(0)] = 100
     """Steps between validations; one more is made before the first step and after the last."""
     samples: Annotated[int, Gt(0)] | None = None
-    """Samples of a validation, from the start of the validation data; by default all."""
+    """Samples of a validation, rounded up to whole steps and spread over the validation data; by default all."""
 
 
 @dataclass(frozen=True)

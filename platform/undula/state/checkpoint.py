@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -109,7 +110,11 @@ class Checkpointer:
             saved = commit.tensors.get(name)
             if saved is None or tuple(saved["shape"]) != tuple(tensor.shape):
                 raise CheckpointError(f"{commit.folder} does not fit: {name!r} is missing or has another shape")
-        load(tensors, storage_reader=SafetensorsReader(self._store, commit), process_group=self._group)
+        try:
+            load(tensors, storage_reader=SafetensorsReader(self._store, commit), process_group=self._group)
+        except CheckpointException as error:  # torch's, and not an Exception
+            reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+            raise CheckpointError(f"{self._store.url}/{commit.folder} cannot be loaded: {reason}") from error
         return dict(commit.values)
 
     def remove_uncommitted(self) -> None:

@@ -1,0 +1,139 @@
+"""Bad input is answered in one sentence that names the place and the mend, before any worker starts and without a cluster."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from integration_kit import LANGUAGE_MODEL, SMALL, Jobs
+
+from undula.storage import open_store
+
+NO_CLUSTER = "127.0.0.1:1"
+"""Nothing listens there: whoever gets as far as Ray fails otherwise than with a sentence."""
+
+
+@pytest.fixture
+def own_text(text: str, tmp_path: Path) -> Path:
+    """A copy of the data that a test may harm; copying keeps modification times, and so the manifest holds."""
+    return Path(shutil.copytree(text, tmp_path / "text"))
+
+
+def refusal(data: Path | str, runs: Path | str, *overrides: str, env: dict[str, str] | None = None) -> str:
+    """The sentence with which the main job refuses these settings."""
+    command = [
+        *(sys.executable, str(LANGUAGE_MODEL), "name=bad", f"runs={runs}"),
+        *(f"data.train={data}/train", f"data.validation={data}/validation", *SMALL, *overrides),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "RAY_ADDRESS": NO_CLUSTER, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("undula: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("plan.gobal_batch=3", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
+        ("config.model.widht=3", "command line: unknown key config.model.widht: did you mean width?"),
+        ("plan.seed=abc", 'command line: plan.seed is "abc": it should be a valid integer'),
+        ("config.model.width=wide", 'command line: config.model.width is "wide": it should be a valid integer'),
+        ("plan.global_batch=25", "plan.global_batch is 25, which virtual_workers (6) does not divide: give 24 or 30"),
+        ("data.train=null", "command line: data.train is null: it should be a valid string"),
+        ("workers.max=7", "workers.max is 7, more than plan.virtual_workers (6)"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_accepted(
+    text: str, tmp_path: Path, override: str, sentence: str
+) -> None:
+    assert sentence in refusal(text, tmp_path, override)
+
+
+def test_a_missing_data_url_is_named(text: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("name: bad\nplan: {seed: 1}\n")
+    done = subprocess.run(
+        [sys.executable, str(LANGUAGE_MODEL), "--config", str(job)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"{job}: data is missing: it must be given" in done.stderr
+
+
+def test_data_that_is_not_there_is_named_with_the_mend(tmp_path: Path) -> None:
+    sentence = refusal(tmp_path / "nothing", tmp_path)
+    assert f"command line: data.train: {tmp_path}/nothing/train has no manifest.json: make the data set" in sentence
+
+
+def test_a_deleted_shard_is_named(own_text: Path, tmp_path: Path) -> None:
+    (own_text / "train" / "part-00001.parquet").unlink()
+    assert "train/part-00001.parquet is gone, and the manifest lists it" in refusal(own_text, tmp_path)
+
+
+def test_a_truncated_shard_is_named(own_text: Path, tmp_path: Path) -> None:
+    shard = own_text / "train" / "part-00000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert "train/part-00000.parquet has changed since the manifest was made" in refusal(own_text, tmp_path)
+
+
+def test_a_manifest_of_another_schema_is_refused(own_text: Path, tmp_path: Path) -> None:
+    assert "data.columns names 'label', which" in refusal(own_text, tmp_path, "data.columns=[label]")
+    manifest = own_text / "train" / "manifest.json"
+    body = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**body, "format": 99}))
+    assert "has format 99, this version reads 1" in refusal(own_text, tmp_path)
+
+
+def test_more_virtual_workers_than_samples_are_refused(text: str, tmp_path: Path) -> None:
+    sentence = refusal(text, tmp_path, "plan.virtual_workers=1000000", "plan.global_batch=1000000")
+    assert "plan.virtual_workers is 1000000, more than the" in sentence
+
+
+def test_an_unwritable_run_directory_is_named(text: str, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    sentence = refusal(text, blocked)
+    assert "command line: runs: the run directory is not writable" in sentence
+    assert str(blocked) in sentence
+
+
+def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
+    bare = {key: "" for key in os.environ if key.startswith("AWS_")}
+    bare |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+    sentence = refusal(text, "s3://bucket/runs", env=bare)
+    assert "no AWS credentials for s3://bucket/runs" in sentence
+    assert "AWS_ACCESS_KEY_ID" in sentence
+
+
+@pytest.fixture
+def begun(jobs: Jobs) -> Jobs:
+    done = jobs.run("bad", "plan.max_steps=10")
+    assert done.status == 0, done.err
+    return jobs
+
+
+def test_a_checkpoint_of_another_model_is_refused(begun: Jobs, tmp_path: Path) -> None:
+    ended = ("plan.max_steps=10",)
+    sentence = refusal(begun.text, begun.runs, *ended, "config.model.width=64")
+    assert "config.model.width is 64, and" in sentence
+    assert "was begun with 32: restore it, give another name, or start over with --fresh" in sentence
+
+    # The same settings, and a script whose model has changed.
+    script = tmp_path / "changed" / "language_model.py"
+    shutil.copytree(LANGUAGE_MODEL.parent, script.parent)
+    model = script.parent / "gpt.py"
+    model.write_text(model.read_text().replace("4 * config.width", "3 * config.width"))
+    done = begun.run("bad", *ended, script=script)
+    assert done.status == 2
+    assert "has 'blocks.0.up.weight' with shape (128, 32), the model has (96, 32): it is of another model" in done.err
+    assert open_store(f"{begun.runs}/bad").exists("job.json")

@@ -1,0 +1,39 @@
+"""The same job with its data and its run directory on S3, over real HTTP."""
+
+from pathlib import Path
+
+import pytest
+from integration_kit import Jobs
+
+from undula.cluster.local import local_cluster
+from undula.data.corpora import stdlib_text
+from undula.state.commit import find_commits
+
+
+def test_data_and_run_directory_on_s3(s3, text: str, session_jobs: Jobs, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.py").write_text(f"text of file {number}\n" * 400)
+    stdlib_text(context=32, root=source).write(s3.url("text"), num_shards=2, row_group_bytes=8192)
+    with local_cluster(num_cpus=4, env=s3.env) as cluster:
+        jobs = Jobs(cluster, s3.url("text"), s3.url("runs"))
+        settings = ("workers.max=2", "checkpoint.every_steps=10")
+        done = jobs.run("on-s3", *settings, "plan.max_steps=20")
+        assert done.status == 0, done.err
+        assert done.column("step") == list(range(20))
+        names = [entry.name for entry in done.store.list()]
+        assert "job.json" in names
+        assert any(name.startswith("tensorboard/events.out.tfevents") for name in names)
+        assert [commit.step for commit in find_commits(done.store)] == [20, 10]
+        assert jobs.run("on-s3", *settings, "plan.max_steps=20").out.count("is finished") == 1
+    assert s3.env["AWS_SECRET_ACCESS_KEY"] not in done.out + done.err
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_missing_bucket_is_named() -> None:
+    from undula.errors import StorageError
+    from undula.storage import open_store
+
+    with pytest.raises(StorageError, match="s3://no-such-bucket/runs"):
+        open_store("s3://no-such-bucket/runs").check_writable()

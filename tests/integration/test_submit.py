@@ -1,0 +1,147 @@
+"""Jobs through Ray's job API: the documented command, and `undula run` with a cluster of its own or a running one."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration_kit import ROOT, SMALL, Jobs
+
+from undula.cluster.local import job_api_answers, local_cluster
+from undula.state.ledger import read_ledger
+from undula.storage import open_store
+
+UNDULA = str(Path(sys.executable).parent / "undula")
+RAY = str(Path(sys.executable).parent / "ray")
+JOB = str(ROOT / "jobs" / "language_model.yaml")
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has everything that this one has, but not this package."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    # Below a path that a .pth file names, further .pth files (the editable install's) are not read.
+    (ours,) = (path for path in sys.path if path.endswith("site-packages"))
+    (site_packages / "borrowed.pth").write_text(f"{ours}\n")
+    python = str(folder / "bin" / "python")
+    subprocess.run([python, "-c", "import ray, torch"], check=True)
+    assert subprocess.run([python, "-c", "import undula"], capture_output=True).returncode == 1
+    return python
+
+
+def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "undula" / "data").mkdir(parents=True)
+    (home / "undula" / "data" / "stdlib-text").symlink_to(text)
+    with local_cluster(num_cpus=4, env={"HOME": str(home)}, python=bare_python) as cluster:
+        command = [
+            *(RAY, "job", "submit", "--address", cluster.dashboard, "--runtime-env", "jobs/runtime_env.yaml", "--"),
+            *("python", "jobs/language_model.py", "--config", "jobs/language_model.yaml", *SMALL, "plan.max_steps=10"),
+        ]
+        env = {**os.environ, **cluster.env}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "finished: validation loss" in done.stdout
+        assert read_ledger(open_store(str(home / "undula" / "runs" / "language-model"))).steps.num_rows == 10
+
+        # Token authentication is on: without the token the same command is turned away.
+        bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+        stranger = subprocess.run(
+            command, cwd=ROOT, env={**bare, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=60
+        )
+        assert stranger.returncode != 0
+        assert "Unauthorized" in stranger.stdout + stranger.stderr
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """Marks the environment of what a test starts, so that what is left of it can be found, and ended, by its own name."""
+    name = uuid.uuid4().hex
+    yield name
+    for process in marked(name):
+        os.kill(process, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if mark in (folder / "environ").read_text(errors="replace"):
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+    return found
+
+
+def start_undula_run(
+    mark: str, text: str, runs: Path, *overrides: str, env: dict[str, str] | None = None
+) -> "subprocess.Popen[str]":
+    data = (f"data.train={text}/train", f"data.validation={text}/validation", f"runs={runs}")
+    bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    return subprocess.Popen(
+        [UNDULA, "run", JOB, *SMALL, *data, *overrides],
+        env={**bare, "UNDULA_TEST_MARK": mark, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def await_nothing_left(mark: str) -> None:
+    deadline = time.monotonic() + 30
+    while left := marked(mark):
+        assert time.monotonic() < deadline, [Path(f"/proc/{process}/cmdline").read_text() for process in left]
+        time.sleep(0.1)  # paces the looks
+
+
+def test_undula_run_starts_a_cluster_trains_and_leaves_nothing_behind(mark: str, text: str, tmp_path: Path) -> None:
+    process = start_undula_run(mark, text, tmp_path, "name=own", "plan.max_steps=10")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    assert "started with 2 workers" in out
+    assert re.search(
+        r"^step 10/10  loss \d\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+ samples/s  2 workers  0:00 left$", out, re.M
+    )
+    assert "finished: validation loss" in out
+    noise = [line for line in (out + err).splitlines() if re.search(r"\b(INFO|WARNING|pid=|Autoscaler)\b", line)]
+    assert not noise, "Ray's own talk belongs into its files"
+    await_nothing_left(mark)
+
+
+def test_ctrl_c_leaves_nothing_behind(mark: str, text: str, tmp_path: Path) -> None:
+    process = start_undula_run(mark, text, tmp_path, "name=interrupted", "plan.epochs=1000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    await_nothing_left(mark)
+
+
+def test_a_running_cluster_is_used_and_left_running(mark: str, text: str, tmp_path: Path, session_jobs: Jobs) -> None:
+    cluster = session_jobs.cluster
+    env = {**cluster.env, "RAY_API_SERVER_ADDRESS": cluster.dashboard}
+    process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", env=env)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    assert job_api_answers(cluster.dashboard)
+    await_nothing_left(mark)
+
+    # A user's mistake comes through the job API with its sentence and its status.
+    process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert "unknown key config.modle: did you mean model?" in out

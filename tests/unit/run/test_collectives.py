@@ -1,0 +1,92 @@
+"""What ranks agree on, over real gloo between real processes: sums of a step, buffers, gradients, at any cut of the work."""
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from undula.plan.plan import assign
+from undula.run.buffers import BufferMean
+from undula.run.engine import TorchEngine
+from undula.run.stats import LocalStats, StepReducer
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """function(rank, world_size, *arguments) in one process a rank; results by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, world_size, port, queue, function, arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    results = dict(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * world_size
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank(
+    rank: int, world_size: int, port: int, queue: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    queue.put((rank, function(rank, world_size, *arguments)))
+    dist.destroy_process_group()
+
+
+def _reduce(rank: int, world_size: int) -> list[dict[str, Any]]:
+    reducer = StepReducer(dist.group.WORLD)
+    first = LocalStats(loss_sum=rank + 1.0, sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": (3.0, 2.0)})
+    second = LocalStats(loss_sum=0.0, sample_digest=0, logged={"shared": (float(rank), 1.0)})
+    return [reducer.reduce(first, 6), reducer.reduce(second, 6)]
+
+
+def test_sums_are_those_of_the_step_and_digests_wrap_at_64_bits() -> None:
+    results = on_ranks(3, _reduce)
+    assert results[0] == results[1] == results[2]
+    first, second = results[0]
+    assert first["loss"] == (1 + 2 + 3) / 6
+    assert first["sample_digest"] == sum(2**64 - 1 - rank for rank in range(3)) % 2**64
+    assert first["logged"] == {f"only rank {rank}": 1.5 for rank in range(3)}
+    assert second["logged"] == {"shared": 1.0}
+
+
+def _train_step(rank: int, world_size: int, shares: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    data = torch.randn(sum(shares), 5, dtype=torch.float64)
+    pieces = data.split(shares)
+    engine = TorchEngine(torch.device("cpu"))
+    model = engine.wrap(module)
+    buffers = BufferMean(module)
+    buffers.begin_step()
+    mine = assign(len(shares), world_size)[rank]
+    for virtual_worker in mine:
+        engine.before_micro_batch(model, is_last=virtual_worker == mine[-1])
+        buffers.begin_micro_batch()
+        loss = model(pieces[virtual_worker]).square().mean()
+        (loss * shares[virtual_worker] / sum(shares)).backward()
+        buffers.end_micro_batch(shares[virtual_worker])
+    buffers.end_step(sum(shares))
+    gradient = [float(value) for parameter in module.parameters() for value in parameter.grad.flatten()]
+    return gradient, [float(value) for buffer in module.buffers() for value in buffer.flatten()]
+
+
+def test_gradients_and_buffers_do_not_depend_on_the_world_size() -> None:
+    """Uneven shares, uneven assignment (5 virtual workers on 3 and 4 ranks), BatchNorm between."""
+    shares = (4, 4, 3, 3, 2)
+    alone = torch.tensor(on_ranks(1, _train_step, shares)[0][0]), torch.tensor(on_ranks(1, _train_step, shares)[0][1])
+    for world_size in (2, 3, 4):
+        for gradient, buffers in on_ranks(world_size, _train_step, shares):
+            torch.testing.assert_close(torch.tensor(gradient), alone[0], rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(torch.tensor(buffers), alone[1], rtol=1e-12, atol=1e-14)

@@ -1,0 +1,165 @@
+"""Checkpoints in one process: whole or invisible, checked before they are loaded, never unpickled."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from undula.errors import CheckpointError
+from undula.state.checkpoint import Checkpointer
+from undula.state.commit import COMMIT, check_shapes, find_commits
+from undula.storage import Store
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path))
+
+
+def state(value: float) -> dict[str, object]:
+    return {"model.a": torch.full((2, 3), value), "model.n": torch.tensor(7), "optimizer.betas": [0.9, 0.95]}
+
+
+def save(checkpoints: Checkpointer, step: int, value: float) -> None:
+    checkpoints.save(step, "plan", state(value))
+    assert checkpoints.wait() is None
+
+
+def test_what_is_loaded_is_what_was_saved(store: Store) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=2)
+    save(checkpoints, 10, 1.5)
+    commit, damaged = checkpoints.newest_whole()
+    assert commit is not None
+    assert (commit.step, commit.plan_digest, damaged) == (10, "plan", [])
+    into = state(0.0)
+    assert checkpoints.load(commit, into) == {"optimizer.betas": [0.9, 0.95]}
+    assert torch.equal(into["model.a"], torch.full((2, 3), 1.5))
+
+
+def test_training_may_change_its_tensors_while_they_are_written(store: Store) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=2)
+    live = state(1.0)
+    checkpoints.save(1, "plan", live)
+    live["model.a"].fill_(99.0)
+    assert checkpoints.wait() is None
+    into = state(0.0)
+    checkpoints.load(checkpoints.newest_whole()[0], into)
+    assert torch.equal(into["model.a"], torch.full((2, 3), 1.0))
+
+
+def test_the_newest_are_kept(store: Store) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=2)
+    for step in (1, 2, 3):
+        save(checkpoints, step, step)
+    assert [commit.step for commit in find_commits(store)] == [3, 2]
+    assert not [entry for entry in store.list("checkpoints") if "step-00000001" in entry.name]
+
+
+def test_without_its_commit_a_checkpoint_is_invisible(store: Store) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=3)
+    save(checkpoints, 1, 1)
+    save(checkpoints, 2, 2)
+    newest = find_commits(store)[0]
+    store.delete(f"{newest.folder}/{COMMIT}")
+    assert [commit.step for commit in find_commits(store)] == [1]
+    checkpoints.remove_uncommitted()
+    assert {entry.name.split("/")[1] for entry in store.list("checkpoints")} == {"step-00000001-a1"}
+
+
+def test_the_commit_comes_last_and_after_the_ledger(store: Store) -> None:
+    seen = []
+
+    def before_commit() -> None:
+        seen.append([entry.name.rpartition("/")[2] for entry in store.list("checkpoints")])
+
+    checkpoints = Checkpointer(store, attempt=1, keep=2, before_commit=before_commit)
+    save(checkpoints, 5, 1)
+    assert seen == [["rank-00000.safetensors"]]
+
+
+@pytest.mark.parametrize("harm", ["flip a bit", "cut", "delete"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Store, harm: str) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=3)
+    save(checkpoints, 1, 1)
+    save(checkpoints, 2, 2)
+    victim = f"{find_commits(store)[0].folder}/rank-00000.safetensors"
+    data = bytearray(store.read(victim))
+    if harm == "flip a bit":
+        data[-1] ^= 1
+        store.write(victim, bytes(data))
+    elif harm == "cut":
+        store.write(victim, bytes(data[:-1]))
+    else:
+        store.delete(victim)
+    commit, damaged = checkpoints.newest_whole()
+    assert commit is not None
+    assert commit.step == 1
+    assert len(damaged) == 1
+    assert victim in damaged[0]
+
+
+def test_a_failed_save_is_told_and_leaves_the_former_one(store: Store) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=1)
+    save(checkpoints, 1, 1)
+    folder = Path(store.path("checkpoints"))
+    (folder / "step-00000002-a1").touch()  # a file where the next checkpoint's folder would be
+    checkpoints.save(2, "plan", state(2))
+    assert checkpoints.wait() is not None
+    commit, _ = checkpoints.newest_whole()
+    assert commit is not None
+    assert commit.step == 1
+
+
+def test_a_pickle_in_place_of_a_tensor_file_is_not_run(store: Store, tmp_path: Path) -> None:
+    """Even one whose checksum somebody has put right."""
+    import json
+    import pickle
+    from hashlib import sha256
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch {tmp_path}/exploded",)
+
+    checkpoints = Checkpointer(store, attempt=1, keep=1)
+    save(checkpoints, 1, 1)
+    folder = find_commits(store)[0].folder
+    bomb = pickle.dumps(Bomb())
+    body = json.loads(store.read(f"{folder}/{COMMIT}"))
+    body["files"]["rank-00000.safetensors"] = {"bytes": len(bomb), "sha256": sha256(bomb).hexdigest()}
+    store.write(f"{folder}/rank-00000.safetensors", bomb)
+    store.write(f"{folder}/{COMMIT}", json.dumps(body).encode())
+    commit, _ = checkpoints.newest_whole()
+    with pytest.raises(CheckpointError, match="cannot be loaded: Error while deserializing"):
+        checkpoints.load(commit, state(0))
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ({"a": (2, 3), "n": (), "extra": (1,)}, "has no 'extra', which the model has"),
+        ({"a": (3, 2), "n": ()}, r"has 'a' with shape \(2, 3\), the model has \(3, 2\)"),
+        ({"a": (2, 3)}, "has 'n', which the model lacks"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_named(
+    store: Store, shapes: dict[str, tuple[int, ...]], sentence: str
+) -> None:
+    checkpoints = Checkpointer(store, attempt=1, keep=1)
+    save(checkpoints, 1, 1)
+    with pytest.raises(CheckpointError, match=sentence):
+        check_shapes(find_commits(store)[0], shapes, "model.")

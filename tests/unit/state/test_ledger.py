@@ -1,0 +1,79 @@
+"""The ledger: nothing that was told is lost, and what was done twice counts once."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.state import ledger as module
+from undula.state.ledger import Event, LedgerWriter, StepRow, committed, last_event, next_attempt, read_ledger
+from undula.storage import Store
+
+
+def row(attempt: int, step: int) -> StepRow:
+    return StepRow(
+        attempt=attempt, step=step, epoch=0, samples=4 * (step + 1), step_samples=4, world_size=1, loss=1.0, lr=0.1,
+        data_s=0.0, compute_s=0.1, communication_s=0.0, other_s=0.0, sample_digest=2**64 - 1, time=0.0,
+    )  # fmt: skip
+
+
+def test_rows_and_events_are_read_back_and_later_attempts_replace_earlier(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for start in (0, 3):
+        attempt = next_attempt(store)
+        writer = LedgerWriter(store, attempt)
+        writer.event(Event("start", "started", start, {"world_size": 1}))
+        for step in range(start, start + 5):
+            writer.step(row(attempt, step))
+        writer.close()
+    ledger = read_ledger(store)
+    assert ledger.steps["step"].to_pylist() == list(range(8))
+    assert ledger.steps["attempt"].to_pylist() == [1, 1, 1, 2, 2, 2, 2, 2]
+    assert ledger.replaced["step"].to_pylist() == [3, 4]
+    assert ledger.steps["sample_digest"][0].as_py() == 2**64 - 1
+    assert last_event(ledger.events, "start")["data"] == {"world_size": 1}
+    assert last_event(ledger.events, "end") is None
+
+
+def test_a_segment_that_is_full_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
+    store = Store(str(tmp_path))
+    writer = LedgerWriter(store, 1)
+    for step in range(7):
+        writer.step(row(1, step))
+        writer.flush()
+    writer.close()
+    names = [entry.name for entry in store.list("ledger") if "steps" in entry.name]
+    assert names == [f"ledger/steps-000001-{number:05d}.parquet" for number in range(3)]
+    assert read_ledger(store).steps["step"].to_pylist() == list(range(7))
+
+
+def test_an_event_is_there_as_soon_as_it_is_told(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    writer = LedgerWriter(store, 1)
+    writer.event(Event("crash", "a worker died"))
+    assert read_ledger(store).events["message"].to_pylist() == ["a worker died"]
+    writer.close()
+
+
+def test_a_run_without_a_ledger_reads_as_empty(tmp_path: Path) -> None:
+    assert read_ledger(Store(str(tmp_path))).steps.num_rows == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 15)), min_size=1, max_size=6))
+def test_committed_steps_are_each_step_once_from_the_attempt_that_came_last(spans: list[tuple[int, int]]) -> None:
+    """Each attempt begins at or before the end of what the run had, as a resume does."""
+    attempts, steps, reached = [], [], 0
+    owner: dict[int, int] = {}
+    for attempt, (start, length) in enumerate(spans, 1):
+        start = min(start, reached)
+        owner = {step: who for step, who in owner.items() if step < start}
+        for step in range(start, start + length):
+            attempts.append(attempt)
+            steps.append(step)
+            owner[step] = attempt
+        reached = start + length
+    keep = committed(np.array(attempts), np.array(steps))
+    assert {(s, a) for s, a, k in zip(steps, attempts, keep, strict=True) if k} == set(owner.items())
