@@ -90,7 +90,7 @@ def _fit(
 def _connect() -> None:
     """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # how soon the controller sees an end or a failure
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")  # how soon the controller sees an end or a failure
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     for name in ("ray", "ray.train", "ray.data"):
@@ -103,7 +103,7 @@ def _ship_modules_beside_the_script() -> None:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name != "__main__" and file and Path(file).resolve().parent == folder:
-            ray.cloudpickle.register_pickle_by_value(module)
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def _say_result(store: Store, error: Exception | None) -> None:

@@ -26,7 +26,9 @@ def _rows(section: dict[str, Any], sections: dict[str, Any], prefix: str) -> lis
     for name, key in section["properties"].items():
         reference = key.get("$ref", "").rpartition("/")[2]
         if reference:
-            rows.append(f"| **`{prefix}{name}`** | | | {key.get('description') or sections[reference]['description']} |")
+            rows.append(
+                f"| **`{prefix}{name}`** | | | {key.get('description') or sections[reference]['description']} |"
+            )
             rows += _rows(sections[reference], sections, f"{prefix}{name}.")
         else:
             default = "required" if name in section.get("required", []) else _default(key)

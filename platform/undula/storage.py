@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs
@@ -52,8 +53,13 @@ class Store:
         return str(PurePosixPath(root) / name) if name else root
 
     def read(self, name: str) -> bytes:
-        with self._errors("read", name), self.filesystem.open_input_file(self.path(name)) as file:
-            return bytes(file.readall())
+        """A whole file, as one write left it."""
+        with self._errors("read", name):
+            if self.is_s3:
+                # Arrow asks for the size first and then for so many bytes, between which another version may come.
+                bucket, _, key = self.path(name).partition("/")
+                return bytes(_s3_client().get_object(Bucket=bucket, Key=key)["Body"].read())
+            return Path(self.path(name)).read_bytes()
 
     def open(self, name: str) -> pa.NativeFile:
         """A seekable file for reading."""
@@ -103,11 +109,9 @@ class Store:
                 )
 
     def _list_s3(self, prefix: str) -> Iterator[Entry]:
-        import boto3
-
         bucket, _, root = self.path().partition("/")
         root = f"{root}/" if root else ""
-        pages = boto3.client("s3", region_name=_region()).get_paginator("list_objects_v2")
+        pages = _s3_client().get_paginator("list_objects_v2")
         for page in pages.paginate(Bucket=bucket, Prefix=root + (f"{prefix}/" if prefix else "")):
             for item in page.get("Contents", []):
                 if not item["Key"].endswith("/"):
@@ -159,6 +163,13 @@ def _region() -> str:
 def _s3_filesystem() -> fs.FileSystem:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return fs.S3FileSystem(region=_region(), endpoint_override=endpoint, allow_bucket_creation=False)
+
+
+@cache
+def _s3_client() -> Any:
+    import boto3
+
+    return boto3.Session().client("s3", region_name=_region())
 
 
 def _replace_atomically(path: Path, data: bytes) -> None:

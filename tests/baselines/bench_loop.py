@@ -7,6 +7,7 @@ ledger, live view and metrics. Neither validates or checkpoints within the measu
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -16,7 +17,6 @@ import tempfile
 from pathlib import Path
 
 from tests.baselines.result import print_and_write
-
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data.corpora import stdlib_text
 from undula.state.ledger import read_ledger
@@ -58,7 +58,7 @@ def theirs(data: str, folder: str, name: str, steps: int) -> list[float]:
 
 def differences(times: list[float]) -> list[float]:
     counted = times[SKIPPED_STEPS:]
-    return [later - earlier for earlier, later in zip(counted, counted[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(counted)]
 
 
 def main() -> None:

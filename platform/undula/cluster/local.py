@@ -60,7 +60,17 @@ def local_cluster(
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     gcs, dashboard, client, agent = _free_ports(4)
     command = [
-        *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(
+            python,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--disable-usage-stats",
+            "--no-monitor",
+            "--include-log-monitor=False",
+        ),
         *(f"--num-cpus={num_cpus}", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={gcs}"),
         *(
             f"--dashboard-port={dashboard}",
@@ -69,7 +79,8 @@ def local_cluster(
         ),
     ]
     bin_folder = str(Path(python).parent)
-    environment = {**os.environ, **auth, **(env or {})}
+    niceness = {"RAY_worker_niceness": "0"}  # by default workers come after everything else on the machine
+    environment = {**os.environ, **auth, **niceness, **(env or {})}
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs say `python`
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
@@ -83,7 +94,7 @@ def local_cluster(
             stderr=log,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_before_exec,
         )
         stack.callback(_stop, process)
         cluster = LocalCluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", auth, process.pid)
@@ -137,9 +148,11 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _die_with_parent() -> None:
+def _before_exec() -> None:
+    """End with the parent; and be a batch process: Ray's daemons wake a thousand times a second, and need not preempt training."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _free_ports(count: int) -> list[int]:

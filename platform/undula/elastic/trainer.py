@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from ray.train import DataConfig
 from ray.train.torch import TorchConfig
+from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
@@ -45,7 +46,10 @@ class ElasticTorchTrainer(TorchTrainer):
         self._on_event = on_event
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
-        controller_init_kwargs["callbacks"] = [*controller_init_kwargs["callbacks"], ControllerEvents(self._on_event)]
+        callbacks = [*controller_init_kwargs["callbacks"], ControllerEvents(self._on_event)]
+        if not self.datasets:  # its actor would idle beside the training
+            callbacks = [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
+        controller_init_kwargs["callbacks"] = callbacks
         return cast(Result, super()._initialize_and_run_controller(**controller_init_kwargs))
 
 

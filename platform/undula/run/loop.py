@@ -65,13 +65,15 @@ class Run:
         self._virtual_workers = assign(job.plan.virtual_workers, world_size)[rank]
         self._engine = TorchEngine(device)
         # Small sums over the ranks, on the host, so that they never wait for a GPU.
-        self._control = dist.new_group(backend="gloo")
+        world = dist.group.WORLD
+        assert world is not None
+        self._control = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._reducer = StepReducer(self._control)
         self._attempt = self._agreed(lambda: next_attempt(self._store))
         self._publish = publish
         self._telemetry: Telemetry | None = None
         self._checkpoints = Checkpointer(
-            self._store, self._attempt, job.checkpoint.keep, self._flush_telemetry, self._tell_saved
+            self._store, self._control, self._attempt, job.checkpoint.keep, self._flush_telemetry, self._tell_saved
         )
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -337,7 +339,10 @@ class Step:
         seconds["other_s"] = max(wall_s - sum(seconds.values()), 0.0)
         self._local.loss_sum = float(loss_on_host)
         self._local.sample_digest %= 2**64
+        self._local.has_saved = run._checkpoints.has_finished_here
         reduced = run._reducer.reduce(self._local, self.shape.samples)
+        if reduced.pop("all_have_saved"):
+            run._finish_saving()
         if run._telemetry:
             run._telemetry.step(
                 StepRow(

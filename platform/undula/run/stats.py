@@ -22,6 +22,8 @@ class LocalStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By name: weighted sum, weight."""
+    has_saved: bool = False
+    """Whether a checkpoint waits to be collected."""
 
 
 class StepReducer:
@@ -35,18 +37,23 @@ class StepReducer:
         self._names: list[str] = []
 
     def reduce(self, local: LocalStats, step_samples: int) -> dict[str, Any]:
-        """The step's loss (mean over samples), seconds (mean over ranks), sample_digest and logged values (weighted means)."""
+        """Sum up a step.
+
+        Returns:
+            loss (mean over samples), seconds (means over ranks), sample_digest, logged (weighted means) and all_have_saved.
+        """
         total = self._sum(local)
         if total[-1] > 0:  # some rank has logged a name that the others do not know yet
             self._agree_on_names(local)
             total = self._sum(local)
         world_size = dist.get_world_size(self._group)
         limbs = [int(limb) for limb in total[1:5]]
-        sums = total[9:-1].tolist()
+        sums = total[9:-2].tolist()
         return {
             "loss": float(total[0]) / step_samples,
             "sample_digest": sum(limb << (_LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64,
             **{name: float(total[5 + place]) / world_size for place, name in enumerate(SECONDS)},
+            "all_have_saved": int(total[-2]) == world_size,
             "logged": {
                 name: sums[2 * place] / sums[2 * place + 1]
                 for place, name in enumerate(self._names)
@@ -59,7 +66,8 @@ class StepReducer:
         logged = [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]
         has_new = any(name not in self._names for name in local.logged)
         seconds = [local.seconds[name] for name in SECONDS]
-        vector = torch.tensor([local.loss_sum, *limbs, *seconds, *logged, float(has_new)], dtype=torch.float64)
+        flags = [float(local.has_saved), float(has_new)]
+        vector = torch.tensor([local.loss_sum, *limbs, *seconds, *logged, *flags], dtype=torch.float64)
         dist.all_reduce(vector, group=self._group)
         return vector
 

@@ -1,5 +1,6 @@
 """What Ray Train runs on every worker: it makes the Run, hands it to the user's function, and shows what that prints."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,5 +25,12 @@ class Worker:
     def __call__(self) -> None:
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
+        _leave_batch_scheduling()
         with TeeToDriver(sys.stdout, self.publish, rank):
             self.train(Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish))
+
+
+def _leave_batch_scheduling() -> None:
+    """Take precedence over Ray's daemons where these run as batch processes, as undula.cluster.local starts them."""
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_BATCH:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -29,6 +29,7 @@ class Checkpointer:
 
     Args:
         store: the run directory.
+        group: the ranks, for what is agreed on between saves; must reach CPU tensors.
         attempt: number of this attempt, so that two attempts never write to one folder.
         keep: committed checkpoints that stay.
         before_commit: called by rank 0 before a checkpoint becomes visible; flushes the ledger.
@@ -40,6 +41,7 @@ class Checkpointer:
     def __init__(
         self,
         store: Store,
+        group: dist.ProcessGroup,
         attempt: int,
         keep: int,
         before_commit: Callable[[], None] = lambda: None,
@@ -51,8 +53,8 @@ class Checkpointer:
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._saving: Future[Metadata] | None = None
-        # A group of its own: it works in a thread beside the training's collectives, and needs the CPU.
-        self._group = dist.new_group(backend="gloo")
+        self._group = group
+        self._saving_group: dist.ProcessGroup | None = None
 
     def save(self, step: int, plan_digest: str, state: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint; the state is copied before this returns, the rest happens in a thread.
@@ -73,16 +75,25 @@ class Checkpointer:
             before_commit=self._before_commit,
             after_commit=lambda: self._committed(step, time.monotonic() - began),
         )
-        saving = async_save(tensors, storage_writer=writer, process_group=self._group)
+        # A group of its own, as it works in a thread beside the training's collectives; and only for as long as it is needed,
+        # as gloo's threads look around a hundred times a second.
+        self._saving_group = dist.new_group(backend="gloo")
+        saving = async_save(tensors, storage_writer=writer, process_group=self._saving_group)
         assert isinstance(saving, Future)
         self._saving = saving
 
+    @property
+    def has_finished_here(self) -> bool:
+        """Whether there is a save to collect with `wait()` that this rank is done with."""
+        return self._saving is not None and self._saving.done()
+
     def wait(self) -> BaseException | None:
-        """Wait for the save under way; what went wrong with it, if anything."""
+        """Wait for the save under way; what went wrong with it, if anything. All ranks call it at the same step."""
         if self._saving is None:
             return None
         error = self._saving.exception()
-        self._saving = None
+        dist.destroy_process_group(self._saving_group)
+        self._saving = self._saving_group = None
         return error
 
     def newest_whole(self) -> tuple[Commit | None, list[str]]:

@@ -40,7 +40,7 @@ def save(checkpoints: Checkpointer, step: int, value: float) -> None:
 
 
 def test_what_is_loaded_is_what_was_saved(store: Store) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=2)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     save(checkpoints, 10, 1.5)
     commit, damaged = checkpoints.newest_whole()
     assert commit is not None
@@ -51,7 +51,7 @@ def test_what_is_loaded_is_what_was_saved(store: Store) -> None:
 
 
 def test_training_may_change_its_tensors_while_they_are_written(store: Store) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=2)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     live = state(1.0)
     checkpoints.save(1, "plan", live)
     live["model.a"].fill_(99.0)
@@ -62,7 +62,7 @@ def test_training_may_change_its_tensors_while_they_are_written(store: Store) ->
 
 
 def test_the_newest_are_kept(store: Store) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=2)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     for step in (1, 2, 3):
         save(checkpoints, step, step)
     assert [commit.step for commit in find_commits(store)] == [3, 2]
@@ -70,7 +70,7 @@ def test_the_newest_are_kept(store: Store) -> None:
 
 
 def test_without_its_commit_a_checkpoint_is_invisible(store: Store) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=3)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
     newest = find_commits(store)[0]
@@ -86,14 +86,14 @@ def test_the_commit_comes_last_and_after_the_ledger(store: Store) -> None:
     def before_commit() -> None:
         seen.append([entry.name.rpartition("/")[2] for entry in store.list("checkpoints")])
 
-    checkpoints = Checkpointer(store, attempt=1, keep=2, before_commit=before_commit)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2, before_commit=before_commit)
     save(checkpoints, 5, 1)
     assert seen == [["rank-00000.safetensors"]]
 
 
 @pytest.mark.parametrize("harm", ["flip a bit", "cut", "delete"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Store, harm: str) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=3)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
     victim = f"{find_commits(store)[0].folder}/rank-00000.safetensors"
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Sto
 
 
 def test_a_failed_save_is_told_and_leaves_the_former_one(store: Store) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=1)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
     folder = Path(store.path("checkpoints"))
     (folder / "step-00000002-a1").touch()  # a file where the next checkpoint's folder would be
@@ -134,7 +134,7 @@ def test_a_pickle_in_place_of_a_tensor_file_is_not_run(store: Store, tmp_path: P
         def __reduce__(self) -> tuple[object, ...]:
             return os.system, (f"touch {tmp_path}/exploded",)
 
-    checkpoints = Checkpointer(store, attempt=1, keep=1)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
     folder = find_commits(store)[0].folder
     bomb = pickle.dumps(Bomb())
@@ -159,7 +159,7 @@ def test_a_pickle_in_place_of_a_tensor_file_is_not_run(store: Store, tmp_path: P
 def test_a_checkpoint_of_another_model_is_named(
     store: Store, shapes: dict[str, tuple[int, ...]], sentence: str
 ) -> None:
-    checkpoints = Checkpointer(store, attempt=1, keep=1)
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
     with pytest.raises(CheckpointError, match=sentence):
         check_shapes(find_commits(store)[0], shapes, "model.")

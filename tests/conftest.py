@@ -1,0 +1,88 @@
+"""Fixtures for all tests: an S3 server of one's own, so that no test needs the network."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import boto3
+import pytest
+
+from undula import storage
+
+
+@dataclass(frozen=True)
+class S3:
+    """An empty bucket, and the environment in which clients find it."""
+
+    bucket: str
+    env: dict[str, str]
+
+    def url(self, prefix: str) -> str:
+        return f"s3://{self.bucket}/{prefix}"
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """moto's HTTP server in a process of its own: everything but the storage behind it is what S3's clients really do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_until_listening(server, port, limit_s=60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """A fresh bucket; this process's environment points to it for the length of the test."""
+    env = {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+    }
+    for name in [name for name in os.environ if name.startswith("AWS_") and name != "AWS_CA_BUNDLE"]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    _forget_clients()
+    bucket = f"undula-{uuid.uuid4().hex}"
+    boto3.client("s3", region_name=env["AWS_REGION"]).create_bucket(Bucket=bucket)
+    yield S3(bucket, env)
+    _forget_clients()
+
+
+def _forget_clients() -> None:
+    """The library keeps its clients, which know one endpoint."""
+    storage._s3_filesystem.cache_clear()
+    storage._s3_client.cache_clear()
+
+
+def _wait_until_listening(server: subprocess.Popen[bytes], port: int, limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        assert server.poll() is None, f"the S3 server ended with {server.returncode}"
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise TimeoutError(f"the S3 server does not listen after {limit_s} s")

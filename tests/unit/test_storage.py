@@ -1,0 +1,195 @@
+"""Files behind a URL, on a disk and on an S3 server alike."""
+
+import threading
+from pathlib import Path
+
+import boto3
+import pytest
+
+from undula.errors import StorageError
+from undula.storage import Store, open_store
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty folder on each kind of storage."""
+    return open_store(request.getfixturevalue("s3").url("root") if request.param == "s3" else str(tmp_path / "root"))
+
+
+def test_what_is_written_is_read(store: Store) -> None:
+    store.write("deep/er/file", b"bytes")
+    assert store.read("deep/er/file") == b"bytes"
+    assert (store / "deep" / "er").read("file") == b"bytes"
+    with store.open("deep/er/file") as file:
+        file.seek(2)
+        assert file.read() == b"tes"
+
+
+def test_second_write_replaces_the_first_whole(store: Store) -> None:
+    store.write("file", b"a longer first version")
+    store.write("file", b"short")
+    assert store.read("file") == b"short"
+    assert [entry.name for entry in store.list()] == ["file"]
+
+
+def test_empty_file_exists(store: Store) -> None:
+    store.write("empty", b"")
+    assert store.exists("empty")
+    assert store.read("empty") == b""
+
+
+def test_list_names_all_files_below_sorted_with_their_sizes(store: Store) -> None:
+    for name in ("b", "a/two", "a/one", "ab/three"):
+        store.write(name, name.encode())
+    assert [(entry.name, entry.bytes) for entry in store.list()] == [
+        ("a/one", 5),
+        ("a/two", 5),
+        ("ab/three", 8),
+        ("b", 1),
+    ]
+    assert [entry.name for entry in store.list("a")] == ["a/one", "a/two"]
+    assert [entry.name for entry in (store / "a").list()] == ["one", "two"]
+
+
+def test_list_of_nothing_is_empty(store: Store) -> None:
+    assert store.list() == []
+    assert store.list("nowhere") == []
+
+
+def test_version_changes_with_the_bytes_though_the_size_does_not(store: Store) -> None:
+    store.write("file", b"one")
+    (before,) = store.list()
+    store.write("file", b"two")
+    (after,) = store.list()
+    assert before.bytes == after.bytes
+    assert before.version != after.version
+
+
+def test_version_stays_while_the_file_does(store: Store) -> None:
+    store.write("file", b"one")
+    assert store.list() == store.list()
+
+
+def test_delete_takes_a_file_or_a_folder_and_nothing_else(store: Store) -> None:
+    for name in ("a/one", "a/two", "ab", "b"):
+        store.write(name, b"")
+    store.delete("b")
+    store.delete("a")
+    store.delete("never there")
+    assert [entry.name for entry in store.list()] == ["ab"]
+    assert not store.exists("b")
+
+
+def test_missing_file_is_named(store: Store) -> None:
+    assert not store.exists("nowhere")
+    with pytest.raises(StorageError, match=rf"^cannot read {store.url}/nowhere: \S") as caught:
+        store.read("nowhere")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(StorageError, match=f"^cannot read {store.url}/nowhere: "):
+        store.open("nowhere")
+
+
+def test_check_writable_leaves_nothing(store: Store) -> None:
+    store.check_writable()
+    assert store.list() == []
+
+
+def test_reader_never_sees_a_half_written_file(store: Store) -> None:
+    versions = {bytes([number]) * size for number, size in enumerate((1, 300_000, 2_000_000))}
+    store.write("file", b"\x00")
+    done = threading.Event()
+
+    def write() -> None:
+        try:
+            for _ in range(5):
+                for version in versions:
+                    store.write("file", version)
+        finally:
+            done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while not done.is_set():
+        seen.append(store.read("file") in versions)
+        seen.append([entry.name for entry in store.list()] == ["file"])
+    writer.join()
+    assert seen
+    assert all(seen)
+
+
+def test_write_that_fails_leaves_the_former_file_and_no_other(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.write("file", b"former")
+    with pytest.raises(TypeError):
+        store.write("file", "text")  # type: ignore[arg-type]
+    assert store.read("file") == b"former"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_path_below_a_file_is_not_writable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = open_store(str(tmp_path / "file"))
+    with pytest.raises(StorageError, match=f"^cannot write {store.url}/.undula-write-test: \\S"):
+        store.check_writable()
+
+
+def test_missing_bucket_is_named_by_every_verb(request: pytest.FixtureRequest) -> None:
+    bucket = request.getfixturevalue("s3").bucket
+    boto3.client("s3", region_name="us-east-1").delete_bucket(Bucket=bucket)
+    store = open_store(f"s3://{bucket}/root")
+    with pytest.raises(StorageError, match=f"^cannot list {store.url}: .*bucket"):
+        store.list()
+    with pytest.raises(StorageError, match=f"^cannot read {store.url}/file: "):
+        store.read("file")
+    with pytest.raises(StorageError, match=f"^cannot write {store.url}/.undula-write-test: "):
+        store.check_writable()
+
+
+def test_missing_credentials_are_told_with_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_PROFILE",
+        "AWS_CONFIG_FILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name in (
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_SHARED_CREDENTIALS_FILE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(StorageError) as caught:
+        open_store("s3://bucket/data")
+    assert str(caught.value) == (
+        "no AWS credentials for s3://bucket/data: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+        "or give the nodes an instance profile"
+    )
+
+
+def test_unknown_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(StorageError, match=r"^cannot use s3://bucket: .*nobody"):
+        open_store("s3://bucket")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/data", "file:///data", "S3://bucket", "s4://[x"])
+def test_other_schemes_are_refused(url: str) -> None:
+    with pytest.raises(StorageError, match="give a path or an s3:// URL"):
+        open_store(url)
+
+
+def test_colon_in_a_path_is_no_scheme(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "run:1"))
+    store.write("file", b"1")
+    assert (tmp_path / "run:1" / "file").read_bytes() == b"1"
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    open_store("~/data").write("file", b"1")
+    assert (tmp_path / "data" / "file").read_bytes() == b"1"
