@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from resnet import ResNet18, ResNetConfig
 
 import undula
+from resnet import ResNet18, ResNetConfig
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 import boto3
 import pytest
+from hypothesis import settings
 
 from undula import storage
+
+settings.register_profile("undula", deadline=None)  # a busy machine is no failure
+settings.load_profile("undula")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def test_public_names_are_sorted() -> None:
 
 
 def test_every_path_that_the_readme_names_exists() -> None:
-    named = re.findall(r"`((?:platform|jobs|docs|tests)/[\w./-]+)`|\]\(((?!http)[\w./-]+)\)", (ROOT / "README.md").read_text())
+    named = re.findall(
+        r"`((?:platform|jobs|docs|tests)/[\w./-]+)`|\]\(((?!http)[\w./-]+)\)", (ROOT / "README.md").read_text()
+    )
     paths = {path for pair in named for path in pair if path}
     assert paths
     assert not [path for path in paths if not (ROOT / path).exists()]

@@ -15,16 +15,8 @@ from undula.storage import Store, open_store
 ROOT = Path(__file__).parents[2]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
 CONTEXT = 32
-SMALL = (
-    "config.model.layers=2",
-    "config.model.width=32",
-    f"config.model.context={CONTEXT}",
-    "plan.global_batch=24",
-    "plan.virtual_workers=6",
-    "schedule.warmup_samples=240",
-    "validation.samples=96",
-    "workers.cpus=1",
-)
+PLAN = ("plan.global_batch=24", "plan.virtual_workers=6", "schedule.warmup_samples=240", "validation.samples=96")
+SMALL = ("config.model.layers=2", "config.model.width=32", f"config.model.context={CONTEXT}", *PLAN)
 """Overrides that make the main job a matter of seconds."""
 
 
@@ -52,18 +44,28 @@ class Jobs:
     cluster: LocalCluster
     text: str
     runs: str
+    script: Path = LANGUAGE_MODEL
+    settings: tuple[str, ...] = SMALL
 
-    def command(self, name: str, *overrides: str, script: Path = LANGUAGE_MODEL) -> list[str]:
+    def command(self, name: str, *overrides: str) -> list[str]:
         data = (f"data.train={self.text}/train", f"data.validation={self.text}/validation")
         # An option may stand among the overrides; the last override of a key wins.
-        return [sys.executable, str(script), f"name={name}", f"runs={self.runs}", *data, *SMALL, *overrides]
+        return [
+            sys.executable,
+            str(self.script),
+            f"name={name}",
+            f"runs={self.runs}",
+            *data,
+            *self.settings,
+            *overrides,
+        ]
 
     def env(self) -> dict[str, str]:
         return {**os.environ, **self.cluster.env, "RAY_ADDRESS": self.cluster.address}
 
-    def start(self, name: str, *overrides: str, script: Path = LANGUAGE_MODEL) -> "subprocess.Popen[str]":
+    def start(self, name: str, *overrides: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            self.command(name, *overrides, script=script),
+            self.command(name, *overrides),
             env=self.env(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,8 +77,8 @@ class Jobs:
         out, err = process.communicate(timeout=240)
         return Finished(process.returncode, out, err, open_store(f"{self.runs}/{name}"))
 
-    def run(self, name: str, *overrides: str, script: Path = LANGUAGE_MODEL) -> Finished:
-        return self.finish(self.start(name, *overrides, script=script), name)
+    def run(self, name: str, *overrides: str) -> Finished:
+        return self.finish(self.start(name, *overrides), name)
 
     def workers(self, count: int) -> tuple[str, str]:
         return (f"workers.min={count}", f"workers.max={count}")

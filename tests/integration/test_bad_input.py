@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_a_checkpoint_of_another_model_is_refused(begun: Jobs, tmp_path: Path) -
     shutil.copytree(LANGUAGE_MODEL.parent, script.parent)
     model = script.parent / "gpt.py"
     model.write_text(model.read_text().replace("4 * config.width", "3 * config.width"))
-    done = begun.run("bad", *ended, script=script)
+    done = replace(begun, script=script).run("bad", *ended)
     assert done.status == 2
     assert "has 'blocks.0.up.weight' with shape (128, 32), the model has (96, 32): it is of another model" in done.err
     assert open_store(f"{begun.runs}/bad").exists("job.json")

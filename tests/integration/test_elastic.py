@@ -1,0 +1,79 @@
+"""Workers come while a job runs: the losses stay those of a run left alone."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from integration_kit import Jobs, relative_difference
+
+from undula.cluster.local import LocalCluster, local_cluster
+from undula.state.ledger import read_ledger
+from undula.storage import open_store
+
+SETTINGS = (
+    *("checkpoint.every_steps=20", "data.validation=null", "workers.resize_interval_s=1"),
+    *("schedule.decay=constant", "schedule.base_lr=3e-4", "config.model.width=128", "config.model.layers=4"),
+)
+
+
+@contextmanager
+def second_node(cluster: LocalCluster, num_cpus: int) -> Iterator[None]:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            f"--address={cluster.address}",
+            f"--num-cpus={num_cpus}",
+        ],
+        env={**os.environ, **cluster.env, "RAY_worker_niceness": "0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_a_node_that_comes_is_used_and_changes_no_loss(session_jobs: Jobs, tmp_path: Path) -> None:
+    with local_cluster(num_cpus=1) as cluster:
+        jobs = Jobs(cluster, session_jobs.text, str(tmp_path))
+        process = jobs.start("grown", *SETTINGS, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
+        store = open_store(f"{tmp_path}/grown")
+
+        def sizes() -> list[int]:
+            return read_ledger(store).steps["world_size"].to_pylist() if store.exists("ledger") else []
+
+        def wait_for(size: int) -> None:
+            deadline = time.monotonic() + 120
+            while size not in sizes():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.2)  # paces the looks
+
+        wait_for(1)
+        with second_node(cluster, num_cpus=1):
+            wait_for(2)
+            process.terminate()
+            process.communicate()
+    ledger = read_ledger(store)
+    (resize,) = (event for event in ledger.events.to_pylist() if event["kind"] == "resize")
+    assert json.loads(resize["data"]) == {"from": 1, "to": 2}
+    grown = ledger.steps
+    assert grown["step"].to_pylist() == list(range(grown.num_rows))
+
+    # With a constant rate a shorter run is the beginning of a longer one.
+    alone = session_jobs.run("not-grown", *SETTINGS, f"plan.max_steps={grown.num_rows}", *session_jobs.workers(1))
+    assert alone.status == 0, alone.err
+    assert alone.column("sample_digest") == grown["sample_digest"].to_pylist()
+    assert relative_difference(grown["loss"].to_pylist(), alone.column("loss")) < 1e-4

@@ -1,0 +1,138 @@
+"""What a run tells: Prometheus, TensorBoard, the live view, and what the user's code prints or does wrong."""
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from integration_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def test_prometheus_finds_the_figures_of_a_run(jobs: Jobs) -> None:
+    process = jobs.start("watched", "plan.epochs=1000", "data.validation=null")
+    try:
+        targets = Path(jobs.cluster.env["RAY_AUTH_TOKEN_PATH"]).parent / "prom_metrics_service_discovery.json"
+        wanted = [
+            f"ray_undula_{name}" for name in ("step", "loss", "learning_rate", "samples_per_second", "world_size")
+        ]
+        deadline = time.monotonic() + 120
+        text = ""
+        while not all(f"{name}{{" in text for name in wanted):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, text[-2000:]
+            text = scrape(targets)
+            time.sleep(0.5)  # paces the scrapes
+        (loss,) = (line for line in text.splitlines() if line.startswith("ray_undula_loss{"))
+        assert 'run="watched"' in loss
+        assert 0 < float(loss.split()[-1]) < 6
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+
+
+def scrape(targets: Path) -> str:
+    """All metrics of the cluster."""
+    if not targets.exists():
+        return ""
+    pages = []
+    for target in json.loads(targets.read_text())[0]["targets"]:
+        try:
+            with urllib.request.urlopen(f"http://{target}/metrics", timeout=5) as response:
+                pages.append(response.read().decode())
+        except urllib.error.URLError:
+            continue
+    return "\n".join(pages)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from undula.data.corpora import digits
+
+    out = str(tmp_path_factory.mktemp("digits"))
+    digits().write(out, num_shards=2, row_group_bytes=8192)
+    return out
+
+
+def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, images: str) -> None:
+    """One epoch, its short last step included, on one and on two workers: the same losses, in validation too."""
+    settings = (
+        "plan.global_batch=96",
+        "plan.virtual_workers=3",
+        "plan.epochs=1",
+        "schedule.base_lr=0.01",
+        "config.model.width=4",
+    )
+    script = LANGUAGE_MODEL.with_name("image_classifier.py")
+    jobs = Jobs(session_jobs.cluster, images, session_jobs.runs, script, settings)
+    runs = {count: jobs.run(f"images-{count}", *jobs.workers(count)) for count in (1, 2)}
+    assert [done.status for done in runs.values()] == [0, 0], runs[1].err + runs[2].err
+    alone, together = runs[1], runs[2]
+    assert alone.column("step_samples")[-1] == job_json(alone.store)["train_rows"] % 96 != 0
+    assert sum(alone.column("step_samples")) == job_json(alone.store)["train_rows"]
+    assert together.column("sample_digest") == alone.column("sample_digest")
+    for ours, theirs in zip(together.column("loss"), alone.column("loss"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)  # convolutions on CPU round differently; BatchNorm amplifies it
+    losses = [validation_losses(done) for done in (alone, together)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    accuracies = [json.loads(text)["accuracy"] for text in alone.column("logged")]
+    assert all(0 <= accuracy <= 1 for accuracy in accuracies)
+
+    board = EventAccumulator(alone.store.path("tensorboard"))
+    board.Reload()
+    scalars = board.Scalars("loss/train")
+    assert [point.step for point in scalars] == [step + 1 for step in alone.column("step")]
+    assert [point.value for point in scalars] == pytest.approx(alone.column("loss"), rel=1e-6)
+    assert len(board.Scalars("loss/validation")) == len(losses[0])
+    assert board.Scalars("logged/accuracy")
+
+
+def validation_losses(done: Finished) -> list[float]:
+    events = done.ledger.events.to_pylist()
+    return [json.loads(event["data"])["loss"] for event in events if event["kind"] == "validation"]
+
+
+SCRIPT = """
+import torch
+import undula
+
+def train(run):
+    model = run.model(torch.nn.Embedding(256, 256))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    print("hello from the loop")
+    for step in run.steps():
+        for batch in step.batches():
+            text = batch["text"].long()
+            step.backward(torch.nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()))
+        if run.config.get("forget") and step.index == 2:
+            continue
+        step.update()
+
+undula.main(train)
+"""
+
+
+def with_script(jobs: Jobs, tmp_path: Path) -> Jobs:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    script.with_suffix(".yaml").write_text("name: script\ndata: {train: somewhere}\n")
+    return replace(jobs, script=script, settings=(*PLAN, "plan.max_steps=5"))
+
+
+def test_what_the_loop_prints_is_shown(jobs: Jobs, tmp_path: Path) -> None:
+    done = with_script(jobs, tmp_path).run("prints", *jobs.workers(2))
+    assert done.status == 0, done.err
+    assert "rank 0: hello from the loop" in done.out
+    assert "rank 1: hello from the loop" in done.out
+    assert "pid=" not in done.out + done.err
+
+
+def test_a_mistake_in_the_loop_is_shown_and_fails_the_job(jobs: Jobs, tmp_path: Path) -> None:
+    done = with_script(jobs, tmp_path).run("mistake", "config.forget=true", "workers.max_failures=0")
+    assert done.status == 1
+    assert "step 2 was left without step.update()" in done.err

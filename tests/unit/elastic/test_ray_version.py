@@ -1,0 +1,26 @@
+"""undula.elastic stands on private API of Ray Train: when Ray's version moves, look at it before anything else."""
+
+import inspect
+
+import ray
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+
+def test_ray_is_the_version_that_elastic_was_written_against() -> None:
+    assert ray.__version__.startswith("2.60."), (
+        "check every import of ray.train.v2 in platform/undula/elastic, then raise this"
+    )
+
+
+def test_the_private_api_that_is_overridden_is_there() -> None:
+    assert "callbacks" in inspect.getsource(DataParallelTrainer.fit)
+    assert list(inspect.signature(DataParallelTrainer._initialize_and_run_controller).parameters) == [
+        "self",
+        "controller_init_kwargs",
+    ]
+    assert list(inspect.signature(ControllerCallback.after_controller_state_update).parameters) == [
+        "self",
+        "previous_state",
+        "current_state",
+    ]

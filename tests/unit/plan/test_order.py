@@ -1,0 +1,170 @@
+"""The order of an epoch, by its properties: every sample once, in the same order on any machine."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from undula.plan.order import EpochOrder, Window
+from undula.plan.plan import Plan, PlanSpec
+
+SHUFFLES = ["none", "row_groups", "window"]
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> EpochOrder:
+    virtual_workers = draw(st.integers(1, 6))
+    row_counts = draw(st.lists(st.integers(0, 15), min_size=1, max_size=12))
+    if sum(row_counts) < virtual_workers:
+        row_counts.append(virtual_workers)
+    spec = PlanSpec(
+        global_batch=virtual_workers * draw(st.integers(1, 5)),
+        virtual_workers=virtual_workers,
+        seed=draw(st.integers(-5, 2**70)),
+        shuffle=draw(st.sampled_from(SHUFFLES)),
+        window=draw(st.integers(1, 4)),
+    )
+    return EpochOrder(Plan(spec, sum(row_counts)), np.array(row_counts, dtype=np.int64), epoch=draw(st.integers(0, 3)))
+
+
+def even(shuffle: str = "window", *, seed: int = 0, epoch: int = 0, row_groups: int = 40) -> EpochOrder:
+    """Four virtual workers on row groups of 10 rows."""
+    spec = PlanSpec(global_batch=8, virtual_workers=4, shuffle=shuffle, seed=seed)
+    return EpochOrder(Plan(spec, 10 * row_groups), np.full(row_groups, 10, dtype=np.int64), epoch)
+
+
+def stream(order: EpochOrder, virtual_worker: int) -> np.ndarray:
+    """What a virtual worker consumes in the epoch, step after step; shape [stream length]."""
+    return np.concatenate([order.ids(step, virtual_worker) for step in range(order.plan.steps_per_epoch)])
+
+
+def epoch_ids(order: EpochOrder) -> list[int]:
+    """Ids of the epoch, virtual worker after virtual worker."""
+    return [int(row) for v in range(order.plan.spec.virtual_workers) for row in stream(order, v)]
+
+
+def window_ids(order: EpochOrder, window: Window) -> np.ndarray:
+    """Ids of a window's rows in stream order, worked out here again from what a window is."""
+    first_ids = np.concatenate(([0], np.cumsum(order.row_counts)))
+    rows = [first_ids[piece.row_group] + row for piece in window.pieces for row in range(piece.start, piece.stop)]
+    return np.array(rows, dtype=np.int64)[window.permutation()]
+
+
+@given(orders())
+def test_every_sample_of_an_epoch_is_consumed_exactly_once(order: EpochOrder) -> None:
+    assert sorted(epoch_ids(order)) == list(range(order.plan.num_rows))
+
+
+@given(orders())
+def test_a_step_takes_the_next_rows_of_every_stream(order: EpochOrder) -> None:
+    for v in range(order.plan.spec.virtual_workers):
+        windows = [window_ids(order, window) for window in order.windows(v)]
+        rows = np.concatenate(windows) if windows else np.zeros(0, dtype=np.int64)
+        begin = 0
+        for step in range(order.plan.steps_per_epoch):
+            share = order.plan.share(step, v)
+            assert np.array_equal(order.ids(step, v), rows[begin : begin + share])
+            begin += share
+        assert begin == len(rows)
+
+
+@given(orders(), st.data())
+def test_windows_from_a_position_are_the_later_ones_of_all(order: EpochOrder, data: st.DataObject) -> None:
+    v = data.draw(st.integers(0, order.plan.spec.virtual_workers - 1))
+    position = data.draw(st.integers(0, order.plan.num_rows))
+    windows = list(order.windows(v))
+    starts = [window.start for window in windows]
+    assert starts == [sum(window.num_rows for window in windows[:number]) for number in range(len(windows))]
+    later = list(order.windows(v, position))
+    assert later == [window for window in windows if window.start + window.num_rows > position]
+
+
+@given(orders())
+def test_windows_hold_at_most_so_many_row_groups_and_never_none(order: EpochOrder) -> None:
+    most = order.plan.spec.window if order.plan.spec.shuffle == "window" else 1
+    for v in range(order.plan.spec.virtual_workers):
+        for window in order.windows(v):
+            assert 1 <= len(window.pieces) <= most
+            assert all(0 <= piece.start < piece.stop <= order.row_counts[piece.row_group] for piece in window.pieces)
+
+
+@given(orders())
+def test_row_group_is_read_once_more_for_each_cut_that_falls_into_it(order: EpochOrder) -> None:
+    virtual_workers = range(order.plan.spec.virtual_workers)
+    pieces = [piece for v in virtual_workers for window in order.windows(v) for piece in window.pieces]
+    for row_group, rows in enumerate(order.row_counts):
+        mine = sorted((piece.start, piece.stop) for piece in pieces if piece.row_group == row_group)
+        bounds = [0, *(stop for _, stop in mine)]
+        assert mine == list(pairwise(bounds))
+        assert bounds[-1] == rows
+    assert len(pieces) <= np.count_nonzero(order.row_counts) + len(virtual_workers) - 1
+
+
+@given(orders())
+def test_row_group_shorter_than_every_stream_is_read_by_two_virtual_workers_at_most(order: EpochOrder) -> None:
+    virtual_workers = range(order.plan.spec.virtual_workers)
+    shortest = min(len(stream(order, v)) for v in virtual_workers)
+    for row_group, rows in enumerate(order.row_counts):
+        if rows <= shortest:
+            readers = [
+                v for v in virtual_workers for w in order.windows(v) for p in w.pieces if p.row_group == row_group
+            ]
+            assert len(readers) <= 2
+
+
+@given(orders())
+def test_unshuffled_epoch_is_the_data_as_stored(order: EpochOrder) -> None:
+    if order.plan.spec.shuffle == "none":
+        assert epoch_ids(order) == list(range(order.plan.num_rows))
+
+
+@given(orders())
+def test_rows_of_a_row_group_stay_in_order_unless_windows_are_shuffled(order: EpochOrder) -> None:
+    if order.plan.spec.shuffle == "row_groups":
+        first_ids = np.concatenate(([0], np.cumsum(order.row_counts)))
+        ids = np.array(epoch_ids(order))
+        owners = np.searchsorted(first_ids, ids, side="right") - 1
+        for row_group in np.unique(owners):
+            assert np.all(np.diff(ids[owners == row_group]) == 1)
+
+
+@given(orders())
+@settings(max_examples=20)
+def test_order_is_a_function_of_its_arguments(order: EpochOrder) -> None:
+    assert epoch_ids(EpochOrder(order.plan, order.row_counts.copy(), order.epoch)) == epoch_ids(order)
+
+
+@pytest.mark.parametrize("shuffle", ["row_groups", "window"])
+def test_epochs_and_seeds_have_orders_of_their_own(shuffle: str) -> None:
+    several = [even(shuffle, seed=seed, epoch=epoch) for seed in range(3) for epoch in range(3)]
+    assert len({tuple(epoch_ids(order)) for order in several}) == 9
+
+
+def test_window_shuffle_leaves_no_two_neighbours_by_rule() -> None:
+    ids = np.array(epoch_ids(even(row_groups=100)))
+    assert np.mean(np.diff(ids) == 1) < 0.05
+
+
+def test_windows_of_all_virtual_workers_have_keys_of_their_own() -> None:
+    order = even()
+    keys = [window.key for v in range(4) for window in order.windows(v)]
+    assert len(set(keys)) == len(keys) == 12
+
+
+def test_order_does_not_depend_on_how_the_batch_is_cut_into_micro_batches() -> None:
+    plans = [Plan(PlanSpec(global_batch=8, virtual_workers=4, micro_batch=size), 400) for size in (None, 1)]
+    one, other = (epoch_ids(EpochOrder(plan, np.full(40, 10, dtype=np.int64), 0)) for plan in plans)
+    assert one == other
+
+
+def test_order_is_what_it_was() -> None:
+    spec = PlanSpec(global_batch=6, virtual_workers=3, window=2, seed=7)
+    order = EpochOrder(Plan(spec, 23), np.array([5, 4, 6, 3, 5]), epoch=2)
+    assert [[order.ids(step, v).tolist() for v in range(3)] for step in range(4)] == [
+        [[22, 5], [3, 4], [10, 14]],
+        [[6, 18], [2, 8], [13, 9]],
+        [[7, 20], [0, 1], [11, 17]],
+        [[21, 19], [16, 15], [12]],
+    ]

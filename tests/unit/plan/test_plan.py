@@ -1,0 +1,90 @@
+"""The plan: steps, shares and who does what, for any numbers."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from undula.errors import SpecError
+from undula.plan.plan import Plan, PlanSpec, assign
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    virtual_workers = draw(st.integers(1, 9))
+    spec = PlanSpec(
+        global_batch=virtual_workers * draw(st.integers(1, 6)),
+        virtual_workers=virtual_workers,
+        micro_batch=draw(st.none() | st.integers(1, 8)),
+        epochs=draw(st.integers(1, 3)),
+        max_steps=draw(st.none() | st.integers(1, 40)),
+    )
+    return Plan(spec, num_rows=draw(st.integers(virtual_workers, 200)))
+
+
+@given(plans())
+def test_shares_sum_to_the_samples_of_the_step(plan: Plan) -> None:
+    for index in range(plan.steps_per_epoch):
+        shape = plan.step(index)
+        shares = [plan.share(shape.step_in_epoch, v) for v in range(plan.spec.virtual_workers)]
+        assert sum(shares) == shape.samples
+        assert max(shares) - min(shares) <= 1
+
+
+@given(plans())
+def test_every_epoch_consumes_the_rows_once(plan: Plan) -> None:
+    shapes = [plan.step(index) for index in range(plan.spec.epochs * plan.steps_per_epoch)]
+    for epoch, steps in itertools.groupby(shapes, key=lambda shape: shape.epoch):
+        of_epoch = list(steps)
+        assert sum(shape.samples for shape in of_epoch) == plan.num_rows
+        assert [shape.step_in_epoch for shape in of_epoch] == list(range(plan.steps_per_epoch))
+        assert all(shape.samples == plan.spec.global_batch for shape in of_epoch[:-1])
+        assert of_epoch[0].samples_before == epoch * plan.num_rows
+    before = list(itertools.accumulate((shape.samples for shape in shapes), initial=0))
+    assert [shape.samples_before for shape in shapes] == before[:-1]
+
+
+@given(plans())
+def test_total_samples_are_those_of_all_steps(plan: Plan) -> None:
+    assert plan.total_samples == sum(plan.step(index).samples for index in range(plan.total_steps))
+    assert plan.total_steps <= (plan.spec.max_steps or plan.total_steps)
+
+
+@given(plans())
+def test_micro_batches_make_up_the_share(plan: Plan) -> None:
+    for step in {0, plan.steps_per_epoch - 1}:
+        for v in range(plan.spec.virtual_workers):
+            sizes = plan.micro_batches(step, v)
+            assert sum(sizes) == plan.share(step, v)
+            assert all(0 < size <= (plan.spec.micro_batch or size) for size in sizes)
+            assert all(size == plan.spec.micro_batch for size in sizes[:-1])
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_assign_is_contiguous_even_and_covers_all(virtual_workers: int, world_size: int) -> None:
+    ranks = assign(virtual_workers, world_size)
+    assert len(ranks) == world_size
+    assert [v for rank in ranks for v in rank] == list(range(virtual_workers))
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    if world_size <= virtual_workers:
+        assert min(map(len, ranks)) >= 1
+
+
+def test_digest_is_of_the_plan_and_the_data() -> None:
+    specs = [PlanSpec(), PlanSpec(seed=1), PlanSpec(global_batch=128), PlanSpec(shuffle="none"), PlanSpec(window=5)]
+    digests = [Plan(spec, 1000).digest("data") for spec in specs] + [Plan(PlanSpec(), 1000).digest("other data")]
+    assert len(set(digests)) == 6
+    assert Plan(PlanSpec(), 1000).digest("data") == digests[0]
+
+
+def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
+    with pytest.raises(ValidationError, match=r"global_batch is 10, .* \(4\) does not divide: give 8 or 12"):
+        PlanSpec(global_batch=10, virtual_workers=4)
+
+
+def test_more_virtual_workers_than_samples_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"plan.virtual_workers is 4, more than the 3 samples"):
+        Plan(PlanSpec(), num_rows=3)
+    assert Plan(PlanSpec(), num_rows=4).total_steps == 1
