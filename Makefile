@@ -11,12 +11,13 @@ help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 .venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[study,jobs]'
+	@echo 'installing into .venv, which takes a minute or two'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[study,jobs]'
 	@touch $@
 
 .venv/ready-to-test: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[study,jobs,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[study,jobs,dev]'
 	@command -v chromium >/dev/null || tests/install_chromium.sh
 	@touch $@
 

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,15 +192,24 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise SpecError(f"{file} is not UTF-8 text: give a job's YAML") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        raise SpecError(f"{file} is empty: a job's YAML is a mapping with the keys name, data, ...")
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode):
         raise SpecError(f"{file} holds {type(tree).__name__}: a job's YAML is a mapping with the keys name, data, ...")
-    return tree, dict(_origins(root, file, ""))
+    try:
+        return tree, dict(_origins(root, file, ""))
+    except RecursionError:
+        raise SpecError(f"{file} has an anchor that holds itself: a job's YAML is a tree") from None
 
 
 def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
     found = []
+    given: set[str] = set()
     for key, value in node.value:
         path = f"{prefix}{key.value}"
+        if path in given:
+            raise SpecError(f"{file}:{key.start_mark.line + 1}: {path} is given twice: keep one")
+        given.add(path)
         found.append((path, f"{file}:{key.start_mark.line + 1}"))
         if isinstance(value, yaml.MappingNode):
             found += _origins(value, file, f"{path}.")
@@ -221,6 +231,8 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
         if not isinstance(branch, dict):
             raise SpecError(f"command line: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}")
     branch[leaf] = value
+    for path in [path for path in origins if path.startswith(f"{key}.")]:
+        del origins[path]
     origins[key] = "command line"
     for path, _ in flatten(value, f"{key}.") if isinstance(value, dict) else []:
         origins[path] = "command line"
@@ -242,21 +254,30 @@ class _Where:
 def _refuse_unknown_keys(tree: Any, owner: Any, path: tuple[str, ...], where: _Where) -> None:
     if not (isinstance(tree, Mapping) and dataclasses.is_dataclass(owner)):
         return
-    known = {item.name: item.type for item in dataclasses.fields(owner)}
+    known = typing.get_type_hints(owner)
     for key, value in tree.items():
         here = (*path, str(key))
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             mend = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
             raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {mend}")
-        _refuse_unknown_keys(value, known[key], here, where)
+        for part in _dataclasses_in(known[key]):
+            for item in value if isinstance(value, list) else [value]:
+                _refuse_unknown_keys(item, part, here, where)
+
+
+def _dataclasses_in(annotation: Any) -> list[Any]:
+    """The dataclasses that a value of this type may hold: `Layer | None` and `tuple[Layer, ...]` hold Layer."""
+    if dataclasses.is_dataclass(annotation):
+        return [annotation]
+    return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
 
 
 def _validated(owner: Any, tree: Any, path: tuple[str, ...], where: _Where) -> Any:
     try:
         text = json.dumps(tree)
     except (TypeError, ValueError):
-        odd = next(key for key, value in flatten(tree) if not isinstance(value, str | int | float | bool | list | None))
+        odd = next((key for key, value in flatten(tree) if not _is_json(value)), "a key")
         raise SpecError(
             f"{where(odd.split('.'))}: {odd} is not text, a number, a list or a mapping: quote it"
         ) from None
@@ -268,11 +289,19 @@ def _validated(owner: Any, tree: Any, path: tuple[str, ...], where: _Where) -> A
         raise SpecError(_sentence(first, path, where) + more) from None
 
 
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _sentence(error: ErrorDetails, path: tuple[str, ...], where: _Where) -> str:
     here = (*path, *(str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-"))))
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")  # begins with the key it is about
-        about = (*here, *message.split()[0].split("."))
+        about = (*here, *(message.split() or ["nothing"])[0].split("."))
         return f"{where(about)}: {''.join(f'{part}.' for part in here)}{message}"
     if error["type"].startswith("missing"):
         return f"{where(here[:-1])}: {'.'.join(here)} is missing: it must be given"

@@ -201,7 +201,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
         ("name: job\n", "job.yaml: data is missing: it must be given"),
         ("name: job\ndata: {}\n", "job.yaml:2: data.train is missing: it must be given"),
         ("- name: job\n", "job.yaml holds list: a job's YAML is a mapping"),
-        ("", "job.yaml holds NoneType: a job's YAML is a mapping"),
+        ("", "job.yaml is empty: a job's YAML is a mapping"),
         ("a: b: c\n", "job.yaml is not YAML: "),
         ("name: job\n--- \nname: two\n", "job.yaml is not YAML: "),
         ("name: !!python/object/apply:os.getcwd []\n", "job.yaml is not YAML: "),
@@ -294,3 +294,42 @@ def test_workers_are_told_nothing_of_the_cluster(load: Load) -> None:
     assert job.run_url == "~/undula/runs/job"
     assert job.config == Config(rate=1.0)
     assert not hasattr(job, "workers")
+
+
+@dataclass(frozen=True)
+class Layer:
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Nested:
+    one: Layer | None = None
+    many: tuple[Layer, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.many) > 2:
+            raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("config: {one: {siz: 2}}", "unknown key config.one.siz: did you mean size?"),
+        ("config: {many: [{size: 2}, {siz: 2}]}", "unknown key config.many.siz: did you mean size?"),
+        ("config: {many: [{}, {}, {}]}", "job.yaml:3: config."),
+        ("config: {days: [2024-01-01]}", "config.days is not text, a number, a list or a mapping: quote it"),
+        ("config: {2024-01-01: 1}", "is not text, a number, a list or a mapping: quote it"),
+        ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice: keep one"),
+        ("config: &a {b: *a}", "has an anchor that holds itself"),
+        ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
+        ("plan: {global_batch: 2, virtual_workers: 4}", "virtual_workers (4) does not divide: give 4"),
+    ],
+)
+def test_odd_input_is_answered_in_a_sentence_too(refused: Refused, text: str, sentence: str) -> None:
+    assert sentence in refused(f"name: job\ndata: {{train: x}}\n{text}\n", config_type=Nested)
+
+
+def test_an_override_of_a_whole_section_is_where_all_of_it_came_from(load: Load) -> None:
+    loaded = load("plan: {seed: 1, window: 2}\n", "plan={seed: 3}")
+    assert loaded.origins["plan.seed"] == "command line"
+    assert "plan.window" not in loaded.origins

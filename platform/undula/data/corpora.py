@@ -150,9 +150,6 @@ def cifar10(archive: Path) -> Corpus:
     return Corpus(schema, train=split(train), validation=split(validation))
 
 
-CORPORA: dict[str, Callable[..., Corpus]] = {"cifar10": cifar10, "digits": digits, "stdlib-text": stdlib_text}
-"""Makers by the names that `undula data` gives them. Only cifar10 must be given something: its `archive`."""
-
 _CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 
 

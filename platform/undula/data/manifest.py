@@ -22,6 +22,8 @@ from undula.storage import Store, open_store
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
+ID_COLUMN = "__id"
+"""Column that a read task adds: the sample's id, its row number in the whole data set."""
 SHAPE_KEY = b"shape"
 """Field metadata of a fixed-size list: the shape of one sample's array, as JSON."""
 

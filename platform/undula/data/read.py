@@ -9,13 +9,10 @@ import pyarrow.parquet as pq
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from undula.data.manifest import Manifest
+from undula.data.manifest import ID_COLUMN, Manifest
 from undula.errors import ManifestError
 from undula.plan.order import Window
 from undula.storage import Store
-
-ID_COLUMN = "__id"
-"""Column that a read task adds: the sample's id, its row number in the whole data set."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
 """The stream of a rank: Ray Data reads just the windows that its virtual workers need, in the plan's order, from any step on."""
 
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, Queue
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undula.data.manifest import Column, Manifest
-from undula.data.read import ID_COLUMN, WindowDatasource, WindowRead, window_read
+from undula.data.manifest import ID_COLUMN, Column, Manifest
+from undula.data.read import WindowDatasource, WindowRead, window_read
 from undula.data.spec import DataSpec
 from undula.errors import ManifestError
 from undula.plan.order import EpochOrder
@@ -49,8 +52,14 @@ class RankStream:
         self._columns = manifest.select(spec.columns)
         self._epoch = -1
         self._start = start
-        self._blocks: Iterator[tuple[WindowRead, pa.Table]] = iter(())
+        self._blocks: _ReadAhead | None = None
         self._queues: dict[int, deque[pa.Table]] = {}
+
+    def open(self) -> None:
+        """Begin to read what `start` needs, so that it is there when the first step asks."""
+        if self._start < self._plan.total_steps:
+            shape = self._plan.step(self._start)
+            self._open(shape.epoch, shape.step_in_epoch)
 
     def take(self, step: int, virtual_worker: int, count: int) -> Samples:
         """The next `count` samples of a virtual worker, which are those of `step`."""
@@ -79,17 +88,19 @@ class RankStream:
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._blocks = iter(())
-        self._queues = {}
+        if self._blocks:
+            self._blocks.close()
+        self._blocks, self._queues = None, {}
 
     @property
     def _column_names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self._columns)
 
     def _open(self, epoch: int, step_in_epoch: int) -> None:
+        self.close()
         self._epoch = epoch
         self._queues = {virtual_worker: deque() for virtual_worker in self._virtual_workers}
-        self._blocks = _blocks(self._reads(epoch, step_in_epoch), self._spec)
+        self._blocks = _ReadAhead(_blocks(self._reads(epoch, step_in_epoch), self._spec))
 
     def _reads(self, epoch: int, step_in_epoch: int) -> list[WindowRead]:
         """The windows that are left of an epoch, in the order in which steps first need them."""
@@ -104,11 +115,46 @@ class RankStream:
         return sorted(reads, key=lambda read: (max(read.window.start, position) // share, read.window.virtual_worker))
 
     def _fetch(self) -> None:
+        assert self._blocks is not None
         read, table = next(self._blocks)
         self._queues[read.window.virtual_worker].append(table)
 
 
-def _blocks(reads: list[WindowRead], spec: DataSpec) -> Iterator[tuple[WindowRead, pa.Table]]:
+class _ReadAhead:
+    """Runs an iterator of blocks in a thread, one block ahead of who takes them."""
+
+    def __init__(self, blocks: Generator[tuple[WindowRead, pa.Table], None, None]):
+        self._blocks = blocks
+        self._ready: Queue[tuple[WindowRead, pa.Table] | BaseException] = Queue(maxsize=1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="undula-read-ahead", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> tuple[WindowRead, pa.Table]:
+        block = self._ready.get()
+        if isinstance(block, BaseException):
+            raise block
+        return block
+
+    def close(self) -> None:
+        self._closed.set()
+        while self._thread.is_alive():
+            with suppress(Empty):  # the thread may wait for room
+                self._ready.get(timeout=0.05)
+        self._blocks.close()
+
+    def _run(self) -> None:
+        try:
+            for block in self._blocks:
+                self._ready.put(block)
+                if self._closed.is_set():
+                    return
+            self._ready.put(AssertionError("more samples were taken than the plan has"))
+        except BaseException as error:
+            self._ready.put(error)
+
+
+def _blocks(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, pa.Table], None, None]:
     """The rows of each read, in order; a read may come in several tables where Ray Data cuts its block."""
     dataset = ray.data.read_datasource(
         WindowDatasource(reads),
@@ -142,6 +188,10 @@ def _samples(table: pa.Table, columns: tuple[Column, ...]) -> Samples:
 
 
 def _values(array: pa.Array, column: Column) -> Tensor | list[str]:
+    if array.null_count:
+        raise ManifestError(
+            f"column {column.name!r} has nulls, which no tensor holds: fill them, or leave it out of data.columns"
+        )
     if column.type in ("string", "large_string"):
         return list(array.to_pylist())
     if column.shape:

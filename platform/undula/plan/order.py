@@ -1,7 +1,7 @@
 """The order of an epoch: a pure function of (seed, epoch, row counts of the row groups) and the plan.
 
 The row groups, permuted, form a line of all rows. The line is cut into one contiguous stream per virtual worker, so that a row
-group is read by one virtual worker, or by two where a cut falls into it. Step k takes the next rows of every stream. Within a
+group is read by one virtual worker, and by one more for each cut that falls into it. Step k takes the next rows of every stream. Within a
 stream, rows are permuted inside windows of consecutive row groups.
 """
 

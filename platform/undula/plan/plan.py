@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import SpecError
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Positive = Annotated[int, Gt(0)]
 
 
@@ -39,10 +39,11 @@ class PlanSpec:
 
     def __post_init__(self) -> None:
         if self.global_batch % self.virtual_workers:
+            below = self.global_batch // self.virtual_workers * self.virtual_workers
+            nearest = f"{below} or {below + self.virtual_workers}" if below else str(self.virtual_workers)
             raise ValueError(
                 f"global_batch is {self.global_batch}, which virtual_workers ({self.virtual_workers}) does not divide: "
-                f"give {self.global_batch // self.virtual_workers * self.virtual_workers or self.virtual_workers} "
-                f"or {(self.global_batch // self.virtual_workers + 1) * self.virtual_workers}"
+                f"give {nearest}"
             )
 
 

@@ -23,7 +23,7 @@ class ScheduleSpec:
     """Where the cosine ends, as a fraction of the top rate."""
 
     def multiplier(self, samples: int, total_samples: int) -> float:
-        """Factor on the learning rate of the step that brings the run to `samples` samples, in (0, 1].
+        """Factor on the learning rate of the step that brings the run to `samples` samples, in [0, 1].
 
         Warmup is Goyal et al. 2017's gradual one; the cosine is Loshchilov & Hutter 2017's, without restarts.
         """

@@ -114,6 +114,7 @@ class Run:
         validation = self._validation(validate)
         stream = RankStream(self._manifest, self.plan, self._virtual_workers, self._job.data, start)
         try:
+            stream.open()
             if validation and start == 0:
                 self._validate(validation, 0)
             for index in range(start, self.plan.total_steps):

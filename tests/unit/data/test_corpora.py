@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from undula.data.corpora import CORPORA, Corpus, cifar10, digits, is_complete, stdlib_text
+from undula.data.corpora import Corpus, cifar10, digits, is_complete, stdlib_text
 from undula.data.manifest import load_manifest
 from undula.errors import StorageError, UndulaError
 from undula.plan.keys import key64
@@ -261,7 +261,3 @@ def test_same_source_gives_the_same_digest_anywhere(source: Path, tmp_path: Path
     small(source).write(out)
     small(source).write(str(tmp_path / "again"))
     assert load_manifest(f"{out}/train").digest == load_manifest(str(tmp_path / "again" / "train")).digest
-
-
-def test_corpora_are_named_as_the_command_line_names_them() -> None:
-    assert list(CORPORA) == ["cifar10", "digits", "stdlib-text"]
