@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,8 +42,8 @@ def second_node(cluster: LocalCluster, num_cpus: int) -> Iterator[None]:
     try:
         yield
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_a_node_that_comes_is_used_and_changes_no_loss(session_jobs: Jobs, tmp_path: Path) -> None:

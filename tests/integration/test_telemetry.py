@@ -22,15 +22,13 @@ def test_prometheus_finds_the_figures_of_a_run(jobs: Jobs) -> None:
             f"ray_undula_{name}" for name in ("step", "loss", "learning_rate", "samples_per_second", "world_size")
         ]
         deadline = time.monotonic() + 120
-        text = ""
-        while not all(f"{name}{{" in text for name in wanted):
+        lines: dict[str, str] = {}
+        while not all(name in lines for name in wanted):
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, text[-2000:]
-            text = scrape(targets)
+            assert time.monotonic() < deadline, sorted(lines)
+            lines = {line.partition("{")[0]: line for line in scrape(targets).splitlines() if 'run="watched"' in line}
             time.sleep(0.5)  # paces the scrapes
-        (loss,) = (line for line in text.splitlines() if line.startswith("ray_undula_loss{"))
-        assert 'run="watched"' in loss
-        assert 0 < float(loss.split()[-1]) < 6
+        assert 0 < float(lines["ray_undula_loss"].split()[-1]) < 6
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate()
