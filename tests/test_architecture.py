@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "platform" / "undula"
 
-LAYERS = ["errors", "storage", "plan", "data", "state", "run", "elastic", "cluster", "study", "report", "testing"]
-"""Packages and modules from the ground up. What stands on top of them (spec, preflight, live, entrypoint, cli) may import all."""
 BELOW = {
     "errors": set(),
     "storage": {"errors"},
@@ -26,6 +24,8 @@ BELOW = {
     "report": {"errors", "storage", "plan", "data", "state", "run", "elastic"},
     "testing": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster"},
 }
+"""Packages and modules from the ground up, and what each may import. What stands on top (spec, preflight, live, entrypoint, cli,
+reference) may import all."""
 HEAVY = {  # library -> where it may be imported
     "ray": {"data", "run", "elastic", "cluster", "study", "testing", "entrypoint", "live"},
     "torch": {"data", "state", "run", "elastic", "study", "testing", "preflight"},

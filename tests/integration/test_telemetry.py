@@ -75,7 +75,7 @@ def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, i
     assert sum(alone.column("step_samples")) == job_json(alone.store)["train_rows"]
     assert together.column("sample_digest") == alone.column("sample_digest")
     for ours, theirs in zip(together.column("loss"), alone.column("loss"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)  # convolutions on CPU round differently; BatchNorm amplifies it
+        assert ours == pytest.approx(theirs, rel=1e-4)  # at ten times this rate, rounding grows past any bound
     losses = [validation_losses(done) for done in (alone, together)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     accuracies = [json.loads(text)["accuracy"] for text in alone.column("logged")]
