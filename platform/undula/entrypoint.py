@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -16,11 +15,11 @@ from undula.elastic.trainer import ElasticTorchTrainer, run_config, scaling_conf
 from undula.errors import one_sentence
 from undula.live import live_view
 from undula.preflight import JOB_FILE, Prepared, describe, prepare
-from undula.run.hub import HubPublisher, start_hub
+from undula.run.hub import HubPublisher, TellEverywhere, start_hub
 from undula.run.loop import Run
 from undula.run.worker import Worker
 from undula.spec import LoadedSpec, load_spec
-from undula.state.ledger import Event, EventWriter, last_event, read_ledger
+from undula.state.ledger import last_event, read_ledger
 from undula.storage import Store
 
 
@@ -55,18 +54,6 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
     _say_result(prepared.store, error)
     if error:
         raise SystemExit(1)
-
-
-@dataclass(frozen=True)
-class TellEverywhere:
-    """Events of the controller: to the ledger, and to the driver's live view."""
-
-    store: Store
-    publish: HubPublisher
-
-    def __call__(self, event: Event) -> None:
-        EventWriter(self.store, "controller").event(event)
-        self.publish(event)
 
 
 def _fit(

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
 CONTEXT = 32
 PLAN = ("plan.global_batch=24", "plan.virtual_workers=6", "schedule.warmup_samples=240", "validation.samples=96")
-SMALL = ("config.model.layers=2", "config.model.width=32", f"config.model.context={CONTEXT}", *PLAN)
-"""Overrides that make the main job a matter of seconds."""
+MODEL = ("config.model.layers=2", "config.model.width=32", f"config.model.context={CONTEXT}")
+SMALL = (*MODEL, *PLAN, "data.head_mib=0")
+"""Overrides that make the main job a matter of seconds, all of its data read in Ray Data's tasks."""
 
 
 @dataclass(frozen=True)

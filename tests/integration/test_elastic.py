@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,7 +46,22 @@ def second_node(cluster: LocalCluster, num_cpus: int) -> Iterator[None]:
         process.wait()
 
 
-def test_a_node_that_comes_is_used_and_changes_no_loss(session_jobs: Jobs, tmp_path: Path) -> None:
+def ray_command(cluster: LocalCluster, *arguments: str) -> str:
+    command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+    env = {**os.environ, **cluster.env}
+    return subprocess.run(command, env=env, check=True, text=True, capture_output=True).stdout
+
+
+def drain_second_node(cluster: LocalCluster) -> None:
+    nodes = json.loads(ray_command(cluster, "list", "nodes", f"--address={cluster.dashboard}", "--format=json"))
+    (node_id,) = (node["node_id"] for node in nodes if not node["is_head_node"])
+    reason = ("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=60")
+    ray_command(cluster, "drain-node", f"--address={cluster.address}", f"--node-id={node_id}", *reason)
+
+
+def test_a_node_that_comes_is_used_and_its_going_is_told_and_neither_changes_a_loss(
+    session_jobs: Jobs, tmp_path: Path
+) -> None:
     with local_cluster(num_cpus=1) as cluster:
         jobs = Jobs(cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("grown", *SETTINGS, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
@@ -55,16 +70,18 @@ def test_a_node_that_comes_is_used_and_changes_no_loss(session_jobs: Jobs, tmp_p
         def sizes() -> list[int]:
             return read_ledger(store).steps["world_size"].to_pylist() if store.exists("ledger") else []
 
-        def wait_for(size: int) -> None:
+        def wait_for(condition: Callable[[], bool]) -> None:
             deadline = time.monotonic() + 120
-            while size not in sizes():
+            while not condition():
                 assert process.poll() is None, process.communicate()
                 assert time.monotonic() < deadline
                 time.sleep(0.2)  # paces the looks
 
-        wait_for(1)
+        wait_for(lambda: 1 in sizes())
         with second_node(cluster, num_cpus=1):
-            wait_for(2)
+            wait_for(lambda: 2 in sizes())
+            drain_second_node(cluster)
+            wait_for(lambda: "notice" in read_ledger(store).events["kind"].to_pylist())
             process.terminate()
             process.communicate()
     ledger = read_ledger(store)

@@ -21,7 +21,7 @@ from undula.errors import ClusterError
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 3.0  # a raylet with detached actors waits far longer, for nothing
 _PR_SET_PDEATHSIG = 1
 
 
@@ -79,8 +79,11 @@ def local_cluster(
         ),
     ]
     bin_folder = str(Path(python).parent)
-    niceness = {"RAY_worker_niceness": "0"}  # by default workers come after everything else on the machine
-    environment = {**os.environ, **auth, **niceness, **(env or {})}
+    settings = {
+        "RAY_worker_niceness": "0",  # by default workers come after everything else on the machine
+        "RAY_prestart_worker_first_driver": "0",  # a job's processes have an environment of their own
+    }
+    environment = {**os.environ, **auth, **settings, **(env or {})}
     environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs say `python`
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)

@@ -20,6 +20,9 @@ class DataSpec:
     """The same for the validation data; without it the job does not validate."""
     columns: tuple[str, ...] | None = None
     """Columns to read; by default all."""
+    head_mib: Annotated[int, Ge(0)] = 32
+    """MiB that a worker reads by itself at the start of an epoch or after a resume, while Ray Data's tasks start; a smaller share of
+    the data than that needs no tasks."""
     read_tasks: Annotated[int, Gt(0)] = 2
     """Read tasks of Ray Data that a worker keeps running ahead of its training; each holds a shuffle window in memory."""
     read_cpus: Annotated[float, Ge(0)] = 0.0

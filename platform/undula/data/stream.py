@@ -155,6 +155,17 @@ class _ReadAhead:
 
 
 def _blocks(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, pa.Table], None, None]:
+    """The rows of each read, in order: the head of them read here, as the processes of Ray Data's tasks take seconds to start."""
+    end_bytes = np.cumsum([read.num_bytes for read in reads])
+    head = int(np.searchsorted(end_bytes, spec.head_mib * 2**20, side="right"))
+    for read in reads[:head]:
+        for table in read():
+            yield read, table
+    if reads[head:]:
+        yield from _read_in_tasks(reads[head:], spec)
+
+
+def _read_in_tasks(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, pa.Table], None, None]:
     """The rows of each read, in order; a read may come in several tables where Ray Data cuts its block."""
     dataset = ray.data.read_datasource(
         WindowDatasource(reads),

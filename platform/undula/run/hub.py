@@ -9,6 +9,8 @@ import ray
 
 from undula.errors import RunError
 from undula.run.messages import Line, Message, Publisher
+from undula.state.ledger import Event, EventWriter
+from undula.storage import Store
 
 NAMESPACE = "undula"
 KEPT_MESSAGES = 10_000
@@ -38,6 +40,18 @@ class HubPublisher:
 
     def __call__(self, message: Message) -> None:
         self.hub.publish.remote(message)
+
+
+@dataclass(frozen=True)
+class TellEverywhere:
+    """Events of the controller: to the ledger, and to the driver's live view."""
+
+    store: Store
+    publish: HubPublisher
+
+    def __call__(self, event: Event) -> None:
+        EventWriter(self.store, "controller").event(event)
+        self.publish(event)
 
 
 def start_hub(run_url: str) -> Any:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray.train
 import ray.train.torch
@@ -33,4 +34,5 @@ class Worker:
 def _leave_batch_scheduling() -> None:
     """Take precedence over Ray's daemons where these run as batch processes, as undula.cluster.local starts them."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_BATCH:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        for thread in Path("/proc/self/task").iterdir():  # the collectives' threads as well
+            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
