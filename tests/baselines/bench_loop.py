@@ -1,6 +1,9 @@
-"""Step throughput of the main job's loop beside a hand-written torchrun DDP loop: same model, data and cores, world size 2.
+"""Step throughput of the main job's loop beside a hand-written torchrun DDP loop: same model, data and cores.
 
     make bench
+
+World size 2 by default. On 2 cores Ray's own processes then take their CPU from the training; with `--workers 1` a core is left for
+them, and what the loop itself costs is seen.
 
 Interleaved rounds, each in fresh processes; the first steps of a round do not count. Ours runs as users run it, in Ray, with its
 ledger, live view and metrics. Neither validates or checkpoints within the measured steps.
@@ -27,7 +30,9 @@ SKIPPED_STEPS = 20
 GLOBAL_BATCH = 32
 
 
-def ours(cluster: LocalCluster, data: str, runs: str, name: str, steps: int, extra: list[str]) -> list[float]:
+def ours(
+    cluster: LocalCluster, data: str, runs: str, name: str, steps: int, workers: int, extra: list[str]
+) -> list[float]:
     """Seconds of each counted step."""
     command = [
         *(sys.executable, str(ROOT / "jobs" / "language_model.py"), f"name={name}", f"runs={runs}"),
@@ -37,18 +42,18 @@ def ours(cluster: LocalCluster, data: str, runs: str, name: str, steps: int, ext
             f"plan.max_steps={steps}",
             f"plan.global_batch={GLOBAL_BATCH}",
         ),
-        *("workers.min=2", "workers.max=2", "checkpoint.every_steps=100000", *extra),
+        *(f"workers.min={workers}", f"workers.max={workers}", "checkpoint.every_steps=100000", *extra),
     ]
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     return differences(read_ledger(open_store(f"{runs}/{name}")).steps["time"].to_pylist())
 
 
-def theirs(data: str, folder: str, name: str, steps: int) -> list[float]:
+def theirs(data: str, folder: str, name: str, steps: int, workers: int) -> list[float]:
     """Seconds of each counted step."""
     out = Path(folder) / f"{name}.json"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone"),
         *(str(ROOT / "tests" / "baselines" / "ddp.py"), f"--data={data}/train", f"--steps={steps}", f"--out={out}"),
         f"--global-batch={GLOBAL_BATCH}",
     ]
@@ -65,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("overrides", nargs="*", help="overrides of the job")
     options = parser.parse_args()
     rounds = []
@@ -73,9 +79,10 @@ def main() -> None:
         stdlib_text().write(data)
         for number in range(options.rounds):
             # Ray is not there while the other runs: its daemons are part of what ours costs.
+            name = f"round-{number}"
             with local_cluster(num_cpus=2) as cluster:
-                our = ours(cluster, data, f"{folder}/runs", f"round-{number}", options.steps, options.overrides)
-            their = theirs(data, folder, f"round-{number}", options.steps)
+                our = ours(cluster, data, f"{folder}/runs", name, options.steps, options.workers, options.overrides)
+            their = theirs(data, folder, name, options.steps, options.workers)
             rounds.append(
                 {
                     "undula, samples/s": GLOBAL_BATCH / statistics.median(our),
@@ -87,7 +94,7 @@ def main() -> None:
                 f"round {number + 1}: " + ", ".join(f"{key} {value:.3f}" for key, value in rounds[-1].items()),
                 flush=True,
             )
-    print_and_write("loop", rounds)
+    print_and_write("loop" if options.workers == 2 else f"loop-{options.workers}", rounds)
 
 
 if __name__ == "__main__":
