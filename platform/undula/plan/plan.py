@@ -35,7 +35,10 @@ class PlanSpec:
     shuffle: Literal["none", "row_groups", "window"] = "window"
     """Order of an epoch: as stored; row groups permuted; or also rows permuted within a window of row groups."""
     window: Positive = 4
-    """Row groups in a shuffle window. A reader holds that many in memory."""
+    """Row groups in a shuffle window. A reader holds that many in memory for each of its virtual workers."""
+    last_step: Literal["short", "drop", "wrap"] = "short"
+    """An epoch's last step, where the global batch does not divide the samples: short, its gradient the mean over what it has;
+    dropped, so that an epoch leaves some samples out, others each time; or filled up with samples from the epoch's beginning."""
 
     def __post_init__(self) -> None:
         if self.global_batch % self.virtual_workers:
@@ -71,6 +74,11 @@ class Plan:
                 f"plan.virtual_workers is {self.spec.virtual_workers}, more than the {self.num_rows} samples of the "
                 "training data: give fewer virtual workers, or more data"
             )
+        if not self.steps_per_epoch:
+            raise SpecError(
+                f"plan.global_batch is {self.spec.global_batch}, more than the {self.num_rows} samples of the training data, "
+                "and plan.last_step drops what does not fill a batch: give a smaller batch, or another last_step"
+            )
 
     @property
     def virtual_worker_batch(self) -> int:
@@ -84,8 +92,18 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch, with the short one at its end that takes what is left."""
-        return -(-self.num_rows // self.spec.global_batch)
+        """Steps of an epoch, with the one at its end that takes what is left, unless that is dropped."""
+        return self.full_steps + bool(self._rest and self.spec.last_step != "drop")
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that an epoch's steps consume."""
+        return self.steps_per_epoch * self.spec.global_batch if self.spec.last_step != "short" else self.num_rows
+
+    @property
+    def _rest(self) -> int:
+        """Rows that do not fill a step."""
+        return self.num_rows % self.spec.global_batch
 
     @property
     def total_steps(self) -> int:
@@ -104,16 +122,28 @@ class Plan:
         return StepShape(
             epoch=epoch,
             step_in_epoch=step_in_epoch,
-            samples=min(self.spec.global_batch, self.num_rows - first),
-            samples_before=epoch * self.num_rows + first,
+            samples=min(self.spec.global_batch, self.samples_per_epoch - first),
+            samples_before=epoch * self.samples_per_epoch + first,
         )
 
     def share(self, step_in_epoch: int, virtual_worker: int) -> int:
         """Samples of one virtual worker in a step. A short step is shared as evenly as it goes, so some may get none."""
-        if step_in_epoch < self.full_steps:
-            return self.virtual_worker_batch
-        rest = self.num_rows - self.full_steps * self.spec.global_batch
-        return rest // self.spec.virtual_workers + (virtual_worker < rest % self.spec.virtual_workers)
+        is_short = step_in_epoch == self.full_steps and self.spec.last_step == "short"
+        return self._share_of_rest(virtual_worker) if is_short else self.virtual_worker_batch
+
+    def stream_length(self, virtual_worker: int) -> int:
+        """Rows of an epoch that belong to a virtual worker."""
+        rest = 0 if self.spec.last_step == "drop" else self._share_of_rest(virtual_worker)
+        return self.full_steps * self.virtual_worker_batch + rest
+
+    def consumed(self, virtual_worker: int) -> int:
+        """Samples that a virtual worker consumes in an epoch: its rows, and those that it takes again to fill the last step."""
+        if self.spec.last_step == "wrap":
+            return self.steps_per_epoch * self.virtual_worker_batch
+        return self.stream_length(virtual_worker)
+
+    def _share_of_rest(self, virtual_worker: int) -> int:
+        return self._rest // self.spec.virtual_workers + (virtual_worker < self._rest % self.spec.virtual_workers)
 
     def micro_batches(self, step_in_epoch: int, virtual_worker: int) -> tuple[int, ...]:
         """Sizes of the micro-batches of one virtual worker in a step."""

@@ -1,5 +1,6 @@
 """Keys and permutations: the same on every machine and in every version, or no run could be repeated."""
 
+from collections.abc import Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -7,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.plan.keys import key64, multiset_digest, permutation
+from undula.plan.keys import key64, multiset_digest, permuted, subkeys
 
 KEYS = st.integers(0, 2**64 - 1)
 IDS = st.lists(st.integers(0, 2**40), max_size=30)
 
 
-def ids(values: list[int]) -> np.ndarray:
+def ids(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
@@ -33,23 +34,71 @@ def test_keys_have_64_bits(parts: list[int | str]) -> None:
     assert 0 <= key64(*parts) < 2**64
 
 
+def whole(size: int, key: int) -> list[int]:
+    return permuted(np.arange(size), size, key).tolist()
+
+
 def test_permutations_are_what_they_were() -> None:
-    assert permutation(10, 0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
-    assert permutation(12, 2**64 - 1).tolist() == [8, 9, 10, 11, 0, 7, 4, 2, 6, 3, 1, 5]
-    long = permutation(100_000, 42).astype("<i8").tobytes()
-    assert sha256(long).hexdigest() == "38af5f3d95ca26a30cc1968117c66af96ae7d4a40d6051e27891e83db351b294"
+    assert whole(10, 0) == [5, 4, 9, 1, 3, 6, 7, 8, 2, 0]
+    assert whole(12, 2**64 - 1) == [1, 8, 5, 2, 10, 6, 3, 7, 9, 0, 11, 4]
+    long = permuted(np.arange(100_000), 100_000, 42).astype("<i8").tobytes()
+    assert sha256(long).hexdigest() == "f690aabc7ed8abec2b44b18ef6ba57ab22292a61d4cd4346432ab85729f292dc"
 
 
 @given(st.integers(0, 200), KEYS)
 def test_permutation_holds_each_number_once(size: int, key: int) -> None:
-    drawn = permutation(size, key)
-    assert drawn.dtype == np.int64
-    assert sorted(drawn.tolist()) == list(range(size))
+    assert sorted(whole(size, key)) == list(range(size))
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**62), KEYS, st.integers(0)), min_size=1, max_size=20))
+def test_any_places_of_any_permutations_can_be_asked_for_at_once(asked: list[tuple[int, int, int]]) -> None:
+    sizes, keys, places = zip(*[(size, key, place % size) for size, key, place in asked], strict=True)
+    together = permuted(ids(places), ids(sizes), np.array(keys, dtype=np.uint64))
+    alone = [int(permuted(place, size, key)) for size, key, place in zip(sizes, keys, places, strict=True)]
+    assert together.tolist() == alone
+    assert all(0 <= value < size for value, size in zip(alone, sizes, strict=True))
+
+
+@given(st.integers(1, 200), KEYS, st.data())
+def test_a_place_holds_what_the_whole_permutation_has_there(size: int, key: int, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, size - 1))
+    assert permuted(place, size, key) == whole(size, key)[place]
 
 
 @given(KEYS, KEYS)
 def test_permutation_depends_on_the_key(one: int, other: int) -> None:
-    assert np.array_equal(permutation(50, one), permutation(50, other)) == (one == other)
+    assert (whole(50, one) == whole(50, other)) == (one == other)
+
+
+@pytest.mark.parametrize("size", [3, 7, 10, 30])
+def test_every_number_stands_at_every_place_equally_often(size: int) -> None:
+    draws = 20_000
+    keys = subkeys(key64("uniform", size), np.arange(draws))
+    drawn = permuted(np.arange(size)[None, :], size, keys[:, None])
+    counts = np.array([np.bincount(drawn[:, place], minlength=size) for place in range(size)])
+    chi2 = float(((counts - draws / size) ** 2 / (draws / size)).sum())
+    freedom = (size - 1) ** 2
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_numbers_at_two_places_are_independent() -> None:
+    size, draws = 6, 30_000
+    keys = subkeys(key64("pairs"), np.arange(draws))
+    drawn = permuted(np.arange(size)[None, :], size, keys[:, None])
+    for one, other in [(0, 1), (0, 5), (2, 3)]:
+        counts = np.bincount(drawn[:, one] * size + drawn[:, other], minlength=size * size)
+        pairs = np.delete(counts, np.arange(size) * (size + 1))  # no number stands twice
+        expected = draws / (size * (size - 1))
+        chi2 = float(((pairs - expected) ** 2 / expected).sum())
+        assert chi2 < len(pairs) + 5 * (2 * len(pairs)) ** 0.5
+
+
+def test_subkeys_depend_on_every_part_and_on_their_order() -> None:
+    one, other = np.meshgrid(np.arange(-20, 20), np.arange(-20, 20))
+    keys = subkeys(7, one.ravel(), other.ravel())
+    assert len(set(keys.tolist())) == 1600
+    assert int(subkeys(7, 3, 4)) == subkeys(7, np.array([3]), np.array([4]))[0]
+    assert int(subkeys(8, 3, 4)) != int(subkeys(7, 3, 4))
 
 
 def test_digests_are_what_they_were() -> None:

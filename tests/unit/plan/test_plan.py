@@ -20,8 +20,10 @@ def plans(draw: st.DrawFn) -> Plan:
         micro_batch=draw(st.none() | st.integers(1, 8)),
         epochs=draw(st.integers(1, 3)),
         max_steps=draw(st.none() | st.integers(1, 40)),
+        last_step=draw(st.sampled_from(["short", "drop", "wrap"])),
     )
-    return Plan(spec, num_rows=draw(st.integers(virtual_workers, 200)))
+    fewest = spec.global_batch if spec.last_step == "drop" else virtual_workers
+    return Plan(spec, num_rows=draw(st.integers(fewest, 200)))
 
 
 @given(plans())
@@ -34,14 +36,17 @@ def test_shares_sum_to_the_samples_of_the_step(plan: Plan) -> None:
 
 
 @given(plans())
-def test_every_epoch_consumes_the_rows_once(plan: Plan) -> None:
+def test_every_epoch_consumes_what_its_last_step_declares(plan: Plan) -> None:
     shapes = [plan.step(index) for index in range(plan.spec.epochs * plan.steps_per_epoch)]
+    batch, rows = plan.spec.global_batch, plan.num_rows
+    expected = {"short": rows, "drop": rows - rows % batch, "wrap": rows + -rows % batch}[plan.spec.last_step]
     for epoch, steps in itertools.groupby(shapes, key=lambda shape: shape.epoch):
         of_epoch = list(steps)
-        assert sum(shape.samples for shape in of_epoch) == plan.num_rows
+        assert sum(shape.samples for shape in of_epoch) == expected
         assert [shape.step_in_epoch for shape in of_epoch] == list(range(plan.steps_per_epoch))
-        assert all(shape.samples == plan.spec.global_batch for shape in of_epoch[:-1])
-        assert of_epoch[0].samples_before == epoch * plan.num_rows
+        assert all(shape.samples == batch for shape in of_epoch[:-1])
+        assert of_epoch[-1].samples == (batch if plan.spec.last_step != "short" else (rows - 1) % batch + 1)
+        assert of_epoch[0].samples_before == epoch * expected
     before = list(itertools.accumulate((shape.samples for shape in shapes), initial=0))
     assert [shape.samples_before for shape in shapes] == before[:-1]
 
@@ -88,3 +93,8 @@ def test_more_virtual_workers_than_samples_are_refused() -> None:
     with pytest.raises(SpecError, match=r"plan.virtual_workers is 4, more than the 3 samples"):
         Plan(PlanSpec(), num_rows=3)
     assert Plan(PlanSpec(), num_rows=4).total_steps == 1
+
+
+def test_dropping_the_only_step_is_refused() -> None:
+    with pytest.raises(SpecError, match="plan.global_batch is 64, more than the 10 samples"):
+        Plan(PlanSpec(last_step="drop"), num_rows=10)
