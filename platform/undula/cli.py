@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from undula.errors import one_sentence
+from undula.errors import SpecError, one_sentence
 from undula.storage import open_store
 
 DEFAULT_RUNS = "~/undula/runs"
@@ -20,7 +20,13 @@ DEFAULT_RUNS = "~/undula/runs"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `undula` command."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    # argparse takes overrides in one place only; here they may stand among the options.
+    if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     # SIGTERM ends as Ctrl-C does, so that what was started is stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -42,6 +48,10 @@ def _run(options: argparse.Namespace) -> int:
         print(loaded.to_yaml(), end="")
         return 0
     script = options.script or options.job.with_suffix(".py")
+    if not script.is_file():
+        raise SpecError(
+            f"there is no script {script}: give it with --script, or lay it beside {options.job} with its name"
+        )
     overrides = [*options.overrides, *_absolute_paths(loaded.spec)]
     # The script's folder travels; the YAML goes with it when it lies there.
     job = options.job.absolute()

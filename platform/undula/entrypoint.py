@@ -4,23 +4,28 @@ import argparse
 import json
 import logging
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import ray
 from ray.train import TrainingFailedError
 
 from undula.elastic.trainer import ElasticTorchTrainer, run_config, scaling_config
-from undula.errors import one_sentence
+from undula.errors import ClusterError, one_sentence
 from undula.live import live_view
-from undula.preflight import JOB_FILE, Prepared, describe, prepare
+from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
 from undula.run.loop import Run
 from undula.run.worker import Worker
 from undula.spec import LoadedSpec, load_spec
+from undula.state.directory import JOB_FILE, forget, held
 from undula.state.ledger import last_event, read_ledger
-from undula.storage import Store
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
@@ -34,8 +39,8 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
 
     Exits with status 2 and one sentence for a mistake in the input, and with 1 when training fails.
     """
-    options = _parser().parse_args(argv)
-    with one_sentence():
+    options = _parser().parse_intermixed_args(argv)
+    with one_sentence(), ExitStack() as stack:
         loaded = load_spec(options.config, options.overrides, config)
         if options.print:
             print(loaded.to_yaml(), end="")
@@ -44,16 +49,17 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         if prepared.is_finished:
             print(f"{prepared.store.url} is finished: nothing to do; --fresh starts over")
             return
+        stack.enter_context(held(prepared.store))
         _connect()
-        hub = start_hub(prepared.store.url)
+        hub = start_hub(prepared.store)
         if options.fresh:
-            prepared.store.delete("")
+            forget(prepared.store)
         prepared.store.write(JOB_FILE, json.dumps(describe(loaded, prepared), indent=1).encode())
-    with live_view(hub):
-        error = _fit(train, loaded, prepared, HubPublisher(hub))
-    _say_result(prepared.store, error)
-    if error:
-        raise SystemExit(1)
+        with live_view(hub):
+            error = _fit(train, loaded, prepared, HubPublisher(hub))
+        _say_result(prepared, error)
+        if error:
+            raise SystemExit(1)
 
 
 def _fit(
@@ -79,7 +85,14 @@ def _connect() -> None:
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")  # how soon the controller sees an end or a failure
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        address = os.environ.get("RAY_ADDRESS", "")
+        try:
+            if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
+                socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ray.exceptions.RayError) as error:
+            where = address or "on this machine"
+            raise ClusterError(f"cannot connect to the Ray cluster {where}: {' '.join(str(error).split())}") from error
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -93,19 +106,20 @@ def _ship_modules_beside_the_script() -> None:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
-def _say_result(store: Store, error: Exception | None) -> None:
+def _say_result(prepared: Prepared, error: Exception | None) -> None:
     if error:
         print(f"training failed:\n{error}", file=sys.stderr, flush=True)
+    store = prepared.store
     ledger = read_ledger(store)
+    done, total = ledger.steps.num_rows, prepared.plan.total_steps
+    result = "finished" if done == total else f"stopped after {done} of {total} steps"
     validation = last_event(ledger.events, "validation")
     loss = (
         f"validation loss {validation['data']['loss']:.4f} at step {validation['step']}"
         if validation
         else "no validation"
     )
-    print(
-        f"{'stopped' if error else 'finished'}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True
-    )
+    print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,11 +16,11 @@ from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.run.loop import Run
 from undula.run.modelstate import MODEL
-from undula.spec import LoadedSpec, as_tree, flatten
-from undula.state.commit import Commit, check_shapes, find_commits
+from undula.spec import LoadedSpec, flatten
+from undula.state.commit import check_shapes, find_commits
+from undula.state.directory import JOB_FILE
 from undula.storage import Store, open_store
 
-JOB_FILE = "job.json"
 LOGICAL = ("plan.", "schedule.", "gradient.", "config.")
 """Keys that make the logical run: they cannot change while it is under way."""
 
@@ -32,12 +32,8 @@ class Prepared:
     store: Store
     plan: Plan
     plan_digest: str
-    newest: Commit | None
-    """The checkpoint that the run would go on from."""
-
-    @property
-    def is_finished(self) -> bool:
-        return self.newest is not None and self.newest.step >= self.plan.total_steps
+    is_finished: bool
+    """Whether the last step is in a whole checkpoint."""
 
 
 def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Prepared:
@@ -57,13 +53,15 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     store = _run_directory(loaded)
     plan = Plan(spec.plan, manifest.num_rows)
     digest = plan.digest(manifest.digest)
-    newest = None if fresh else next(iter(find_commits(store)), None)
+    newest = None if fresh else next(iter(find_commits(store)[0]), None)
     if newest is not None:
         _refuse_changes(store, loaded, manifest)
         shapes = model_shapes(train, loaded, plan)
         if shapes is not None:
             check_shapes(newest, shapes, MODEL)
-    return Prepared(store, plan, digest, newest)
+    is_at_end = newest is not None and newest.step >= plan.total_steps
+    is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
+    return Prepared(store, plan, digest, is_finished)
 
 
 def describe(loaded: LoadedSpec, prepared: Prepared) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def describe(loaded: LoadedSpec, prepared: Prepared) -> dict[str, Any]:
         "total_steps": prepared.plan.total_steps,
         "total_samples": prepared.plan.total_samples,
         "train_rows": manifest.num_rows,
-        "spec": as_tree(loaded.spec),
+        "spec": loaded.tree(),
     }
 
 
@@ -149,11 +147,15 @@ def _refuse_changes(store: Store, loaded: LoadedSpec, manifest: Manifest) -> Non
     """The run goes on only as the logical run that it was begun as."""
     if not store.exists(JOB_FILE):
         return
-    begun = json.loads(store.read(JOB_FILE))
     mend = "restore it, give another name, or start over with --fresh"
-    if begun["manifest_digest"] != manifest.digest:
+    try:
+        begun = json.loads(store.read(JOB_FILE))
+        digest, before = begun["manifest_digest"], dict(flatten(begun["spec"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}): {mend}") from error
+    if digest != manifest.digest:
         raise RunError(f"{store.url} was begun on other training data than {manifest.url} holds now: {mend}")
-    before, now = dict(flatten(begun["spec"])), dict(flatten(as_tree(loaded.spec)))
+    now = dict(flatten(loaded.tree()))
     for key in sorted(before.keys() | now.keys()):
         if key.startswith(LOGICAL) and before.get(key) != now.get(key):
             raise RunError(

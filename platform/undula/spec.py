@@ -93,11 +93,16 @@ class LoadedSpec:
             config=self.config,
         )
 
+    def tree(self) -> dict[str, Any]:
+        """The resolved spec as plain dicts, lists and scalars, the script's own defaults included, secrets hidden."""
+        tree = as_tree(self.spec)
+        if dataclasses.is_dataclass(self.config):
+            tree["config"] = as_tree(self.config)
+        return hide_secrets(tree)
+
     def to_yaml(self) -> str:
         """The resolved spec as YAML, each value with its origin in a comment."""
-        rows = [
-            (key, json.dumps(value), self.origins.get(key, "default")) for key, value in flatten(as_tree(self.spec))
-        ]
+        rows = [(key, json.dumps(value), self.origins.get(key, "default")) for key, value in flatten(self.tree())]
         lines: list[str] = []
         shown: tuple[str, ...] = ()
         for key, text, origin in rows:
@@ -145,6 +150,15 @@ def as_tree(spec: Any) -> dict[str, Any]:
     return json.loads(TypeAdapter(type(spec)).dump_json(spec))  # type: ignore[no-any-return]
 
 
+def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without the texts whose keys name a secret."""
+    shown: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_secret = isinstance(value, str) and _SECRET_KEY.search(str(key))
+        shown[str(key)] = "(hidden)" if is_secret else hide_secrets(value) if isinstance(value, Mapping) else value
+    return shown
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """[("plan.seed", 0), ...]: the leaves of a tree by dotted key; an empty mapping is a leaf."""
     leaves = []
@@ -154,6 +168,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             leaves.append((f"{prefix}{key}", value))
     return leaves
+
+
+_SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private)_?key)$", re.IGNORECASE)
 
 
 class Namespace(dict[str, Any]):

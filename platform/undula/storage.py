@@ -4,7 +4,7 @@ S3 follows the usual AWS variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PRO
 """
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,7 +156,11 @@ def _require_s3_credentials(url: str) -> None:
 
 
 def _region() -> str:
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
+    import boto3
+
+    return (
+        os.environ.get("AWS_REGION") or boto3.Session().region_name or DEFAULT_REGION
+    )  # of the environment, or of the profile
 
 
 @cache
@@ -174,14 +178,13 @@ def _s3_client() -> Any:
 
 def _replace_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
+        partial.replace(path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

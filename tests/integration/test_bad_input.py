@@ -138,3 +138,32 @@ def test_a_checkpoint_of_another_model_is_refused(begun: Jobs, tmp_path: Path) -
     assert done.status == 2
     assert "has 'blocks.0.up.weight' with shape (128, 32), the model has (96, 32): it is of another model" in done.err
     assert open_store(f"{begun.runs}/bad").exists("job.json")
+
+
+def test_options_and_overrides_may_stand_in_any_order(text: str, tmp_path: Path) -> None:
+    job = LANGUAGE_MODEL.with_suffix(".yaml")
+    command = [sys.executable, "-m", "undula.cli", "run", str(job), "plan.seed=5", "--print", "name=mixed"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "seed: 5" in shown
+    script = [sys.executable, str(LANGUAGE_MODEL), "plan.seed=5", "--print", "name=mixed"]
+    assert "seed: 5" in subprocess.run(script, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--script=nowhere.py",), "there is no script nowhere.py"),
+        (("--address=127.0.0.1:8265",), "the address of a job API is a URL, and not '127.0.0.1:8265'"),
+        (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not take jobs"),
+    ],
+)
+def test_a_job_that_cannot_be_submitted_is_told_in_a_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    command = [sys.executable, "-m", "undula.cli", "run", str(LANGUAGE_MODEL.with_suffix(".yaml")), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"undula: {sentence}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cluster_that_is_not_there_is_told_in_a_sentence(text: str, tmp_path: Path) -> None:
+    assert "cannot connect to the Ray cluster 127.0.0.1:1" in refusal(text, tmp_path)

@@ -38,7 +38,7 @@ def kill_at(text: str, runs: str, step: int) -> None:
 def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) -> None:
     """Wait until a run has committed a checkpoint of `step` or a later one."""
     deadline = time.monotonic() + 180
-    while max((commit.step for commit in find_commits(store)), default=0) < step:
+    while max((commit.step for commit in find_commits(store)[0]), default=0) < step:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)  # paces the looks
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jo
     await_checkpoint(process, store, 20)
     os.killpg(process.pid, signal.SIGKILL)  # the driver alone: Ray ends its workers
     process.wait()
-    newest = find_commits(store)[0]
+    newest = find_commits(store)[0][0]
     victim = f"{newest.folder}/{next(iter(newest.files))}"
     data = bytearray(store.read(victim))
     data[len(data) // 2] ^= 1

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from undula.errors import SpecError
-from undula.spec import JobSpec, LoadedSpec, as_tree, flatten, json_schema, load_spec
+from undula.spec import JobSpec, LoadedSpec, as_tree, flatten, hide_secrets, json_schema, load_spec
 
 JOB = """\
 name: job
@@ -333,3 +333,11 @@ def test_an_override_of_a_whole_section_is_where_all_of_it_came_from(load: Load)
     loaded = load("plan: {seed: 1, window: 2}\n", "plan={seed: 3}")
     assert loaded.origins["plan.seed"] == "command line"
     assert "plan.window" not in loaded.origins
+
+
+def test_secrets_of_the_spec_are_not_shown() -> None:
+    tree = {"config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": {"PASSWORD": "z", "secret": None}}}
+    shown = hide_secrets(tree)
+    assert shown["config"]["tokens"] == 3
+    assert shown["config"]["deep"] == {"PASSWORD": "(hidden)", "secret": None}
+    assert (shown["config"]["hf_token"], shown["config"]["api_key"]) == ("(hidden)", "(hidden)")

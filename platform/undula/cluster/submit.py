@@ -4,14 +4,17 @@ import asyncio
 import logging
 import re
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.exceptions import RayError
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 import undula
 from undula.errors import ClusterError
 
+RECONNECT_S = 2.0
 _RAY_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- ")
 
 
@@ -30,27 +33,61 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.WARNING)  # uploads and sockets are no news
     package = Path(undula.__file__).parent
+    if not dashboard.startswith(("http://", "https://")):
+        raise ClusterError(f"the address of a job API is a URL, and not {dashboard!r}: give http://HOST:8265")
     try:
         client = JobSubmissionClient(dashboard)
         job_id = client.submit_job(
             entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
             runtime_env={"working_dir": str(script.parent), "py_modules": [str(package)]},
         )
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
             f"the cluster at {dashboard} does not take jobs: {' '.join(str(error).split())[:300]}"
         ) from error
     try:
-        asyncio.run(_follow(client, job_id, show))
-    except BaseException:
+        details = _follow_to_the_end(client, job_id, show)
+    except (KeyboardInterrupt, SystemExit):
         client.stop_job(job_id)
         raise
-    details = client.get_job_info(job_id)
     if details.status == JobStatus.SUCCEEDED:
         return 0
     if details.driver_exit_code is None:
         show(details.message or f"the job ended as {details.status}")
     return details.driver_exit_code or 1
+
+
+def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> JobDetails:
+    """Show the job's lines until it has ended. A connection that is lost leaves the job alone, and is made again."""
+    show_new = _Skipping(show)
+    while True:
+        try:
+            asyncio.run(_follow(client, job_id, show_new))
+        except (OSError, RuntimeError) as error:
+            show(f"lost the connection to the job, which goes on: {error}")
+        details = client.get_job_info(job_id)
+        if details.status.is_terminal():
+            return details
+        time.sleep(RECONNECT_S)
+        show_new.start_over()
+
+
+class _Skipping:
+    """Shows lines; after `start_over`, which the log does from its beginning, only those that were not shown before."""
+
+    def __init__(self, show: Callable[[str], None]):
+        self._show = show
+        self._shown = 0
+        self._place = 0
+
+    def __call__(self, line: str) -> None:
+        self._place += 1
+        if self._place > self._shown:
+            self._shown = self._place
+            self._show(line)
+
+    def start_over(self) -> None:
+        self._place = 0
 
 
 async def _follow(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from undula.data.manifest import load_manifest
-from undula.data.write import ROW_GROUP_BYTES, array_column, array_field, clear, write_shards
+from undula.data.write import ROW_GROUP_BYTES, array_column, array_field, check_sizes, clear, write_shards
 from undula.errors import ManifestError, StorageError, UndulaError
 from undula.plan.keys import key64
 from undula.storage import open_store
@@ -56,6 +56,7 @@ class Corpus:
     ) -> None:
         """Write `<out_url>/train` and `<out_url>/validation`, in place of what a former `write` left there."""
         out = open_store(out_url)
+        check_sizes(out, min(self.train.num_rows, self.validation.num_rows), num_shards, row_group_bytes)
         for name in SPLITS:
             clear(out / name)
         for name, split in zip(SPLITS, (self.train, self.validation), strict=True):

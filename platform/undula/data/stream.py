@@ -79,12 +79,15 @@ class RankStream:
             missing -= table.num_rows
         return _samples(pa.concat_tables(taken), self._columns)
 
-    def any_row(self) -> Samples:
-        """One row of the data set, for a rank whose share of a short step is empty but must join its collectives."""
+    def any_rows(self) -> Samples:
+        """A few rows of the data set, for a rank whose share of a short step is empty but must join its collectives.
+
+        Two where there are two: some layers, BatchNorm among them, cannot train on one.
+        """
         order = EpochOrder(self._plan, self._manifest.row_counts, epoch=0)
         window = next(order.windows(self._virtual_workers[0]))
         (table,) = window_read(self._manifest, self._column_names, window, 0)()
-        return _samples(table.slice(0, 1), self._columns)
+        return _samples(table.slice(0, 2), self._columns)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -199,14 +202,16 @@ def _samples(table: pa.Table, columns: tuple[Column, ...]) -> Samples:
 
 
 def _values(array: pa.Array, column: Column) -> Tensor | list[str]:
-    if array.null_count:
+    nulls = array.null_count
+    if column.shape:
+        array = array.flatten()
+        nulls += array.null_count
+    if nulls:
         raise ManifestError(
             f"column {column.name!r} has nulls, which no tensor holds: fill them, or leave it out of data.columns"
         )
     if column.type in ("string", "large_string"):
         return list(array.to_pylist())
-    if column.shape:
-        array = array.flatten()
     # A copy: Arrow's buffers are read-only, and torch would hand them to code that may write.
     values = array.to_numpy(zero_copy_only=False).copy()
     return torch.from_numpy(values).view(-1, *column.shape)

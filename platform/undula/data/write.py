@@ -56,11 +56,7 @@ def write_shards(
         row_group_bytes: bytes of a row group in memory; its last rows in a shard may make a smaller one.
         advance: called with the number of rows after each row group, for a progress bar.
     """
-    if min(num_rows, num_shards, row_group_bytes) < 1:
-        raise UndulaError(
-            f"cannot write {store.url} with {num_rows} rows, {num_shards} shards and row groups of {row_group_bytes} "
-            "bytes: each must be at least 1"
-        )
+    check_sizes(store, num_rows, num_shards, row_group_bytes)
     clear(store)
     store.check_writable()
     shards = min(num_shards, num_rows)
@@ -76,6 +72,15 @@ def write_shards(
         clear(store)
         raise
     return index(store.url)
+
+
+def check_sizes(store: Store, num_rows: int, num_shards: int, row_group_bytes: int) -> None:
+    """UndulaError where a data set cannot have these sizes; to be asked before the former one is cleared."""
+    if min(num_rows, num_shards, row_group_bytes) < 1:
+        raise UndulaError(
+            f"cannot write {store.url} with {num_rows} rows, {num_shards} shards and row groups of {row_group_bytes} "
+            "bytes: each must be at least 1"
+        )
 
 
 def clear(store: Store) -> None:

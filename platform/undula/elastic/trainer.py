@@ -1,11 +1,12 @@
 """Undula's trainers: Ray Train's own, with the same arguments, that tell what happens to their workers."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import ray
-from ray.train import DataConfig
+from ray.train import DataConfig, ValidationConfig
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -24,8 +25,8 @@ from undula.storage import Store
 class ElasticTorchTrainer(TorchTrainer):
     """A TorchTrainer whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
 
-    Takes TorchTrainer's arguments, and `on_event`: called in the controller's process with each resize, crash and notice;
-    it must be picklable. By default events go to the logger "undula".
+    Takes TorchTrainer's arguments but for those that it deprecates, and `on_event`: called in the controller's process with each
+    resize, crash and notice; it must be picklable. By default events go to the logger "undula".
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ElasticTorchTrainer(TorchTrainer):
         run_config: RunConfig | None = None,
         datasets: dict[str, Any] | None = None,
         dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
         on_event: EventSink = log_event,
     ):
         super().__init__(
@@ -48,15 +50,16 @@ class ElasticTorchTrainer(TorchTrainer):
             run_config=run_config,
             datasets=datasets,
             dataset_config=dataset_config,
+            validation_config=validation_config,
         )
         self._on_event = on_event
 
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
         unneeded = self._unneeded_callbacks()
         callbacks = [each for each in controller_init_kwargs["callbacks"] if not isinstance(each, unneeded)]
-        os.environ[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # NoticeWatch does its work
         controller_init_kwargs["callbacks"] = [*callbacks, ControllerEvents(self._on_event), NoticeWatch()]
-        return cast(Result, super()._initialize_and_run_controller(**controller_init_kwargs))
+        with _environment(ENABLE_PREEMPTION_WATCHER_ENV_VAR, "0"):  # NoticeWatch does its work
+            return cast(Result, super()._initialize_and_run_controller(**controller_init_kwargs))
 
     def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
         """Those whose actors would only idle beside the training; an idle actor takes up to 1 % of a core."""
@@ -64,6 +67,18 @@ class ElasticTorchTrainer(TorchTrainer):
         # A placement group goes with its job, so the driver's end is enough; a trial of Tune ends before its job does.
         in_driver = (PlacementGroupCleanerCallback,) if ray.get_runtime_context().get_actor_id() is None else ()
         return (*without_datasets, *in_driver)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    former = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if former is not None:
+            os.environ[name] = former
 
 
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:

@@ -5,7 +5,6 @@ All but `read_run` is pure.
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -15,11 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from undula.errors import RunError, UndulaError
+from undula.state.directory import JOB_FILE
 from undula.state.ledger import Event, Ledger, read_ledger
 from undula.storage import Store
 
-JOB_FILE = "job.json"
-SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private)_?key)$", re.IGNORECASE)
 RUNNING_WITHIN_S = 60.0
 TRAINING_LOSS_STEPS = 20
 MARKED_KINDS = ("start", "resize", "crash", "notice", "checkpoint", "end")
@@ -354,15 +352,6 @@ def printable(text: str, limit: int = 400) -> str:
     return clean if len(clean) <= limit else f"{clean[: limit - 1]}…"
 
 
-def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A spec's tree without the values of keys that name a secret."""
-    shown: dict[str, Any] = {}
-    for key, value in tree.items():
-        secret = value is not None and SECRET_KEY.search(str(key))
-        shown[str(key)] = "(hidden)" if secret else hide_secrets(value) if isinstance(value, Mapping) else value
-    return shown
-
-
 def without_nan(tree: Any) -> Any:
     """A tree for json.dumps: a number that is not finite, which JSON cannot write, becomes None."""
     if isinstance(tree, Mapping):
@@ -385,7 +374,7 @@ def _job_record(tree: Any) -> JobRecord:
     return JobRecord(
         name=str(record.name),
         plan_digest=str(record.plan_digest),
-        spec=hide_secrets(record.spec),
+        spec=dict(record.spec),
         total_steps=int(record.total_steps),
         total_samples=int(record.total_samples),
         train_rows=int(record.train_rows),

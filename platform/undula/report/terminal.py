@@ -16,7 +16,6 @@ from rich.text import Text
 
 from undula.errors import UndulaError
 from undula.report.summary import (
-    JOB_FILE,
     SECONDS_CLASSES,
     Floats,
     RecordedRun,
@@ -34,6 +33,7 @@ from undula.report.summary import (
     validation_curve,
     without_nan,
 )
+from undula.state.directory import JOB_FILE
 from undula.state.ledger import LEDGER, Event
 from undula.storage import Store
 

@@ -54,15 +54,15 @@ class TellEverywhere:
         self.publish(event)
 
 
-def start_hub(run_url: str) -> Any:
+def start_hub(store: Store) -> Any:
     """The hub of a run, on this node, for as long as this driver lives; RunError where the run is under way already."""
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node})(Hub)
     try:
-        return actor.options(name=f"hub {run_url}", namespace=NAMESPACE).remote()
+        return actor.options(name=f"hub {store.path()}", namespace=NAMESPACE).remote()
     except ValueError:
         raise RunError(
-            f"{run_url} is being trained by another job on this cluster: wait for it, stop it, or give another name"
+            f"{store.url} is being trained by another job on this cluster: wait for it, stop it, or give another name"
         ) from None
 
 

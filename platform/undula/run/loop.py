@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
 from undula.data.stream import Batch, RankStream
+from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, StepShape, assign
 from undula.run.buffers import BufferMean
@@ -139,9 +140,15 @@ class Run:
     def _restore(self) -> Commit | None:
         if self.rank == 0:
             self._checkpoints.remove_uncommitted()
-        commit, damaged = self._checkpoints.newest_whole()
-        self._damaged = damaged
+        commit, self._damaged = self._checkpoints.newest_whole()
+        if self.rank == 0:
+            self._checkpoints.remove(self._damaged)  # or they would count among those to keep
         if commit:
+            if commit.plan_digest != self._plan_digest:
+                raise RunError(
+                    f"{self._store.url}/{commit.folder} is of another plan or other data than this job's: "
+                    "restore them, give another name, or start over with --fresh"
+                )
             assert self._model is not None
             assert self._optimizer is not None
             state = model_and_optimizer_state(self._model, self._optimizer)
@@ -150,7 +157,7 @@ class Run:
         return commit
 
     def _tell_start(self, start: int, commit: Commit | None) -> None:
-        for problem in self._damaged:
+        for problem in self._damaged.values():
             self._event(Event("notice", f"checkpoint skipped: {problem}", start))
         workers = f"{self.world_size} worker{'s' if self.world_size > 1 else ''}"
         message = f"resumed from the checkpoint of step {start}" if commit else "started"
@@ -240,6 +247,7 @@ class Step:
         self._local = LocalStats()
         self._weight = 0
         self._in_micro_batch: Mark | None = None
+        self._has_begun = self._is_in_batch = self._has_ended = False
         self.index = index
         self.shape: StepShape = run.plan.step(index)
         self._multiplier = run._job.schedule.multiplier(
@@ -252,23 +260,29 @@ class Step:
         """The micro-batches of this rank's virtual workers; call backward() once for each."""
         run = self._run
         assert run._model is not None
+        if self._has_begun:
+            raise RuntimeError("step.batches() was called twice: a step's samples come once")
+        self._has_begun = True
         shares = [
             (virtual_worker, number, size)
             for virtual_worker in run._virtual_workers
             for number, size in enumerate(run.plan.micro_batches(self.shape.step_in_epoch, virtual_worker))
         ]
         run._buffers.begin_step()
-        # Without a share in a short step, a row of weight zero runs instead: the ranks' collectives must match.
+        # Without a share in a short step, rows of weight zero run instead: the ranks' collectives must match.
         for place, (virtual_worker, number, size) in enumerate(shares or [(run._virtual_workers[0], 0, 0)]):
             batch = self._next_batch(virtual_worker, size)
             run._engine.before_micro_batch(run._model, is_last=place >= len(shares) - 1)
             run._buffers.begin_micro_batch()
             seed_micro_batch(run._job.plan.seed, self.index, virtual_worker, number)
             self._weight = size
+            self._is_in_batch = True
             self._in_micro_batch = mark_on(run.device)
             yield batch
+            self._is_in_batch = False
             if self._in_micro_batch is not None:
                 raise RuntimeError("a batch was left without step.backward(loss)")
+        self._has_ended = True
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the current batch.
@@ -289,7 +303,7 @@ class Step:
 
     def log(self, **values: float | Tensor) -> None:
         """Record values in the ledger, averaged over the step's samples: of the current batch, or of the rank outside of one."""
-        weight = float(self._weight if self._in_micro_batch is not None else sum(size for _, size in self._losses))
+        weight = float(self._weight if self._is_in_batch else sum(size for _, size in self._losses))
         for name, value in values.items():
             total, weights = self._local.logged.get(name, (0.0, 0.0))
             self._local.logged[name] = (total + float(value) * weight, weights + weight)
@@ -297,8 +311,10 @@ class Step:
     def update(self) -> None:
         """Clip, step the optimizer along the schedule, and commit the step."""
         run = self._run
-        if not self._losses or self._in_micro_batch is not None:
-            raise RuntimeError("step.update() comes after the loop over step.batches()")
+        if not self._has_ended:
+            raise RuntimeError(
+                "step.update() comes after the loop over step.batches(), all of them: each is part of the step"
+            )
         assert run._model is not None
         assert run._optimizer is not None
         if run._buffers.is_needed:
@@ -319,7 +335,7 @@ class Step:
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
         began = time.perf_counter()
-        samples = self._stream.take(self.index, virtual_worker, size) if size else self._stream.any_row()
+        samples = self._stream.take(self.index, virtual_worker, size) if size else self._stream.any_rows()
         if size:
             self._local.sample_digest += multiset_digest(samples.ids)
         device = self._run.device

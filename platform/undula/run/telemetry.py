@@ -10,6 +10,7 @@ from ray.util.metrics import Gauge
 from tensorboardX import SummaryWriter
 
 from undula.run.messages import Publisher, Status
+from undula.state.directory import TENSORBOARD
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
 
@@ -32,7 +33,8 @@ class Telemetry:
         self._total_steps = total_steps
         self._publish = publish
         self._ledger = LedgerWriter(store, attempt)
-        self._folder = Path(tempfile.mkdtemp(prefix="undula-tensorboard-"))
+        # Ray gives a worker a folder of its session to work in, which goes with the session even where the worker is killed.
+        self._folder = Path(tempfile.mkdtemp(prefix="tensorboard-", dir=Path.cwd()))
         self._board = SummaryWriter(str(self._folder), purge_step=start or None, filename_suffix=f".a{attempt}")
         self._gauges = {key: Gauge(key, text, tag_keys=("run",)) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():
@@ -68,7 +70,7 @@ class Telemetry:
         self._ledger.flush()
         self._board.flush()
         for file in self._folder.iterdir():
-            self._store.write(f"tensorboard/{file.name}", file.read_bytes())
+            self._store.write(f"{TENSORBOARD}/{file.name}", file.read_bytes())
 
     def close(self) -> None:
         self._ledger.close()

@@ -6,9 +6,9 @@ tensors, and the size and SHA-256 of every file, so that damage is found before 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +22,8 @@ from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, find_commit
 from undula.state.retention import superseded
 from undula.state.safetensors_io import SafetensorsReader, SafetensorsWriter
 from undula.storage import Store
+
+Found = TypeVar("Found")
 
 
 class Checkpointer:
@@ -96,14 +98,14 @@ class Checkpointer:
         self._saving = self._saving_group = None
         return error
 
-    def newest_whole(self) -> tuple[Commit | None, list[str]]:
-        """The newest checkpoint without damage, and what is wrong with newer ones; the same answer on every rank.
+    def newest_whole(self) -> tuple[Commit | None, dict[str, str]]:
+        """The newest checkpoint without damage, and what is wrong with others, by folder; the same answer on every rank.
 
         The ranks check the files together, each its share.
         """
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        commits = self._from_rank_0(lambda: find_commits(self._store))
-        damaged: list[str] = []
+        commits, unreadable = self._from_rank_0(lambda: find_commits(self._store))
+        damaged = dict(unreadable)
         for commit in commits:
             names = sorted(commit.files)[rank::world_size]
             found: list[str | None] = [None] * world_size
@@ -111,7 +113,7 @@ class Checkpointer:
             problems = [problem for problem in found if problem]
             if not problems:
                 return commit, damaged
-            damaged.append(problems[0])
+            damaged[commit.folder] = problems[0]
         return None, damaged
 
     def load(self, commit: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,17 +134,20 @@ class Checkpointer:
         """Delete what earlier attempts began to write and never committed. For rank 0, before the first save."""
         names = [entry.name for entry in self._store.list(CHECKPOINTS)]
         whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
-        for folder in {name.rpartition("/")[0] for name in names} - whole:
+        self.remove({name.rpartition("/")[0] for name in names} - whole)
+
+    def remove(self, folders: Iterable[str]) -> None:
+        """Delete checkpoints, each at once for readers."""
+        for folder in folders:
+            self._store.delete(f"{folder}/{COMMIT}")  # first, so that what is left is invisible
             self._store.delete(folder)
 
     def _committed(self, step: int, seconds: float) -> None:
         self._after_commit(step, seconds)
-        commits = find_commits(self._store)
-        for folder in superseded([(commit.step, commit.folder) for commit in commits], self._keep):
-            self._store.delete(f"{folder}/{COMMIT}")  # first, so that what is left is invisible
-            self._store.delete(folder)
+        commits, _ = find_commits(self._store)
+        self.remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in commits], self._keep))
 
-    def _from_rank_0(self, find: Callable[[], list[Commit]]) -> list[Commit]:
+    def _from_rank_0(self, find: Callable[[], Found]) -> Found:
         box: list[Any] = [find() if dist.get_rank(self._group) == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._group)
-        return list(box[0])
+        return cast(Found, box[0])

@@ -1,12 +1,13 @@
 """A committed checkpoint as its `commit.json` describes it: what it holds, where, and whether it is whole and fits a model."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from undula.errors import CheckpointError, StorageError
+from undula.errors import CheckpointError
 from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
@@ -29,32 +30,57 @@ class Commit:
     files: Mapping[str, Any]
     """By name: {"bytes", "sha256"}."""
 
+    @property
+    def attempt(self) -> int:
+        """The attempt that wrote it."""
+        return attempt_of(self.folder)
+
     def damage(self, store: Store, names: Sequence[str]) -> str | None:
         """What is wrong with the first damaged of these files; None where all are whole."""
         for name in names:
-            try:
-                data = store.read(f"{self.folder}/{name}")
-            except StorageError as error:
-                return str(error)
+            if not store.exists(f"{self.folder}/{name}"):
+                return f"{store.url}/{self.folder}/{name} is gone"
+            data = store.read(f"{self.folder}/{name}")
             if len(data) != self.files[name]["bytes"] or sha256(data).hexdigest() != self.files[name]["sha256"]:
                 return f"{store.url}/{self.folder}/{name} is not what its checkpoint says (size or SHA-256)"
         return None
 
 
-def find_commits(store: Store) -> list[Commit]:
-    """The committed checkpoints of a run, newest first. One whose `commit.json` cannot be read is left out."""
-    commits = []
+def commit_json(body: dict[str, Any]) -> bytes:
+    """The content of a `commit.json`: the body, and a SHA-256 of it."""
+    return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+
+
+def find_commits(store: Store) -> tuple[list[Commit], dict[str, str]]:
+    """The committed checkpoints of a run, newest first; and what is wrong with those of an unreadable `commit.json`, by folder."""
+    commits, damaged = [], {}
     for entry in store.list(CHECKPOINTS):
         if entry.name.endswith(f"/{COMMIT}"):
+            folder = entry.name.removesuffix(f"/{COMMIT}")
             try:
-                body = json.loads(store.read(entry.name))
-                folder = entry.name.removesuffix(f"/{COMMIT}")
-                if body["format"] == FORMAT:
-                    fields = {key: body[key] for key in ("step", "plan_digest", "tensors", "values", "files")}
-                    commits.append(Commit(folder=folder, **fields))
-            except (ValueError, KeyError, TypeError):
-                continue
-    return sorted(commits, key=lambda commit: (commit.step, commit.folder), reverse=True)
+                commits.append(_read_commit(store, folder))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                damaged[folder] = f"{store.url}/{entry.name} is not what was written ({error})"
+    return sorted(commits, key=lambda commit: (commit.step, commit.attempt), reverse=True), damaged
+
+
+def attempt_of(folder: str) -> int:
+    """The attempt in the name of a checkpoint's folder."""
+    match = re.search(r"-a(\d+)$", folder)
+    return int(match[1]) if match else 0
+
+
+def _read_commit(store: Store, folder: str) -> Commit:
+    body = json.loads(store.read(f"{folder}/{COMMIT}"))
+    if body.pop("sha256") != _digest(body):
+        raise ValueError("SHA-256")
+    if body["format"] != FORMAT:
+        raise ValueError(f"format {body['format']}, this version reads {FORMAT}")
+    return Commit(folder=folder, **{key: body[key] for key in ("step", "plan_digest", "tensors", "values", "files")})
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def check_shapes(commit: Commit, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:

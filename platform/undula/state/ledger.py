@@ -9,6 +9,7 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from undula.errors import StorageError
 from undula.storage import Store
 
 LEDGER = "ledger"
@@ -99,21 +101,26 @@ class SegmentWriter:
         self._segment = 0
         self._flushed = 0
         self._lock = threading.Lock()
+        self._flushing = threading.Lock()
 
     def append(self, row: dict[str, Any]) -> None:
         with self._lock:
             self._rows.append(row)
 
     def flush(self) -> None:
-        with self._lock:
-            if self._flushed == len(self._rows):
+        with self._flushing:
+            with self._lock:  # not while the storage takes its time: who appends is training
+                rows = list(self._rows)
+            if self._flushed == len(rows):
                 return
             sink = pa.BufferOutputStream()
-            pq.write_table(pa.Table.from_pylist(self._rows, schema=self._schema), sink, compression="zstd")
+            pq.write_table(pa.Table.from_pylist(rows, schema=self._schema), sink, compression="zstd")
             self._store.write(f"{LEDGER}/{self._prefix}-{self._segment:05d}.parquet", sink.getvalue().to_pybytes())
-            self._flushed = len(self._rows)
-            if len(self._rows) >= SEGMENT_ROWS:
-                self._rows, self._flushed = [], 0
+            self._flushed = len(rows)
+            if len(rows) >= SEGMENT_ROWS:
+                with self._lock:
+                    self._rows = self._rows[len(rows) :]
+                self._flushed = 0
                 self._segment += 1
 
 
@@ -145,7 +152,10 @@ class LedgerWriter:
 
     def _flush_regularly(self) -> None:
         while not self._closed.wait(FLUSH_INTERVAL_S):
-            self.flush()
+            with suppress(
+                StorageError
+            ):  # the next flush writes these rows too, and the one before a commit must succeed
+                self.flush()
 
 
 class EventWriter:

@@ -3,7 +3,6 @@
 torch's own storage pickles its metadata; this one stores nothing that loading would run.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from undula.errors import CheckpointError
-from undula.state.commit import COMMIT, Commit
+from undula.state.commit import COMMIT, Commit, commit_json
 from undula.storage import Store
 
 
@@ -59,14 +58,20 @@ class SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         name = f"rank-{plan.storage_data:05d}.safetensors"
-        tensors, places = {}, []
+        tensors: dict[str, Tensor] = {}
+        places = []
         for item in plan.items:
             assert item.tensor_data is not None, "values that are no tensors go to commit.json"
             offsets = list(item.tensor_data.chunk.offsets)
             key = f"{item.index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else item.index.fqn
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            tensors[key] = tensor.detach().cpu().contiguous()
+            tensor = tensor.detach().cpu().contiguous()
+            # safetensors refuses tensors that share memory, as tied weights do.
+            is_shared = any(
+                tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in tensors.values()
+            )
+            tensors[key] = tensor.clone() if is_shared else tensor
             places.append((item, {"offsets": offsets, "sizes": list(item.tensor_data.chunk.sizes), "key": key}))
         results = []
         if tensors:
@@ -92,8 +97,7 @@ class SafetensorsWriter(StorageWriter):
             entry["chunks"].append({key: place[key] for key in ("offsets", "sizes", "file", "key")})
             files[place["file"]] = {"bytes": place["bytes"], "sha256": place["sha256"]}
         self._before_commit()
-        body = json.dumps({**self._header, "tensors": tensors, "files": files}, indent=1)
-        self._store.write(f"{self._folder}/{COMMIT}", body.encode())
+        self._store.write(f"{self._folder}/{COMMIT}", commit_json({**self._header, "tensors": tensors, "files": files}))
         self._after_commit()
 
     @classmethod

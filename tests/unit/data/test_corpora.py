@@ -261,3 +261,10 @@ def test_same_source_gives_the_same_digest_anywhere(source: Path, tmp_path: Path
     small(source).write(out)
     small(source).write(str(tmp_path / "again"))
     assert load_manifest(f"{out}/train").digest == load_manifest(str(tmp_path / "again" / "train")).digest
+
+
+def test_an_option_that_cannot_be_leaves_the_former_data_set_alone(source: Path, out: str) -> None:
+    stdlib_text(context=4, root=source).write(out)
+    with pytest.raises(UndulaError, match="0 shards"):
+        stdlib_text(context=4, root=source).write(out, num_shards=0)
+    assert is_complete(out)

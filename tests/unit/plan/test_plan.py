@@ -96,5 +96,5 @@ def test_more_virtual_workers_than_samples_are_refused() -> None:
 
 
 def test_dropping_the_only_step_is_refused() -> None:
-    with pytest.raises(SpecError, match="plan.global_batch is 64, more than the 10 samples"):
+    with pytest.raises(SpecError, match=r"plan\.global_batch is 64, more than the 10 samples"):
         Plan(PlanSpec(last_step="drop"), num_rows=10)

@@ -18,7 +18,6 @@ from undula.report.summary import (
     decode_events,
     downsample,
     duration,
-    hide_secrets,
     marks_of,
     nice_step,
     number,
@@ -203,14 +202,6 @@ def test_figures_read_well() -> None:
 def test_text_of_others_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[31mb\nc\u202ed") == "a [31mb c d"
     assert len(printable("x" * 1000, 50)) == 50
-
-
-def test_secrets_of_the_spec_are_not_shown() -> None:
-    tree = {"config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": {"PASSWORD": "z", "secret": None}}}
-    shown = hide_secrets(tree)
-    assert shown["config"]["tokens"] == 3
-    assert shown["config"]["deep"] == {"PASSWORD": "(hidden)", "secret": None}
-    assert (shown["config"]["hf_token"], shown["config"]["api_key"]) == ("(hidden)", "(hidden)")
 
 
 def test_event_data_that_is_no_mapping_is_passed_over() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from undula.plan.plan import assign
 from undula.run.buffers import BufferMean
@@ -90,3 +90,22 @@ def test_gradients_and_buffers_do_not_depend_on_the_world_size() -> None:
         for gradient, buffers in on_ranks(world_size, _train_step, shares):
             torch.testing.assert_close(torch.tensor(gradient), alone[0], rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(torch.tensor(buffers), alone[1], rtol=1e-12, atol=1e-14)
+
+
+def _constant_buffers(rank: int, world_size: int) -> list[Tensor]:
+    module = nn.Module()
+    for name, buffer in {"mask": torch.tensor([0.0, -torch.inf]), "table": torch.linspace(0, 1, 7)}.items():
+        module.register_buffer(name, buffer)
+    buffers = BufferMean(module)
+    for _ in range(50):
+        buffers.begin_step()
+        buffers.begin_micro_batch()
+        buffers.end_micro_batch([3, 0][rank])  # the second rank has no share
+        buffers.end_step(3)
+    return list(module.buffers())
+
+
+def test_buffers_that_nothing_changes_stay_what_they_are() -> None:
+    for mask, table in on_ranks(2, _constant_buffers):
+        assert mask.tolist() == [0.0, -torch.inf]
+        assert torch.equal(table, torch.linspace(0, 1, 7))

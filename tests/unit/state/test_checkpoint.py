@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from undula.errors import CheckpointError
 from undula.state.checkpoint import Checkpointer
-from undula.state.commit import COMMIT, check_shapes, find_commits
+from undula.state.commit import COMMIT, check_shapes, commit_json, find_commits
 from undula.storage import Store
 
 
@@ -44,7 +44,7 @@ def test_what_is_loaded_is_what_was_saved(store: Store) -> None:
     save(checkpoints, 10, 1.5)
     commit, damaged = checkpoints.newest_whole()
     assert commit is not None
-    assert (commit.step, commit.plan_digest, damaged) == (10, "plan", [])
+    assert (commit.step, commit.plan_digest, damaged) == (10, "plan", {})
     into = state(0.0)
     assert checkpoints.load(commit, into) == {"optimizer.betas": [0.9, 0.95]}
     assert torch.equal(into["model.a"], torch.full((2, 3), 1.5))
@@ -65,7 +65,7 @@ def test_the_newest_are_kept(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     for step in (1, 2, 3):
         save(checkpoints, step, step)
-    assert [commit.step for commit in find_commits(store)] == [3, 2]
+    assert [commit.step for commit in find_commits(store)[0]] == [3, 2]
     assert not [entry for entry in store.list("checkpoints") if "step-00000001" in entry.name]
 
 
@@ -73,9 +73,9 @@ def test_without_its_commit_a_checkpoint_is_invisible(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
-    newest = find_commits(store)[0]
+    newest = find_commits(store)[0][0]
     store.delete(f"{newest.folder}/{COMMIT}")
-    assert [commit.step for commit in find_commits(store)] == [1]
+    assert [commit.step for commit in find_commits(store)[0]] == [1]
     checkpoints.remove_uncommitted()
     assert {entry.name.split("/")[1] for entry in store.list("checkpoints")} == {"step-00000001-a1"}
 
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Sto
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
-    victim = f"{find_commits(store)[0].folder}/rank-00000.safetensors"
+    victim = f"{find_commits(store)[0][0].folder}/rank-00000.safetensors"
     data = bytearray(store.read(victim))
     if harm == "flip a bit":
         data[-1] ^= 1
@@ -108,8 +108,57 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Sto
     commit, damaged = checkpoints.newest_whole()
     assert commit is not None
     assert commit.step == 1
-    assert len(damaged) == 1
-    assert victim in damaged[0]
+    assert list(damaged) == [victim.rpartition("/")[0]]
+    assert victim in next(iter(damaged.values()))
+
+
+@pytest.mark.parametrize("harm", ["edit", "cut", "empty"])
+def test_a_commit_that_is_not_what_was_written_is_named_and_passed_over(store: Store, harm: str) -> None:
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
+    save(checkpoints, 1, 1)
+    save(checkpoints, 2, 2)
+    folder = "checkpoints/step-00000002-a1"
+    text = store.read(f"{folder}/{COMMIT}")
+    harmed = {"edit": text.replace(b'"step": 2', b'"step": 9'), "cut": text[:-20], "empty": b""}[harm]
+    store.write(f"{folder}/{COMMIT}", harmed)
+    commit, damaged = checkpoints.newest_whole()
+    assert commit is not None
+    assert commit.step == 1
+    assert list(damaged) == [folder]
+    assert f"{folder}/{COMMIT} is not what was written" in damaged[folder]
+
+
+def test_damaged_checkpoints_that_are_removed_push_out_no_whole_one(store: Store) -> None:
+    former = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
+    save(former, 100, 1)
+    save(former, 200, 2)
+    store.write("checkpoints/step-00000200-a1/rank-00000.safetensors", b"")
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=2, keep=1)
+    commit, damaged = checkpoints.newest_whole()
+    checkpoints.remove(damaged)
+    save(checkpoints, 150, 3)
+    assert commit is not None
+    assert (commit.step, [left.step for left in find_commits(store)[0]]) == (100, [150])
+
+
+def test_of_two_attempts_the_later_one_counts(store: Store) -> None:
+    for attempt in (9, 10):
+        save(Checkpointer(store, dist.group.WORLD, attempt=attempt, keep=5), 7, attempt)
+    commit, _ = Checkpointer(store, dist.group.WORLD, attempt=11, keep=5).newest_whole()
+    assert commit is not None
+    assert commit.attempt == 10
+
+
+def test_weights_that_share_memory_are_saved_and_loaded(store: Store) -> None:
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
+    tied = torch.arange(6.0).view(2, 3)
+    checkpoints.save(1, "plan", {"model.embedding": tied, "model.head": tied, "model.part": tied[1]})
+    assert checkpoints.wait() is None
+    into = {"model.embedding": torch.zeros(2, 3), "model.head": torch.zeros(2, 3), "model.part": torch.zeros(3)}
+    checkpoints.load(checkpoints.newest_whole()[0], into)
+    assert torch.equal(into["model.embedding"], tied)
+    assert torch.equal(into["model.head"], tied)
+    assert torch.equal(into["model.part"], tied[1])
 
 
 def test_a_failed_save_is_told_and_leaves_the_former_one(store: Store) -> None:
@@ -136,12 +185,13 @@ def test_a_pickle_in_place_of_a_tensor_file_is_not_run(store: Store, tmp_path: P
 
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
-    folder = find_commits(store)[0].folder
+    folder = find_commits(store)[0][0].folder
     bomb = pickle.dumps(Bomb())
     body = json.loads(store.read(f"{folder}/{COMMIT}"))
     body["files"]["rank-00000.safetensors"] = {"bytes": len(bomb), "sha256": sha256(bomb).hexdigest()}
     store.write(f"{folder}/rank-00000.safetensors", bomb)
-    store.write(f"{folder}/{COMMIT}", json.dumps(body).encode())
+    del body["sha256"]
+    store.write(f"{folder}/{COMMIT}", commit_json(body))
     commit, _ = checkpoints.newest_whole()
     with pytest.raises(CheckpointError, match="cannot be loaded: Error while deserializing"):
         checkpoints.load(commit, state(0))
@@ -162,4 +212,4 @@ def test_a_checkpoint_of_another_model_is_named(
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
     with pytest.raises(CheckpointError, match=sentence):
-        check_shapes(find_commits(store)[0], shapes, "model.")
+        check_shapes(find_commits(store)[0][0], shapes, "model.")

@@ -1,5 +1,7 @@
 """The ledger: nothing that was told is lost, and what was done twice counts once."""
 
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undula.errors import StorageError
 from undula.state import ledger as module
 from undula.state.ledger import Event, LedgerWriter, StepRow, committed, last_event, next_attempt, read_ledger
 from undula.storage import Store
@@ -56,6 +59,34 @@ def test_an_event_is_there_as_soon_as_it_is_told(tmp_path: Path) -> None:
     writer.event(Event("crash", "a worker died"))
     assert read_ledger(store).events["message"].to_pylist() == ["a worker died"]
     writer.close()
+
+
+def test_who_appends_does_not_wait_for_the_storage_and_loses_nothing_to_its_faults(tmp_path: Path) -> None:
+    is_writing, may_fail = threading.Event(), threading.Event()
+
+    class Faulty(Store):
+        def write(self, name: str, data: bytes) -> None:
+            if not may_fail.is_set():
+                is_writing.set()
+                may_fail.wait()
+                raise StorageError("no space")
+            super().write(name, data)
+
+    writer = module.SegmentWriter(Faulty(str(tmp_path)), "steps-000001", module.STEP_SCHEMA)
+    writer.append(asdict(row(1, 0)))
+
+    def flush_once() -> None:
+        with pytest.raises(StorageError):
+            writer.flush()
+
+    flush = threading.Thread(target=flush_once)
+    flush.start()
+    assert is_writing.wait(10)
+    writer.append(asdict(row(1, 1)))  # while the write stands
+    may_fail.set()
+    flush.join()
+    writer.flush()
+    assert read_ledger(Store(str(tmp_path))).steps["step"].to_pylist() == [0, 1]
 
 
 def test_a_run_without_a_ledger_reads_as_empty(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""The loop in one process, without Ray: what a step insists on, and what it records."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from undula.data.spec import DataSpec
+from undula.data.write import write_shards
+from undula.errors import RunError
+from undula.plan.plan import PlanSpec
+from undula.plan.schedule import ScheduleSpec
+from undula.run.job import Job
+from undula.run.loop import Run, Step
+from undula.spec import CheckpointSpec, GradientSpec, ValidationSpec
+from undula.state.ledger import read_ledger
+from undula.storage import Store
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # as Ray gives each worker a folder of its own
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    write_numbers(tmp_path, 48)
+    return Job(
+        name="numbers",
+        run_url=str(tmp_path / "run"),
+        data=DataSpec(train=str(tmp_path / "data")),
+        plan=PlanSpec(global_batch=12, virtual_workers=4),
+        schedule=ScheduleSpec(base_lr=0.1),
+        gradient=GradientSpec(),
+        validation=ValidationSpec(),
+        checkpoint=CheckpointSpec(every_steps=2),
+        config={},
+    )
+
+
+def write_numbers(folder: Path, rows: int) -> None:
+    table = pa.table({"x": np.arange(rows, dtype=np.float32)})
+    write_shards(Store(str(folder / "data")), [table], table.schema, rows, num_shards=2, row_group_bytes=64)
+
+
+def steps_of(job: Job) -> Iterator[tuple[Run, nn.Module, Step]]:
+    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    for step in run.steps():
+        yield run, model, step
+
+
+def train(job: Job, after_backward: Callable[[Step, int], None] = lambda step, number: None) -> None:
+    for _, model, step in steps_of(job):
+        for number, batch in enumerate(step.batches()):
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+            after_backward(step, number)
+        step.update()
+
+
+def test_an_epoch_is_trained_and_every_sample_seen_once(job: Job) -> None:
+    seen: list[float] = []
+    for _, model, step in steps_of(job):
+        for batch in step.batches():
+            seen += batch["x"].tolist()
+            step.backward(model(batch["x"][:, None]).mean())
+        step.update()
+    assert sorted(seen) == list(range(48))
+    assert read_ledger(Store(job.run_url)).steps["step_samples"].to_pylist() == [12] * 4
+
+
+def test_values_are_averaged_over_samples_whether_logged_before_or_after_backward(job: Job) -> None:
+    train(job, after_backward=lambda step, number: step.log(number=number))
+    logged = read_ledger(Store(job.run_url)).steps["logged"].to_pylist()
+    assert [json.loads(text) for text in logged] == [{"number": 1.5}] * 4
+
+
+def test_a_step_that_leaves_its_batches_early_is_refused(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+        break
+    with pytest.raises(RuntimeError, match=r"after the loop over step\.batches\(\), all of them"):
+        step.update()
+    steps.close()
+
+
+def test_batches_of_a_step_come_once(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+    with pytest.raises(RuntimeError, match="called twice"):
+        next(step.batches())
+    steps.close()
+
+
+def test_a_run_does_not_go_on_with_other_data(job: Job, tmp_path: Path) -> None:
+    steps = steps_of(job)
+    for (_, model, step), _ in zip(steps, range(3), strict=False):
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None]).mean())
+        step.update()
+    steps.close()
+    write_numbers(tmp_path, 60)
+    with pytest.raises(RunError, match="is of another plan or other data"):
+        train(job)
