@@ -1,11 +1,12 @@
-"""Read tasks of Ray Data: each brings one shuffle window of one virtual worker, its rows in stream order."""
+"""Read tasks of Ray Data: each brings the rows of some shuffle windows, as they are stored."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
@@ -13,6 +14,9 @@ from undula.data.manifest import ID_COLUMN, Manifest
 from undula.errors import ManifestError
 from undula.plan.order import Window
 from undula.storage import Store
+
+TASK_BYTES = 32 * 2**20
+"""Windows are read together up to so many bytes: a task costs some 20 ms beside its reading."""
 
 
 @dataclass(frozen=True)
@@ -25,36 +29,31 @@ class PieceRead:
     stop: int
     first_id: int
 
+    def ids(self) -> NDArray[np.int64]:
+        return np.arange(self.start, self.stop, dtype=np.int64) + self.first_id
+
 
 @dataclass(frozen=True)
 class WindowRead:
-    """A read task: the rows of a window, in stream order, without the `skip` first ones."""
+    """How a window is read: calling it gives its rows in stored order, with their ids, as one table."""
 
     url: str
     columns: tuple[str, ...]
-    pieces: tuple[PieceRead, ...]
     window: Window
-    skip: int
+    pieces: tuple[PieceRead, ...]
     num_bytes: int
 
     @property
     def num_rows(self) -> int:
-        return self.window.num_rows - self.skip
+        return self.window.num_rows
 
-    def ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Ids of the rows, in stream order; shape [num_rows]."""
-        rows = [np.arange(piece.start, piece.stop) + piece.first_id for piece in self.pieces]
-        return np.concatenate(rows)[self.window.permutation()[self.skip :]]
+    def ids(self) -> NDArray[np.int64]:
+        """Ids of the rows, in stored order; shape [num_rows]."""
+        return np.concatenate([piece.ids() for piece in self.pieces])
 
-    def __call__(self) -> Iterable[pa.Table]:
+    def __call__(self) -> pa.Table:
         store = Store(self.url)
-        tables = [self._read(store, piece) for piece in self.pieces]
-        table = pa.concat_tables(tables)
-        if self.window.key is not None:
-            table = table.take(pa.array(self.window.permutation()[self.skip :]))
-        elif self.skip:
-            table = table.slice(self.skip)
-        yield table.combine_chunks()
+        return pa.concat_tables([self._read(store, piece) for piece in self.pieces]).combine_chunks()
 
     def _read(self, store: Store, piece: PieceRead) -> pa.Table:
         try:
@@ -64,12 +63,11 @@ class WindowRead:
         except (pa.ArrowInvalid, OSError) as error:
             raise ManifestError(f"{self.url}/{piece.file} cannot be read as its manifest says: {error}") from error
         table = table.slice(piece.start, piece.stop - piece.start)
-        ids = np.arange(piece.start, piece.stop, dtype=np.int64) + piece.first_id
-        return table.append_column(ID_COLUMN, pa.array(ids))
+        return table.append_column(ID_COLUMN, pa.array(piece.ids()))
 
 
-def window_read(manifest: Manifest, columns: tuple[str, ...], window: Window, position: int) -> WindowRead:
-    """The read task for a window, from stream position `position` on where that lies within it."""
+def window_read(manifest: Manifest, columns: tuple[str, ...], window: Window) -> WindowRead:
+    """The read of a window's rows."""
     pieces, num_bytes = [], 0
     for piece in window.pieces:
         number, group = manifest.row_group_places[piece.row_group]
@@ -77,27 +75,57 @@ def window_read(manifest: Manifest, columns: tuple[str, ...], window: Window, po
         first_id = int(manifest.first_ids[piece.row_group])
         pieces.append(PieceRead(file.name, group, piece.start, piece.stop, first_id))
         num_bytes += file.row_group_bytes[group] * piece.num_rows // max(file.row_groups[group], 1)
-    skip = max(position - window.start, 0)
-    return WindowRead(manifest.url, columns, tuple(pieces), window, skip, num_bytes)
+    return WindowRead(manifest.url, columns, window, tuple(pieces), num_bytes)
 
 
 class WindowDatasource(Datasource):
-    """A Ray Data source that brings the given windows, one block each, in the given order."""
+    """A Ray Data source that brings the given windows, in the given order, some to a task."""
 
     def __init__(self, reads: Sequence[WindowRead]):
-        self._reads = tuple(reads)
+        self._tasks = list(_grouped(reads))
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self._tasks)
 
     def get_name(self) -> str:
         return "Windows"
 
     def estimate_inmemory_data_size(self) -> int:
-        return sum(read.num_bytes for read in self._reads)
+        return sum(read.num_bytes for task in self._tasks for read in task.reads)
 
     def get_read_tasks(self, parallelism: int, *args: object, **kwargs: object) -> list[ReadTask]:
         return [
             ReadTask(
-                read,
-                BlockMetadata(num_rows=read.num_rows, size_bytes=read.num_bytes, input_files=None, exec_stats=None),
+                task,
+                BlockMetadata(
+                    num_rows=sum(read.num_rows for read in task.reads),
+                    size_bytes=sum(read.num_bytes for read in task.reads),
+                    input_files=None,
+                    exec_stats=None,
+                ),
             )
-            for read in self._reads
+            for task in self._tasks
         ]
+
+
+@dataclass(frozen=True)
+class _Task:
+    reads: tuple[WindowRead, ...]
+
+    def __call__(self) -> Iterable[pa.Table]:
+        for read in self.reads:
+            yield read()
+
+
+def _grouped(reads: Sequence[WindowRead]) -> Iterator[_Task]:
+    group: list[WindowRead] = []
+    num_bytes = 0
+    for read in reads:
+        if group and num_bytes + read.num_bytes > TASK_BYTES:
+            yield _Task(tuple(group))
+            group, num_bytes = [], 0
+        group.append(read)
+        num_bytes += read.num_bytes
+    if group:
+        yield _Task(tuple(group))

@@ -2,35 +2,20 @@
 
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, Queue
 
 import numpy as np
 import pyarrow as pa
 import ray.data
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from undula.data.manifest import ID_COLUMN, Column, Manifest
+from undula.data.manifest import Column, Manifest
 from undula.data.read import WindowDatasource, WindowRead, window_read
+from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.spec import DataSpec
-from undula.errors import ManifestError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan
-
-Batch = dict[str, Tensor | list[str]]
-"""Columns by name: tensors of shape [samples, *sample shape]; strings as lists."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Consecutive samples of one virtual worker."""
-
-    ids: NDArray[np.int64]
-    batch: Batch
 
 
 class RankStream:
@@ -53,7 +38,8 @@ class RankStream:
         self._epoch = -1
         self._start = start
         self._blocks: _ReadAhead | None = None
-        self._queues: dict[int, deque[pa.Table]] = {}
+        self._windows: dict[int, deque[WindowRows]] = {}
+        self._positions: dict[int, int] = {}
 
     def open(self) -> None:
         """Begin to read what `start` needs, so that it is there when the first step asks."""
@@ -66,18 +52,25 @@ class RankStream:
         shape = self._plan.step(step)
         if shape.epoch != self._epoch:
             self._open(shape.epoch, shape.step_in_epoch if step == self._start else 0)
-        queue = self._queues[virtual_worker]
-        taken, missing = [], count
-        while missing:
-            while not queue:
-                self._fetch()
-            table = queue.popleft()
-            if table.num_rows > missing:
-                queue.appendleft(table.slice(missing))
-                table = table.slice(0, missing)
-            taken.append(table)
-            missing -= table.num_rows
-        return _samples(pa.concat_tables(taken), self._columns)
+        parts: list[Samples] = []
+        while count:
+            rows, place = self._current(virtual_worker)
+            stop = min(place + count, rows.num_rows)
+            parts.append(rows.take(place, stop))
+            self._positions[virtual_worker] += stop - place
+            count -= stop - place
+        return concatenated(parts)
+
+    def _current(self, virtual_worker: int) -> tuple[WindowRows, int]:
+        """The window in which a virtual worker's stream stands, and the place in it."""
+        queue, position = self._windows[virtual_worker], self._positions[virtual_worker]
+        while queue and queue[0].start + queue[0].num_rows <= position:
+            queue.popleft()
+        while not queue:
+            assert self._blocks is not None
+            read, rows = next(self._blocks)
+            self._windows[read.window.virtual_worker].append(rows)
+        return queue[0], position - queue[0].start
 
     def any_rows(self) -> Samples:
         """A few rows of the data set, for a rank whose share of a short step is empty but must join its collectives.
@@ -85,15 +78,14 @@ class RankStream:
         Two where there are two: some layers, BatchNorm among them, cannot train on one.
         """
         order = EpochOrder(self._plan, self._manifest.row_counts, epoch=0)
-        window = next(order.windows(self._virtual_workers[0]))
-        (table,) = window_read(self._manifest, self._column_names, window, 0)()
-        return _samples(table.slice(0, 2), self._columns)
+        read = window_read(self._manifest, self._column_names, next(order.windows(self._virtual_workers[0])))
+        return WindowRows(read, [read()], self._columns).take(0, min(2, read.num_rows))
 
     def close(self) -> None:
         """Stop reading ahead."""
         if self._blocks:
             self._blocks.close()
-        self._blocks, self._queues = None, {}
+        self._blocks, self._windows = None, {}
 
     @property
     def _column_names(self) -> tuple[str, ...]:
@@ -102,38 +94,34 @@ class RankStream:
     def _open(self, epoch: int, step_in_epoch: int) -> None:
         self.close()
         self._epoch = epoch
-        self._queues = {virtual_worker: deque() for virtual_worker in self._virtual_workers}
-        self._blocks = _ReadAhead(_blocks(self._reads(epoch, step_in_epoch), self._spec))
+        self._windows = {virtual_worker: deque() for virtual_worker in self._virtual_workers}
+        position = step_in_epoch * self._plan.virtual_worker_batch
+        self._positions = dict.fromkeys(self._virtual_workers, position)
+        self._blocks = _ReadAhead(_windows(self._reads(epoch, position), self._columns, self._spec))
 
-    def _reads(self, epoch: int, step_in_epoch: int) -> list[WindowRead]:
-        """The windows that are left of an epoch, in the order in which steps first need them."""
+    def _reads(self, epoch: int, position: int) -> list[WindowRead]:
+        """The windows that are left of an epoch from a position of the streams on, in the order in which steps first need them."""
         order = EpochOrder(self._plan, self._manifest.row_counts, epoch)
         share = self._plan.virtual_worker_batch
-        position = step_in_epoch * share
         reads = [
-            window_read(self._manifest, self._column_names, window, position)
+            window_read(self._manifest, self._column_names, window)
             for virtual_worker in self._virtual_workers
             for window in order.windows(virtual_worker, position)
         ]
         return sorted(reads, key=lambda read: (max(read.window.start, position) // share, read.window.virtual_worker))
 
-    def _fetch(self) -> None:
-        assert self._blocks is not None
-        read, table = next(self._blocks)
-        self._queues[read.window.virtual_worker].append(table)
-
 
 class _ReadAhead:
     """Runs an iterator of blocks in a thread, one block ahead of who takes them."""
 
-    def __init__(self, blocks: Generator[tuple[WindowRead, pa.Table], None, None]):
+    def __init__(self, blocks: Generator[tuple[WindowRead, WindowRows], None, None]):
         self._blocks = blocks
-        self._ready: Queue[tuple[WindowRead, pa.Table] | BaseException] = Queue(maxsize=1)
+        self._ready: Queue[tuple[WindowRead, WindowRows] | BaseException] = Queue(maxsize=1)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="undula-read-ahead", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> tuple[WindowRead, pa.Table]:
+    def __next__(self) -> tuple[WindowRead, WindowRows]:
         block = self._ready.get()
         if isinstance(block, BaseException):
             raise block
@@ -157,61 +145,37 @@ class _ReadAhead:
             self._ready.put(error)
 
 
-def _blocks(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, pa.Table], None, None]:
+def _windows(
+    reads: list[WindowRead], columns: tuple[Column, ...], spec: DataSpec
+) -> Generator[tuple[WindowRead, WindowRows], None, None]:
     """The rows of each read, in order: the head of them read here, as the processes of Ray Data's tasks take seconds to start."""
     end_bytes = np.cumsum([read.num_bytes for read in reads])
     head = int(np.searchsorted(end_bytes, spec.head_mib * 2**20, side="right"))
     for read in reads[:head]:
-        for table in read():
-            yield read, table
+        yield read, WindowRows(read, [read()], columns)
     if reads[head:]:
-        yield from _read_in_tasks(reads[head:], spec)
+        tables = _tables(reads[head:], spec)
+        rest = pa.table({})
+        for read in reads[head:]:
+            parts: list[pa.Table] = []
+            missing = read.num_rows
+            while missing:  # Ray Data joins and cuts tables as it sees fit
+                rest = rest if rest.num_rows else next(tables)
+                parts.append(rest.slice(0, missing))
+                missing -= parts[-1].num_rows
+                rest = rest.slice(parts[-1].num_rows)
+            yield read, WindowRows(read, parts, columns)
 
 
-def _read_in_tasks(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, pa.Table], None, None]:
-    """The rows of each read, in order; a read may come in several tables where Ray Data cuts its block."""
+def _tables(reads: list[WindowRead], spec: DataSpec) -> Iterator[pa.Table]:
+    """The rows of the reads, in order, by tasks of Ray Data."""
+    source = WindowDatasource(reads)
     dataset = ray.data.read_datasource(
-        WindowDatasource(reads),
-        override_num_blocks=len(reads),
+        source,
+        override_num_blocks=source.num_tasks,
         concurrency=spec.read_tasks,
         ray_remote_args={"num_cpus": spec.read_cpus},
     )
     dataset.context.execution_options.preserve_order = True
     dataset.context.enable_progress_bars = False
-    tables = iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))
-    for read in reads:
-        ids, done = read.ids(), 0
-        while done < read.num_rows:
-            table = next(tables)
-            arrived = table[ID_COLUMN].to_numpy()
-            if not np.array_equal(arrived, ids[done : done + len(arrived)]):
-                raise ManifestError(
-                    f"{read.url} gave other rows than its plan says: index it again with `undula data index`"
-                )
-            done += len(arrived)
-            if len(arrived):
-                yield read, table
-
-
-def _samples(table: pa.Table, columns: tuple[Column, ...]) -> Samples:
-    table = table.combine_chunks()
-    return Samples(
-        ids=table[ID_COLUMN].to_numpy(),
-        batch={column.name: _values(table[column.name].combine_chunks(), column) for column in columns},
-    )
-
-
-def _values(array: pa.Array, column: Column) -> Tensor | list[str]:
-    nulls = array.null_count
-    if column.shape:
-        array = array.flatten()
-        nulls += array.null_count
-    if nulls:
-        raise ManifestError(
-            f"column {column.name!r} has nulls, which no tensor holds: fill them, or leave it out of data.columns"
-        )
-    if column.type in ("string", "large_string"):
-        return list(array.to_pylist())
-    # A copy: Arrow's buffers are read-only, and torch would hand them to code that may write.
-    values = array.to_numpy(zero_copy_only=False).copy()
-    return torch.from_numpy(values).view(-1, *column.shape)
+    return iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
-from undula.data.stream import Batch, RankStream
+from undula.data.rows import Batch
+from undula.data.stream import RankStream
 from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, StepShape, assign

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from undula.data.manifest import Manifest
-from undula.data.stream import Batch, RankStream
+from undula.data.rows import Batch
+from undula.data.stream import RankStream
 from undula.plan.plan import Plan, PlanSpec
 from undula.run.job import Job
 

@@ -1,15 +1,19 @@
-"""A read task brings the rows of its window in stream order, from the position asked for."""
+"""Windows are read as the plan says, and give their rows in stream order."""
 
+import itertools
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from undula.data.manifest import Manifest
-from undula.data.read import ID_COLUMN, WindowRead, window_read
-from undula.data.write import write_shards
+from undula.data.read import ID_COLUMN, WindowDatasource, WindowRead, window_read
+from undula.data.rows import Samples, WindowRows, concatenated
+from undula.data.write import array_column, array_field, write_shards
 from undula.errors import ManifestError, StorageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
@@ -37,7 +41,12 @@ def order(manifest: Manifest, shuffle: str = "window") -> EpochOrder:
 
 def reads(manifest: Manifest, epoch: EpochOrder, virtual_worker: int, position: int = 0) -> Iterator[WindowRead]:
     for window in epoch.windows(virtual_worker, position):
-        yield window_read(manifest, ("value", "name"), window, position)
+        yield window_read(manifest, ("value", "name"), window)
+
+
+def samples(manifest: Manifest, read: WindowRead) -> Samples:
+    """All of a window's rows, in stream order."""
+    return WindowRows(read, [read()], manifest.select(("value", "name"))).take(0, read.num_rows)
 
 
 def stream(epoch: EpochOrder, virtual_worker: int) -> np.ndarray:
@@ -51,30 +60,97 @@ def test_windows_bring_the_rows_that_the_plan_says(store: Store, shuffle: str) -
     assert len(manifest.row_counts) > 10
     epoch = order(manifest, shuffle)
     for virtual_worker in range(3):
-        tables = [table for read in reads(manifest, epoch, virtual_worker) for table in read()]
-        table = pa.concat_tables(tables)
-        ids = table[ID_COLUMN].to_numpy()
-        assert np.array_equal(ids, stream(epoch, virtual_worker))
-        assert table["value"].to_pylist() == (ids + 1000).tolist()
-        assert table["name"].to_pylist() == [f"row {row}" for row in ids]
+        taken = concatenated([samples(manifest, read) for read in reads(manifest, epoch, virtual_worker)])
+        assert np.array_equal(taken.ids, stream(epoch, virtual_worker))
+        assert taken.batch["value"].tolist() == (taken.ids + 1000).tolist()
+        assert taken.batch["name"] == [f"row {row}" for row in taken.ids]
+
+
+@pytest.mark.parametrize("cuts", [(0, 5), (0, 1, 2, 5), (0, 3, 5)])
+def test_rows_do_not_depend_on_how_their_tables_were_cut(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    manifest = write(open_store(str(tmp_path)))
+    read = next(reads(manifest, order(manifest), 0))
+    table, columns = read(), manifest.select(("value", "name"))
+    bounds = [cut * read.num_rows // 5 for cut in cuts]
+    parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
+    taken, whole = WindowRows(read, parts, columns).take(1, 4), samples(manifest, read)
+    assert taken.ids.tolist() == whole.ids[1:4].tolist()
+    assert taken.batch["value"].tolist() == whole.batch["value"][1:4].tolist()
+    assert taken.batch["name"] == whole.batch["name"][1:4]
+
+
+def test_other_rows_than_planned_are_refused(tmp_path: Path) -> None:
+    manifest = write(open_store(str(tmp_path)))
+    one, other = itertools.islice(reads(manifest, order(manifest), 0), 2)
+    with pytest.raises(ManifestError, match="gave other rows than its plan says"):
+        WindowRows(one, [other()], manifest.select(("value", "name")))
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window"])
-def test_reading_from_a_position_skips_what_was_consumed(store: Store, shuffle: str) -> None:
+def test_reading_from_a_position_leaves_out_the_windows_before(store: Store, shuffle: str) -> None:
     manifest = write(store)
     epoch = order(manifest, shuffle)
     whole = stream(epoch, 1)
     for position in (0, 1, 17, 40, len(whole) - 1):
-        tasks = list(reads(manifest, epoch, 1, position))
-        ids = np.concatenate([table[ID_COLUMN].to_numpy() for task in tasks for table in task()])
-        assert np.array_equal(ids, whole[position:])
-        assert sum(task.num_rows for task in tasks) == len(ids)
-        assert np.array_equal(np.concatenate([task.ids() for task in tasks]), ids)
+        left = list(reads(manifest, epoch, 1, position))
+        assert left[0].window.start <= position < left[0].window.start + left[0].num_rows
+        ids = np.concatenate([samples(manifest, read).ids for read in left])
+        assert np.array_equal(ids, whole[left[0].window.start :])
+
+
+COLUMNS = {
+    "ints": pa.array([1, 2, 3, 4], pa.int16()),
+    "floats": pa.array([0.5, 1.5, 2.5, 3.5], pa.float32()),
+    "flags": pa.array([True, False, True, True]),
+    "texts": pa.array(["a", "", "c", "d"]),
+    "images": array_column(array_field("images", pa.uint8(), (2, 3)), np.arange(24, dtype=np.uint8).reshape(4, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window"])
+def test_columns_of_all_kinds_become_tensors_and_strings(tmp_path: Path, shuffle: str) -> None:
+    fields = [array_field(n, pa.uint8(), (2, 3)) if n == "images" else pa.field(n, c.type) for n, c in COLUMNS.items()]
+    schema = pa.schema(fields)
+    table = pa.Table.from_arrays(list(COLUMNS.values()), schema=schema)
+    manifest = write_shards(open_store(str(tmp_path)), [table], schema, 4, num_shards=1)
+    plan = Plan(PlanSpec(global_batch=4, virtual_workers=1, shuffle=shuffle), 4)
+    window = next(EpochOrder(plan, manifest.row_counts, 0).windows(0))
+    read = window_read(manifest, tuple(COLUMNS), window)
+    taken = WindowRows(read, [read()], manifest.columns).take(1, 4)
+    assert taken.batch["ints"].dtype == torch.int16
+    assert taken.batch["floats"].dtype == torch.float32
+    assert taken.batch["flags"].dtype == torch.bool
+    for name in ("ints", "floats", "flags"):
+        assert taken.batch[name].tolist() == [COLUMNS[name][row].as_py() for row in taken.ids]
+    assert taken.batch["texts"] == [COLUMNS["texts"][row].as_py() for row in taken.ids]
+    images = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
+    assert np.array_equal(taken.batch["images"].numpy(), images[taken.ids])
+
+
+@pytest.mark.parametrize("values", [[[1, None], [3, 4]], [[1, 2], None]])
+def test_nulls_are_refused_inside_lists_too(tmp_path: Path, values: list[list[int | None] | None]) -> None:
+    table = pa.table({"pairs": pa.array(values, pa.list_(pa.int64(), 2))})
+    manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 2, num_shards=1)
+    plan = Plan(PlanSpec(global_batch=2, virtual_workers=1), 2)
+    read = window_read(manifest, ("pairs",), next(EpochOrder(plan, manifest.row_counts, 0).windows(0)))
+    with pytest.raises(ManifestError, match="'pairs' has nulls"):
+        WindowRows(read, [read()], manifest.columns)
+
+
+def test_windows_are_read_some_to_a_task_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write(open_store(str(tmp_path)))
+    windows = [read for v in range(3) for read in reads(manifest, order(manifest), v)]
+    monkeypatch.setattr("undula.data.read.TASK_BYTES", 3 * windows[0].num_bytes)
+    source = WindowDatasource(windows)
+    tasks = source.get_read_tasks(0)
+    assert 1 < len(tasks) == source.num_tasks < len(windows)
+    ids = [table[ID_COLUMN].to_numpy() for task in tasks for table in task()]
+    assert all(np.array_equal(found, read.ids()) for found, read in zip(ids, windows, strict=True))
 
 
 def test_only_the_named_columns_are_read(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
-    (table,) = window_read(manifest, ("value",), next(order(manifest).windows(0)), 0)()
+    table = window_read(manifest, ("value",), next(order(manifest).windows(0)))()
     assert table.column_names == ["value", ID_COLUMN]
 
 
@@ -91,7 +167,7 @@ def test_broken_shard_is_named(store: Store) -> None:
     name = first.pieces[0].file
     store.write(name, store.read(name)[:-10])
     with pytest.raises(ManifestError, match=f"^{store.url}/{name} cannot be read as its manifest says"):
-        list(first())
+        first()
 
 
 def test_missing_shard_is_named(store: Store) -> None:
@@ -100,4 +176,4 @@ def test_missing_shard_is_named(store: Store) -> None:
     name = first.pieces[0].file
     store.delete(name)
     with pytest.raises((ManifestError, StorageError), match=f"{store.url}/{name}"):
-        list(first())
+        first()

@@ -1,0 +1,103 @@
+"""The stream of a rank, read in this process: the plan's samples, from any step, over any chain of resumes at any world sizes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from undula.data.manifest import Manifest
+from undula.data.rows import Samples
+from undula.data.spec import DataSpec
+from undula.data.stream import RankStream
+from undula.data.write import write_shards
+from undula.plan.order import EpochOrder
+from undula.plan.plan import Plan, PlanSpec, assign
+from undula.storage import Store
+
+NUM_ROWS = 331
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Row groups of 7 rows, some shorter."""
+    table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS)})
+    folder = str(tmp_path_factory.mktemp("stream"))
+    return write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=5, row_group_bytes=7 * 8)
+
+
+def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples:
+    """What all ranks take in a step, rank after rank."""
+    taken = []
+    for stream, virtual_workers in zip(streams, assign(plan.spec.virtual_workers, len(streams)), strict=True):
+        for virtual_worker in virtual_workers:
+            for size in plan.micro_batches(plan.step(step).step_in_epoch, virtual_worker):
+                taken.append(stream.take(step, virtual_worker, size))
+    ids = np.concatenate([part.ids for part in taken])
+    values = [value for part in taken for value in part.batch["value"].tolist()]
+    assert values == (ids + 1000).tolist()
+    return Samples(ids, {})
+
+
+def streams_from(manifest: Manifest, plan: Plan, world_size: int, start: int) -> list[RankStream]:
+    spec = DataSpec(train=manifest.url)
+    ranks = assign(plan.spec.virtual_workers, world_size)
+    return [RankStream(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
+
+
+def uninterrupted(manifest: Manifest, plan: Plan) -> Iterator[list[int]]:
+    for step in range(plan.total_steps):
+        shape = plan.step(step)
+        order = EpochOrder(plan, manifest.row_counts, shape.epoch)
+        yield order.step_ids(shape.step_in_epoch).tolist()
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    virtual_workers = draw(st.integers(1, 8))
+    spec = PlanSpec(
+        global_batch=virtual_workers * draw(st.integers(1, 9)),
+        virtual_workers=virtual_workers,
+        micro_batch=draw(st.none() | st.integers(1, 4)),
+        epochs=2,
+        seed=draw(st.integers(0, 99)),
+        shuffle=draw(st.sampled_from(["none", "row_groups", "window"])),
+        window=draw(st.integers(1, 5)),
+        last_step=draw(st.sampled_from(["short", "drop", "wrap"])),
+    )
+    return Plan(spec, NUM_ROWS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), data=st.data())
+def test_a_chain_of_resumes_at_any_world_sizes_is_the_run_left_alone(
+    manifest: Manifest, plan: Plan, data: st.DataObject
+) -> None:
+    stops = data.draw(st.lists(st.integers(0, plan.total_steps), min_size=5, max_size=8), label="stops")
+    # The last step of an epoch and its end are where streams are apt to go wrong.
+    stops = sorted({*stops, plan.steps_per_epoch - 1, plan.steps_per_epoch, plan.total_steps})
+    seen: list[list[int]] = []
+    for stop in stops:
+        world_size = data.draw(st.integers(1, plan.spec.virtual_workers), label="world size")
+        streams = streams_from(manifest, plan, world_size, start=len(seen))
+        seen += [samples_of_step(streams, plan, step).ids.tolist() for step in range(len(seen), stop)]
+        for stream in streams:
+            stream.close()
+    assert seen == list(uninterrupted(manifest, plan))
+    if plan.spec.last_step == "short":
+        for epoch in range(2):
+            steps = seen[epoch * plan.steps_per_epoch : (epoch + 1) * plan.steps_per_epoch]
+            assert sorted(row for step in steps for row in step) == list(range(NUM_ROWS))
+
+
+def test_no_row_group_is_read_by_two_ranks_but_at_the_cut_between_them(manifest: Manifest) -> None:
+    plan = Plan(PlanSpec(global_batch=12, virtual_workers=6), NUM_ROWS)
+    order = EpochOrder(plan, manifest.row_counts, 0)
+    of_rank = [
+        {piece.row_group for v in rank for window in order.windows(v) for piece in window.pieces}
+        for rank in assign(6, 3)
+    ]
+    shared = [of_rank[one] & of_rank[other] for one in range(3) for other in range(one)]
+    assert sum(len(groups) for groups in shared) <= 2
