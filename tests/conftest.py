@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from undula import storage
+from undula.data import shards
 
 settings.register_profile("undula", deadline=None)  # a busy machine is no failure
 settings.load_profile("undula")
@@ -76,7 +77,8 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 def _forget_clients() -> None:
     """The library keeps its clients, which know one endpoint."""
     storage._s3_filesystem.cache_clear()
-    storage._s3_client.cache_clear()
+    storage.s3_client.cache_clear()
+    shards._client.cache_clear()
 
 
 def _wait_until_listening(server: subprocess.Popen[bytes], port: int, limit_s: float) -> None:

@@ -58,7 +58,7 @@ class Store:
             if self.is_s3:
                 # Arrow asks for the size first and then for so many bytes, between which another version may come.
                 bucket, _, key = self.path(name).partition("/")
-                return bytes(_s3_client().get_object(Bucket=bucket, Key=key)["Body"].read())
+                return bytes(s3_client().get_object(Bucket=bucket, Key=key)["Body"].read())
             return Path(self.path(name)).read_bytes()
 
     def open(self, name: str) -> pa.NativeFile:
@@ -111,7 +111,7 @@ class Store:
     def _list_s3(self, prefix: str) -> Iterator[Entry]:
         bucket, _, root = self.path().partition("/")
         root = f"{root}/" if root else ""
-        pages = _s3_client().get_paginator("list_objects_v2")
+        pages = s3_client().get_paginator("list_objects_v2")
         for page in pages.paginate(Bucket=bucket, Prefix=root + (f"{prefix}/" if prefix else "")):
             for item in page.get("Contents", []):
                 if not item["Key"].endswith("/"):
@@ -170,10 +170,11 @@ def _s3_filesystem() -> fs.FileSystem:
 
 
 @cache
-def _s3_client() -> Any:
+def s3_client(config: Any = None) -> Any:
+    """A boto3 client, made once for each botocore Config: clients may be shared by threads."""
     import boto3
 
-    return boto3.Session().client("s3", region_name=_region())
+    return boto3.Session().client("s3", region_name=_region(), config=config)
 
 
 def _replace_atomically(path: Path, data: bytes) -> None:

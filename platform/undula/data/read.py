@@ -5,15 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from undula.data.manifest import ID_COLUMN, Manifest
-from undula.errors import ManifestError
+from undula.data.shards import Shard
 from undula.plan.order import Window
-from undula.storage import Store
 
 TASK_BYTES = 32 * 2**20
 """Windows are read together up to so many bytes: a task costs some 20 ms beside its reading."""
@@ -21,9 +19,9 @@ TASK_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class PieceRead:
-    """Rows [start, stop) of one row group of one file."""
+    """Rows [start, stop) of one row group of one shard."""
 
-    file: str
+    shard: Shard
     row_group: int
     start: int
     stop: int
@@ -37,7 +35,6 @@ class PieceRead:
 class WindowRead:
     """How a window is read: calling it gives its rows in stored order, with their ids, as one table."""
 
-    url: str
     columns: tuple[str, ...]
     window: Window
     pieces: tuple[PieceRead, ...]
@@ -52,17 +49,10 @@ class WindowRead:
         return np.concatenate([piece.ids() for piece in self.pieces])
 
     def __call__(self) -> pa.Table:
-        store = Store(self.url)
-        return pa.concat_tables([self._read(store, piece) for piece in self.pieces]).combine_chunks()
+        return pa.concat_tables([self._read(piece) for piece in self.pieces]).combine_chunks()
 
-    def _read(self, store: Store, piece: PieceRead) -> pa.Table:
-        try:
-            with store.open(piece.file) as source:
-                file = pq.ParquetFile(source, pre_buffer=True)
-                table = file.read_row_group(piece.row_group, columns=list(self.columns), use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ManifestError(f"{self.url}/{piece.file} cannot be read as its manifest says: {error}") from error
-        table = table.slice(piece.start, piece.stop - piece.start)
+    def _read(self, piece: PieceRead) -> pa.Table:
+        table = piece.shard.row_group(piece.row_group, self.columns).slice(piece.start, piece.stop - piece.start)
         return table.append_column(ID_COLUMN, pa.array(piece.ids()))
 
 
@@ -73,9 +63,10 @@ def window_read(manifest: Manifest, columns: tuple[str, ...], window: Window) ->
         number, group = manifest.row_group_places[piece.row_group]
         file = manifest.files[number]
         first_id = int(manifest.first_ids[piece.row_group])
-        pieces.append(PieceRead(file.name, group, piece.start, piece.stop, first_id))
+        shard = Shard(manifest.url, file.name, file.bytes, file.version)
+        pieces.append(PieceRead(shard, group, piece.start, piece.stop, first_id))
         num_bytes += file.row_group_bytes[group] * piece.num_rows // max(file.row_groups[group], 1)
-    return WindowRead(manifest.url, columns, window, tuple(pieces), num_bytes)
+    return WindowRead(columns, window, tuple(pieces), num_bytes)
 
 
 class WindowDatasource(Datasource):

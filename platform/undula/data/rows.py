@@ -41,7 +41,7 @@ class WindowRows:
         self._ids = table[ID_COLUMN].to_numpy()
         if not np.array_equal(self._ids, read.ids()):
             raise ManifestError(
-                f"{read.url} gave other rows than its plan says: index it again with `undula data index`"
+                f"{read.pieces[0].shard.url} gave other rows than its plan says: index it again with `undula data index`"
             )
         self._order = torch.from_numpy(read.window.permutation()) if read.window.key is not None else None
         self._columns = {column.name: _column(table[column.name], column) for column in columns}

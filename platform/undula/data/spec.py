@@ -24,6 +24,8 @@ class DataSpec:
     """MiB that a worker reads by itself at the start of an epoch or after a resume, while Ray Data's tasks start; a smaller share of
     the data than that needs no tasks."""
     read_tasks: Annotated[int, Gt(0)] = 2
-    """Read tasks of Ray Data that a worker keeps running ahead of its training; each holds a shuffle window in memory."""
+    """Read tasks of Ray Data that a worker keeps running ahead of its training."""
+    prefetch_mib: Annotated[int, Gt(0)] = 256
+    """MiB of rows that Ray Data holds ahead of a worker, beside the shuffle windows in use; no less than its read tasks bring at once."""
     read_cpus: Annotated[float, Ge(0)] = 0.0
     """CPUs that Ray reserves for a read task. With 0 a small cluster whose CPUs are all held by workers cannot starve it."""

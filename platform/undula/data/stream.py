@@ -174,8 +174,10 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Iterator[pa.Table]:
         source,
         override_num_blocks=source.num_tasks,
         concurrency=spec.read_tasks,
-        ray_remote_args={"num_cpus": spec.read_cpus},
+        num_cpus=spec.read_cpus,
     )
-    dataset.context.execution_options.preserve_order = True
+    options = dataset.context.execution_options
+    options.preserve_order = True
+    options.resource_limits = ray.data.ExecutionResources(object_store_memory=spec.prefetch_mib * 2**20)
     dataset.context.enable_progress_bars = False
     return iter(dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1))

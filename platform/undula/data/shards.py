@@ -1,0 +1,206 @@
+"""Row groups of a shard, of the very version that the manifest has: from a disk, or from S3 by range requests.
+
+On S3 every request asks for the ETag of the manifest, so that a changed object is refused and never mixed; ranges are joined over small
+holes, cut into parts that are fetched beside each other, and asked for again when the store is busy or the connection breaks.
+"""
+
+import mmap
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from undula.errors import ManifestError, StorageError
+from undula.storage import Store, s3_client
+
+PART_BYTES = 8 * 2**20
+"""Of one range request."""
+HOLE_BYTES = 2**20
+"""Ranges with at most so many bytes between them are fetched as one."""
+PARALLEL_PARTS = 8
+FOOTER_BYTES = 2**16
+"""Fetched at once from the end of a shard; most footers are smaller."""
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 20.0
+"""To the first byte, and between bytes."""
+RETRY_FOR_S = 120.0
+"""After so long without a range it is given up."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+
+_BUSY = {
+    "500",
+    "502",
+    "503",
+    "504",
+    "429",
+    "SlowDown",
+    "InternalError",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "Throttling",
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of a data set, in one version."""
+
+    url: str
+    """Of the data set."""
+    name: str
+    bytes: int
+    version: str
+    """As in the manifest."""
+
+    def row_group(self, number: int, columns: Sequence[str]) -> pa.Table:
+        """The rows of a row group.
+
+        Raises:
+            ManifestError: the file is gone, has changed, or is not what its footer says.
+            StorageError: it could not be read, for other reasons.
+        """
+        try:
+            metadata = _footer(self)
+            source = self._source(_ranges(metadata, number, columns))
+            file = pq.ParquetFile(source, metadata=metadata)
+            return file.read_row_group(number, columns=list(columns), use_threads=False)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ManifestError(f"{self} cannot be read as its manifest says: {error}") from error
+
+    def footer(self) -> pq.FileMetaData:
+        if not Store(self.url).is_s3:
+            return pq.read_metadata(self._source(()))
+        tail = self._fetched([(max(self.bytes - FOOTER_BYTES, 0), self.bytes)])
+        length = int.from_bytes(tail[-8:-4], "little") + 8
+        if length > FOOTER_BYTES:
+            tail = self._fetched([(max(self.bytes - length, 0), self.bytes)])
+        return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
+
+    def _source(self, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
+        """The file, of which at least these ranges can be read."""
+        store = Store(self.url)
+        if store.is_s3:
+            return pa.BufferReader(pa.py_buffer(self._fetched(ranges)))
+        try:
+            stat = Path(store.path(self.name)).stat()
+        except FileNotFoundError:
+            raise ManifestError(f"{self} is gone, and the manifest lists it: restore it or index again") from None
+        if f"size {stat.st_size}, mtime {stat.st_mtime_ns}" != self.version:
+            raise _changed(self)
+        return store.open(self.name)  # no memory map: a file that is cut while it is read would end the process
+
+    def _fetched(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
+        """An image of the object in which these ranges are filled in; the rest takes no memory."""
+        image = mmap.mmap(-1, self.bytes)
+        view = memoryview(image)
+        parts = [
+            (start, min(start + PART_BYTES, stop)) for begin, stop in ranges for start in range(begin, stop, PART_BYTES)
+        ]
+        list(_threads().map(lambda part: _fetch(self, part[0], view[part[0] : part[1]]), parts))
+        return image
+
+    def __str__(self) -> str:
+        return f"{self.url}/{self.name}"
+
+
+@lru_cache(maxsize=4096)
+def _footer(shard: Shard) -> pq.FileMetaData:
+    return shard.footer()
+
+
+def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> list[tuple[int, int]]:
+    """Where the column chunks of a row group lie, joined over small holes."""
+    group = metadata.row_group(number)
+    joined: list[tuple[int, int]] = []
+    chunks = [group.column(place) for place in range(group.num_columns)]
+    starts = [
+        (min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))), chunk.total_compressed_size)
+        for chunk in chunks
+        if chunk.path_in_schema.partition(".")[0] in columns
+    ]
+    for start, size in sorted(starts):
+        if joined and start - joined[-1][1] <= HOLE_BYTES:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], start + size))
+        else:
+            joined.append((start, start + size))
+    return joined
+
+
+def _fetch(shard: Shard, start: int, into: memoryview) -> None:
+    """Fill `into` with the bytes of the object from `start` on."""
+    deadline = time.monotonic() + RETRY_FOR_S
+    wait_s = FIRST_WAIT_S
+    while True:
+        problem = _try_to_fetch(shard, start, into)
+        if problem is None:
+            return
+        if time.monotonic() + wait_s > deadline:
+            raise StorageError(f"{shard} could not be read for {RETRY_FOR_S:.0f} s: {problem}")
+        time.sleep(random.uniform(0, wait_s))  # full jitter: the ranks of a run must not come back together
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
+    """One request; what went wrong where another try may help."""
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+    from urllib3.exceptions import HTTPError
+
+    bucket, _, key = Store(shard.url).path(shard.name).partition("/")
+    try:
+        response = _client().get_object(
+            Bucket=bucket,
+            Key=key,
+            Range=f"bytes={start}-{start + len(into) - 1}",
+            IfMatch=shard.version.removeprefix("etag "),
+        )
+        done = 0
+        while count := response["Body"].readinto(into[done:]):
+            done += count
+        return None if done == len(into) else f"{done} of {len(into)} bytes came"
+    except ClientError as error:
+        code, status = str(error.response["Error"].get("Code")), error.response["ResponseMetadata"]["HTTPStatusCode"]
+        if status == 412 or code == "PreconditionFailed":
+            raise _changed(shard) from error
+        if status == 404:
+            raise ManifestError(f"{shard} is gone, and the manifest lists it: restore it or index again") from error
+        if status == 416:
+            raise _changed(shard) from error
+        if code in _BUSY or str(status) in _BUSY:
+            return f"{status} {code}"
+        raise StorageError(f"cannot read {shard}: {error}") from error
+    except (HTTPClientError, IncompleteReadError, HTTPError, OSError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    except BotoCoreError as error:
+        raise StorageError(f"cannot read {shard}: {error}") from error
+
+
+def _changed(shard: Shard) -> ManifestError:
+    return ManifestError(
+        f"{shard} has changed since the manifest was made: restore it, or run `undula data index {shard.url}`"
+    )
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="undula-fetch")
+
+
+@cache
+def _client() -> Any:
+    from botocore.config import Config
+
+    return s3_client(
+        Config(
+            retries={"total_max_attempts": 1},  # _fetch tries again, with the rest of the body too
+            connect_timeout=CONNECT_TIMEOUT_S,
+            read_timeout=READ_TIMEOUT_S,
+            max_pool_connections=PARALLEL_PARTS,
+        )
+    )

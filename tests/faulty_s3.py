@@ -1,0 +1,109 @@
+"""An HTTP proxy before a real S3 server that spoils answers as it is told to."""
+
+import http.client
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Fault = Literal["503", "slow down", "reset", "truncated", "short", "slow"]
+_BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+
+
+class FaultyS3(ThreadingHTTPServer):
+    """Passes requests on; the next range requests meet the faults in `faults`, one each.
+
+    Attributes:
+        faults: what happens to the next range requests.
+        ranges: (first, last) byte of each range that was asked for.
+        slow_s: how long "slow" waits before the first byte.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, upstream: str):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = urlsplit(upstream)
+        self.faults: deque[Fault] = deque()
+        self.ranges: list[tuple[int, int]] = []
+        self.slow_s = 3.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *arguments: Any) -> None:
+        """Clients go away in the middle of an answer; that is what the tests are about."""
+
+
+@contextmanager
+def faulty_s3(upstream: str) -> Iterator[FaultyS3]:
+    server = FaultyS3(upstream)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyS3
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def _pass_on(self) -> None:
+        fault = None
+        if asked := self.headers.get("Range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            self.server.ranges.append((int(first), int(last)))
+            fault = self.server.faults.popleft() if self.server.faults else None
+        if fault in ("503", "slow down"):
+            self._answer(503, [("Content-Type", "application/xml")], _BUSY if fault == "slow down" else b"")
+            return
+        if fault == "slow":
+            time.sleep(self.server.slow_s)
+        status, headers, body = self._upstream()
+        if fault == "short":
+            body = body[: len(body) // 2]
+        self._answer(status, headers, body, sent=len(body) // 2 if fault in ("reset", "truncated") else len(body))
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if fault in ("reset", "truncated"):
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
+
+    def _upstream(self) -> tuple[int, list[tuple[str, str]], bytes]:
+        length = int(self.headers.get("Content-Length") or 0)
+        connection = http.client.HTTPConnection(self.server.upstream.netloc)
+        connection.request(self.command, self.path, self.rfile.read(length) if length else None, dict(self.headers))
+        answer = connection.getresponse()
+        body = answer.read()
+        kept = [
+            (key, value) for key, value in answer.getheaders() if key.lower() not in ("content-length", "connection")
+        ]
+        if self.command == "HEAD":
+            kept.append(("Content-Length", answer.getheader("Content-Length") or "0"))
+        connection.close()
+        return answer.status, kept, body
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None) -> None:
+        self.send_response_only(status)
+        for key, value in headers:
+            self.send_header(key, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:sent])
+        self.wfile.flush()

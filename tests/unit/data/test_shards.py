@@ -1,0 +1,112 @@
+"""Row groups over a real S3 server behind a proxy that spoils its answers: the same rows, or a refusal by name, within a time limit."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import S3
+from faulty_s3 import Fault, FaultyS3, faulty_s3
+
+from undula.data import shards
+from undula.data.manifest import Manifest, load_manifest
+from undula.data.shards import Shard
+from undula.data.write import write_shards
+from undula.errors import ManifestError, StorageError
+from undula.storage import open_store
+
+ROWS = 4000
+TABLE = pa.table({"a": np.arange(ROWS), "b": np.arange(ROWS) * 2.5, "c": np.arange(ROWS) % 7})
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str, s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    with faulty_s3(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setattr(shards, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(shards, "READ_TIMEOUT_S", 1.0)
+        shards._client.cache_clear()
+        yield server
+
+
+@pytest.fixture
+def manifest(s3: S3) -> Manifest:
+    store = open_store(s3.url("data"))
+    write_shards(store, [TABLE], TABLE.schema, ROWS, num_shards=1, row_group_bytes=24_000)
+    return load_manifest(store.url)
+
+
+def shard_of(manifest: Manifest) -> Shard:
+    (file,) = manifest.files
+    return Shard(manifest.url, file.name, file.bytes, file.version)
+
+
+def rows_of(manifest: Manifest) -> pa.Table:
+    shard = shard_of(manifest)
+    return pa.concat_tables([shard.row_group(number, ("a", "b", "c")) for number in range(len(manifest.row_counts))])
+
+
+@pytest.mark.parametrize("fault", ["503", "slow down", "reset", "truncated", "short", "slow"])
+def test_faults_that_pass_leave_the_same_rows(manifest: Manifest, proxy: FaultyS3, fault: Fault) -> None:
+    shards._footer.cache_clear()
+    proxy.faults.extend([fault] * 3)
+    assert rows_of(manifest).equals(TABLE)
+    assert not proxy.faults
+
+
+def test_parts_of_a_large_row_group_each_survive_their_faults(
+    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "PART_BYTES", 1000)
+    faults: list[Fault] = ["reset", "503", "truncated", "short", "slow down"]
+    proxy.faults.extend(faults * 5)
+    assert rows_of(manifest).equals(TABLE)
+    assert not proxy.faults
+
+
+def test_a_changed_object_is_refused_by_name_even_when_its_size_is_the_same(
+    manifest: Manifest, proxy: FaultyS3
+) -> None:
+    shard = shard_of(manifest)
+    store = open_store(manifest.url)
+    data = bytearray(store.read(shard.name))
+    data[100] ^= 1
+    store.write(shard.name, bytes(data))
+    with pytest.raises(ManifestError, match=f"^{shard.url}/{shard.name} has changed since the manifest was made"):
+        shard.row_group(0, ("a",))
+
+
+def test_a_deleted_object_is_refused_by_name(manifest: Manifest, proxy: FaultyS3) -> None:
+    shard = shard_of(manifest)
+    shard.row_group(0, ("a",))
+    open_store(manifest.url).delete(shard.name)
+    with pytest.raises(ManifestError, match=f"^{shard.url}/{shard.name} is gone"):
+        shard.row_group(1, ("a",))
+
+
+def test_a_store_that_stays_busy_is_given_up_after_the_time_limit(
+    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "RETRY_FOR_S", 0.5)
+    shards._footer.cache_clear()
+    proxy.faults.extend(["503"] * 10_000)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"part-00000.parquet could not be read for .* s: 503"):
+        shard_of(manifest).row_group(0, ("a",))
+    assert time.monotonic() - began < 10
+
+
+def test_neighbouring_columns_come_with_one_request_and_others_not_at_all(
+    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shard_of(manifest)
+    shard.row_group(0, ("a",))  # the footer is known from here on
+    proxy.ranges.clear()
+    shard.row_group(0, ("a", "b", "c"))
+    ((first, last),) = proxy.ranges
+    monkeypatch.setattr(shards, "HOLE_BYTES", 0)
+    proxy.ranges.clear()
+    shard.row_group(0, ("a", "c"))
+    assert len(proxy.ranges) == 2
+    assert sum(end - begin + 1 for begin, end in proxy.ranges) < last - first
