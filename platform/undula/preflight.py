@@ -107,6 +107,9 @@ class _ShapeProbe:
         self.plan = plan
         self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
 
+    def map(self, *functions: object, **more: object) -> None:
+        """Shapes do not depend on the samples."""
+
     def model(self, module: nn.Module) -> nn.Module:
         raise _ModelBuiltError({name: tuple(value.shape) for name, value in module.state_dict().items()})
 

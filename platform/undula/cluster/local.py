@@ -41,7 +41,10 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(
-    num_cpus: int, env: Mapping[str, str] | None = None, python: str = sys.executable
+    num_cpus: int,
+    env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    object_store_bytes: int | None = None,
 ) -> Iterator[LocalCluster]:
     """Start a cluster of one node and stop it at the end of the block.
 
@@ -49,6 +52,7 @@ def local_cluster(
         num_cpus: logical CPUs.
         env: further environment of the cluster, and so of its jobs.
         python: interpreter of the cluster and its jobs.
+        object_store_bytes: size of its object store; by default Ray's choice.
 
     Raises:
         ClusterError: it did not come up.
@@ -78,6 +82,8 @@ def local_cluster(
             f"--dashboard-agent-listen-port={agent}",
         ),
     ]
+    if object_store_bytes:
+        command.append(f"--object-store-memory={object_store_bytes}")
     bin_folder = str(Path(python).parent)
     settings = {
         "RAY_worker_niceness": "0",  # by default workers come after everything else on the machine

@@ -27,6 +27,13 @@ ID_COLUMN = "__id"
 SHAPE_KEY = b"shape"
 """Field metadata of a fixed-size list: the shape of one sample's array, as JSON."""
 
+TEXT_TYPES = frozenset({"string", "large_string", "binary", "large_binary"})
+"""Arrow types that come as lists of str or bytes."""
+NUMBER_TYPES = frozenset(
+    {"bool", "halffloat", "float", "double", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
+)
+"""Arrow types that come as tensors."""
+
 _TAIL_BYTES = 8  # of a Parquet file: the footer's length, and a magic number
 
 
@@ -94,14 +101,21 @@ class Manifest:
         return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def select(self, columns: Sequence[str] | None) -> tuple[Column, ...]:
-        """The named columns, or all; ManifestError names one that is not there."""
+        """The named columns, or all; ManifestError names one that is not there, or that no batch can hold."""
         by_name = {column.name: column for column in self.columns}
         for name in columns or ():
             if name not in by_name:
                 raise ManifestError(
                     f"data.columns names {name!r}, which {self.url} does not have: it has {', '.join(by_name)}"
                 )
-        return tuple(by_name[name] for name in columns) if columns else self.columns
+        selected = tuple(by_name[name] for name in columns) if columns else self.columns
+        for column in selected:
+            if column.type not in NUMBER_TYPES | TEXT_TYPES or (column.shape and column.type in TEXT_TYPES):
+                raise ManifestError(
+                    f"column {column.name!r} of {self.url} is {column.type}, which no batch holds: leave it out of data.columns, "
+                    "or write it as numbers, fixed-size lists of numbers, strings or bytes"
+                )
+        return selected
 
     def check_files(self) -> None:
         """Compare every shard with what is at the URL now; ManifestError names the first that differs."""
@@ -186,7 +200,7 @@ def index(url: str, advance: Callable[[int], None] = lambda files: None) -> Mani
     for entry in entries:
         metadata, footer_sha256 = _read_footer(store, entry.name)
         arrow_schema = metadata.schema.to_arrow_schema()
-        file_columns = tuple(_column(store, entry.name, field) for field in arrow_schema)
+        file_columns = tuple(column_of(field, f"{store.url}/{entry.name}") for field in arrow_schema)
         if files and (file_columns != columns or not arrow_schema.equals(schema)):
             raise ManifestError(
                 f"{url}/{entry.name} has another schema than {entries[0].name}: a data set has one schema"
@@ -227,7 +241,10 @@ def _read_footer(store: Store, name: str) -> tuple[pq.FileMetaData, str]:
         raise ManifestError(f"{store.url}/{name} is not a whole Parquet file: {detail}") from error
 
 
-def _column(store: Store, file: str, field: pa.Field) -> Column:
+def column_of(field: pa.Field, where: str) -> Column:
+    """The column of an Arrow field; ManifestError, which says where, when no batch can hold it."""
+    if field.name == ID_COLUMN:
+        raise ManifestError(f"{where}: column {ID_COLUMN} has the name under which samples get their ids: rename it")
     if not pa.types.is_fixed_size_list(field.type):
         return Column(field.name, str(field.type), ())
     text = (field.metadata or {}).get(SHAPE_KEY)
@@ -237,7 +254,7 @@ def _column(store: Store, file: str, field: pa.Field) -> Column:
         shape = ()
     if prod(shape) != field.type.list_size or not shape:
         raise ManifestError(
-            f"{store.url}/{file}: column {field.name} has the shape {text!r}, which does not hold its "
+            f"{where}: column {field.name} has the shape {text!r}, which does not hold its "
             f"{field.type.list_size} values: write the field's metadata as JSON, such as [3, 32, 32]"
         )
     return Column(field.name, str(field.type.value_type), shape)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from undula.data.manifest import ID_COLUMN, Manifest
+from undula.data.manifest import ID_COLUMN, Column, Manifest
+from undula.data.maps import SampleMap
 from undula.data.shards import Shard
 from undula.plan.order import Window
 
@@ -35,7 +36,8 @@ class PieceRead:
 class WindowRead:
     """How a window is read: calling it gives its rows in stored order, with their ids, as one table."""
 
-    columns: tuple[str, ...]
+    columns: tuple[Column, ...]
+    map: SampleMap | None
     window: Window
     pieces: tuple[PieceRead, ...]
     num_bytes: int
@@ -49,14 +51,18 @@ class WindowRead:
         return np.concatenate([piece.ids() for piece in self.pieces])
 
     def __call__(self) -> pa.Table:
-        return pa.concat_tables([self._read(piece) for piece in self.pieces]).combine_chunks()
+        table = pa.concat_tables([self._read(piece) for piece in self.pieces]).combine_chunks()
+        return self.map(table, self.columns) if self.map else table
 
     def _read(self, piece: PieceRead) -> pa.Table:
-        table = piece.shard.row_group(piece.row_group, self.columns).slice(piece.start, piece.stop - piece.start)
+        table = piece.shard.row_group(piece.row_group, [column.name for column in self.columns])
+        table = table.slice(piece.start, piece.stop - piece.start)
         return table.append_column(ID_COLUMN, pa.array(piece.ids()))
 
 
-def window_read(manifest: Manifest, columns: tuple[str, ...], window: Window) -> WindowRead:
+def window_read(
+    manifest: Manifest, columns: tuple[Column, ...], window: Window, sample_map: SampleMap | None = None
+) -> WindowRead:
     """The read of a window's rows."""
     pieces, num_bytes = [], 0
     for piece in window.pieces:
@@ -66,7 +72,7 @@ def window_read(manifest: Manifest, columns: tuple[str, ...], window: Window) ->
         shard = Shard(manifest.url, file.name, file.bytes, file.version)
         pieces.append(PieceRead(shard, group, piece.start, piece.stop, first_id))
         num_bytes += file.row_group_bytes[group] * piece.num_rows // max(file.row_groups[group], 1)
-    return WindowRead(columns, window, tuple(pieces), num_bytes)
+    return WindowRead(columns, sample_map, window, tuple(pieces), num_bytes)
 
 
 class WindowDatasource(Datasource):

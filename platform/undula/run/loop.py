@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
+from undula.data.maps import SampleFunction
+from undula.data.rank_stream import RankStream
 from undula.data.rows import Batch
-from undula.data.stream import RankStream
 from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, StepShape, assign
@@ -81,6 +82,9 @@ class Run:
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
         self._pending: Callable[[], None] | None = None
+        self._map: SampleFunction | None = None
+        self._validation_map: SampleFunction | None = None
+        self._has_started = False
         seed_weights(job.plan.seed)
 
     def model(self, module: nn.Module) -> nn.Module:
@@ -97,6 +101,18 @@ class Run:
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         return optimizer
 
+    def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
+        """Transform every sample where it is read, in Ray Data's tasks: decode, crop, augment.
+
+        Args:
+            function: (sample, random generator) -> sample, columns by name. The generator is keyed by epoch and sample, so that
+                augmentation is the same at any world size and after any resume.
+            validation: the function for validation data; by default the same one.
+        """
+        if self._has_started:
+            raise RuntimeError("run.map() comes before run.steps(): samples are read from there on")
+        self._map, self._validation_map = function, validation or function
+
     def steps(self, validate: Loss | None = None) -> Iterator["Step"]:
         """The steps that are left of the plan, from the newest whole checkpoint on.
 
@@ -106,6 +122,7 @@ class Run:
         """
         if self._model is None or self._optimizer is None:
             raise RuntimeError("call run.model() and run.optimizer() before run.steps()")
+        self._has_started = True
         commit = self._restore()
         start = commit.step if commit else 0
         if self.rank == 0:
@@ -114,7 +131,7 @@ class Run:
             )
         self._tell_start(start, commit)
         validation = self._validation(validate)
-        stream = RankStream(self._manifest, self.plan, self._virtual_workers, self._job.data, start)
+        stream = RankStream(self._manifest, self.plan, self._virtual_workers, self._job.data, start, self._map)
         try:
             stream.open()
             if validation and start == 0:
@@ -174,6 +191,7 @@ class Run:
             validate,
             self._job,
             load_manifest(self._job.data.validation),
+            self._validation_map,
             self._virtual_workers,
             self.device,
         )

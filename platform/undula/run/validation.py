@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from undula.data.manifest import Manifest
+from undula.data.maps import SampleFunction
+from undula.data.rank_stream import RankStream
 from undula.data.rows import Batch
-from undula.data.stream import RankStream
 from undula.plan.plan import Plan, PlanSpec
 from undula.run.job import Job
 
@@ -30,6 +31,7 @@ class Validation:
         loss: Callable[[Batch], Tensor],
         job: Job,
         manifest: Manifest,
+        function: SampleFunction | None,
         virtual_workers: range,
         device: torch.device,
     ):
@@ -37,13 +39,14 @@ class Validation:
         self._loss = loss
         self._job = job
         self._manifest = manifest
+        self._function = function
         self._plan = validation_plan(job, manifest)
         self._virtual_workers = virtual_workers
         self._device = device
 
     def loss_sum(self) -> tuple[float, int]:
         """Sum of the loss over this rank's samples, and their number."""
-        stream = RankStream(self._manifest, self._plan, self._virtual_workers, self._job.data)
+        stream = RankStream(self._manifest, self._plan, self._virtual_workers, self._job.data, 0, self._function)
         total, samples = 0.0, 0
         was_training = self._model.training
         self._model.eval()

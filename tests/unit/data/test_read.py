@@ -42,12 +42,12 @@ def order(manifest: Manifest, shuffle: str = "window") -> EpochOrder:
 
 def reads(manifest: Manifest, epoch: EpochOrder, virtual_worker: int, position: int = 0) -> Iterator[WindowRead]:
     for window in epoch.windows(virtual_worker, position):
-        yield window_read(manifest, ("value", "name"), window)
+        yield window_read(manifest, manifest.select(("value", "name")), window)
 
 
 def samples(manifest: Manifest, read: WindowRead) -> Samples:
     """All of a window's rows, in stream order."""
-    return WindowRows(read, [read()], manifest.select(("value", "name"))).take(0, read.num_rows)
+    return WindowRows(read, [read()]).take(0, read.num_rows)
 
 
 def stream(epoch: EpochOrder, virtual_worker: int) -> np.ndarray:
@@ -71,10 +71,10 @@ def test_windows_bring_the_rows_that_the_plan_says(store: Store, shuffle: str) -
 def test_rows_do_not_depend_on_how_their_tables_were_cut(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     manifest = write(open_store(str(tmp_path)))
     read = next(reads(manifest, order(manifest), 0))
-    table, columns = read(), manifest.select(("value", "name"))
+    table = read()
     bounds = [cut * read.num_rows // 5 for cut in cuts]
     parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
-    taken, whole = WindowRows(read, parts, columns).take(1, 4), samples(manifest, read)
+    taken, whole = WindowRows(read, parts).take(1, 4), samples(manifest, read)
     assert taken.ids.tolist() == whole.ids[1:4].tolist()
     assert taken.batch["value"].tolist() == whole.batch["value"][1:4].tolist()
     assert taken.batch["name"] == whole.batch["name"][1:4]
@@ -84,7 +84,7 @@ def test_other_rows_than_planned_are_refused(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
     one, other = itertools.islice(reads(manifest, order(manifest), 0), 2)
     with pytest.raises(ManifestError, match="gave other rows than its plan says"):
-        WindowRows(one, [other()], manifest.select(("value", "name")))
+        WindowRows(one, [other()])
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window"])
@@ -116,8 +116,8 @@ def test_columns_of_all_kinds_become_tensors_and_strings(tmp_path: Path, shuffle
     manifest = write_shards(open_store(str(tmp_path)), [table], schema, 4, num_shards=1)
     plan = Plan(PlanSpec(global_batch=4, virtual_workers=1, shuffle=shuffle), 4)
     window = next(EpochOrder(plan, manifest.row_counts, 0).windows(0))
-    read = window_read(manifest, tuple(COLUMNS), window)
-    taken = WindowRows(read, [read()], manifest.columns).take(1, 4)
+    read = window_read(manifest, manifest.columns, window)
+    taken = WindowRows(read, [read()]).take(1, 4)
     assert taken.batch["ints"].dtype == torch.int16
     assert taken.batch["floats"].dtype == torch.float32
     assert taken.batch["flags"].dtype == torch.bool
@@ -133,9 +133,9 @@ def test_nulls_are_refused_inside_lists_too(tmp_path: Path, values: list[list[in
     table = pa.table({"pairs": pa.array(values, pa.list_(pa.int64(), 2))})
     manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 2, num_shards=1)
     plan = Plan(PlanSpec(global_batch=2, virtual_workers=1), 2)
-    read = window_read(manifest, ("pairs",), next(EpochOrder(plan, manifest.row_counts, 0).windows(0)))
+    read = window_read(manifest, manifest.columns, next(EpochOrder(plan, manifest.row_counts, 0).windows(0)))
     with pytest.raises(ManifestError, match="'pairs' has nulls"):
-        WindowRows(read, [read()], manifest.columns)
+        WindowRows(read, [read()])
 
 
 def test_windows_are_read_some_to_a_task_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_windows_are_read_some_to_a_task_in_their_order(tmp_path: Path, monkeypa
 
 def test_only_the_named_columns_are_read(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
-    table = window_read(manifest, ("value",), next(order(manifest).windows(0)))()
+    table = window_read(manifest, manifest.select(("value",)), next(order(manifest).windows(0)))()
     assert table.column_names == ["value", ID_COLUMN]
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
-from undula.data.manifest import Column, Manifest
+from undula.data.manifest import Manifest
+from undula.data.maps import SampleFunction, SampleMap
 from undula.data.read import WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.spec import DataSpec
-from undula.plan.order import EpochOrder
+from undula.plan.keys import key64
+from undula.plan.order import EpochOrder, Window
 from undula.plan.plan import Plan
 
 
@@ -27,9 +29,18 @@ class RankStream:
         virtual_workers: those of this rank.
         spec: columns, and how many read tasks run ahead.
         start: step, counted over the whole run, whose samples come first.
+        function: applied to each sample where it is read.
     """
 
-    def __init__(self, manifest: Manifest, plan: Plan, virtual_workers: range, spec: DataSpec, start: int = 0):
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: Plan,
+        virtual_workers: range,
+        spec: DataSpec,
+        start: int = 0,
+        function: SampleFunction | None = None,
+    ):
         self._manifest = manifest
         self._plan = plan
         self._virtual_workers = virtual_workers
@@ -37,6 +48,7 @@ class RankStream:
         self._columns = manifest.select(spec.columns)
         self._epoch = -1
         self._start = start
+        self._function = function
         self._blocks: _ReadAhead | None = None
         self._windows: dict[int, deque[WindowRows]] = {}
         self._positions: dict[int, int] = {}
@@ -78,8 +90,8 @@ class RankStream:
         Two where there are two: some layers, BatchNorm among them, cannot train on one.
         """
         order = EpochOrder(self._plan, self._manifest.row_counts, epoch=0)
-        read = window_read(self._manifest, self._column_names, next(order.windows(self._virtual_workers[0])))
-        return WindowRows(read, [read()], self._columns).take(0, min(2, read.num_rows))
+        read = self._read(next(order.windows(self._virtual_workers[0])), epoch=0)
+        return WindowRows(read, [read()]).take(0, min(2, read.num_rows))
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -87,28 +99,30 @@ class RankStream:
             self._blocks.close()
         self._blocks, self._windows = None, {}
 
-    @property
-    def _column_names(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self._columns)
-
     def _open(self, epoch: int, step_in_epoch: int) -> None:
         self.close()
         self._epoch = epoch
         self._windows = {virtual_worker: deque() for virtual_worker in self._virtual_workers}
         position = step_in_epoch * self._plan.virtual_worker_batch
         self._positions = dict.fromkeys(self._virtual_workers, position)
-        self._blocks = _ReadAhead(_windows(self._reads(epoch, position), self._columns, self._spec))
+        self._blocks = _ReadAhead(_windows(self._reads(epoch, position), self._spec))
 
     def _reads(self, epoch: int, position: int) -> list[WindowRead]:
         """The windows that are left of an epoch from a position of the streams on, in the order in which steps first need them."""
         order = EpochOrder(self._plan, self._manifest.row_counts, epoch)
         share = self._plan.virtual_worker_batch
         reads = [
-            window_read(self._manifest, self._column_names, window)
+            self._read(window, epoch)
             for virtual_worker in self._virtual_workers
             for window in order.windows(virtual_worker, position)
         ]
         return sorted(reads, key=lambda read: (max(read.window.start, position) // share, read.window.virtual_worker))
+
+    def _read(self, window: Window, epoch: int) -> WindowRead:
+        key = key64("map", self._plan.spec.seed, epoch)
+        return window_read(
+            self._manifest, self._columns, window, SampleMap(self._function, key) if self._function else None
+        )
 
 
 class _ReadAhead:
@@ -145,14 +159,12 @@ class _ReadAhead:
             self._ready.put(error)
 
 
-def _windows(
-    reads: list[WindowRead], columns: tuple[Column, ...], spec: DataSpec
-) -> Generator[tuple[WindowRead, WindowRows], None, None]:
+def _windows(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, WindowRows], None, None]:
     """The rows of each read, in order: the head of them read here, as the processes of Ray Data's tasks take seconds to start."""
     end_bytes = np.cumsum([read.num_bytes for read in reads])
     head = int(np.searchsorted(end_bytes, spec.head_mib * 2**20, side="right"))
     for read in reads[:head]:
-        yield read, WindowRows(read, [read()], columns)
+        yield read, WindowRows(read, [read()])
     if reads[head:]:
         tables = _tables(reads[head:], spec)
         rest = pa.table({})
@@ -164,7 +176,7 @@ def _windows(
                 parts.append(rest.slice(0, missing))
                 missing -= parts[-1].num_rows
                 rest = rest.slice(parts[-1].num_rows)
-            yield read, WindowRows(read, parts, columns)
+            yield read, WindowRows(read, parts)
 
 
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Iterator[pa.Table]:

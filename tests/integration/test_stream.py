@@ -1,0 +1,119 @@
+"""The stream through real executions of Ray Data, one a rank: the plan's samples in the plan's order, whatever holds it up."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from undula.cluster.local import LocalCluster, local_cluster
+from undula.data.write import write_shards
+from undula.plan.order import EpochOrder
+from undula.plan.plan import Plan, PlanSpec
+from undula.storage import Store
+
+NUM_ROWS = 3000
+PLAN = PlanSpec(global_batch=96, virtual_workers=6, window=3, epochs=2)
+RANKS = """
+import json, logging, sys, time
+import ray
+from undula.data import stream
+from undula.plan.plan import PlanSpec
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+url, plan, world_size, start, reading, slow_s = json.loads(sys.argv[1])
+plan = PlanSpec(**plan)
+ranks = [stream(url, plan, rank=r, world_size=world_size, head_mib=0, **reading) for r in range(world_size)]
+for each in ranks:
+    each.load_state_dict({**each.state_dict(), "step": start})
+steps = []
+for batches in zip(*ranks, strict=True):
+    for each, batch in zip(ranks, batches, strict=True):
+        assert batch["value"].tolist() == (each.ids + 1000).tolist()
+    steps.append([int(row) for each in ranks for row in each.ids])
+    time.sleep(slow_s)
+print("STEPS", json.dumps(steps))
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Row groups of 50 rows, each with a kilobyte beside its number."""
+    payload = pa.array([bytes([row % 251]) * 1000 for row in range(NUM_ROWS)])
+    table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS), "payload": payload})
+    folder = str(tmp_path_factory.mktemp("stream"))
+    write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=50_000)
+    return folder
+
+
+def planned(url: str, start: int = 0) -> list[list[int]]:
+    from undula.data.manifest import load_manifest
+
+    manifest = load_manifest(url)
+    plan = Plan(PLAN, manifest.num_rows)
+    shapes = [plan.step(step) for step in range(start, plan.total_steps)]
+    orders = {epoch: EpochOrder(plan, manifest.row_counts, epoch) for epoch in range(2)}
+    return [orders[shape.epoch].step_ids(shape.step_in_epoch).tolist() for shape in shapes]
+
+
+def streamed(
+    cluster: LocalCluster, url: str, world_size: int, start: int = 0, slow_s: float = 0.0, **reading: object
+) -> list[list[int]]:
+    """Ids of each step, from ranks that share one driver and have an execution each."""
+    settings = (
+        url,
+        {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2},
+        world_size,
+        start,
+        reading,
+        slow_s,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS, json.dumps(settings)],
+        env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("STEPS")) if not done.returncode else ("",)
+    assert line, done.stderr[-3000:]
+    found: list[list[int]] = json.loads(line.removeprefix("STEPS"))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_world_size_streams_the_plan(cluster: LocalCluster, url: str, world_size: int) -> None:
+    assert streamed(cluster, url, world_size) == planned(url)
+
+
+@pytest.mark.parametrize("start", [17, 31, 32])
+def test_a_resume_goes_on_where_the_plan_stands(cluster: LocalCluster, url: str, start: int) -> None:
+    """In the middle of a row group, at an epoch's short last step, and at the next epoch's first."""
+    assert streamed(cluster, url, 2, start) == planned(url, start)
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [{"prefetch_mib": 1, "read_tasks": 1}, {"prefetch_mib": 1, "read_tasks": 8}, {"read_tasks": 8}, {"read_cpus": 1.0}],
+)
+def test_neither_prefetch_nor_data_cpus_change_the_order(
+    cluster: LocalCluster, url: str, reading: dict[str, object]
+) -> None:
+    assert streamed(cluster, url, 2, **reading) == planned(url)
+
+
+def test_a_rank_that_sleeps_loses_nothing(cluster: LocalCluster, url: str) -> None:
+    assert streamed(cluster, url, 2, start=40, slow_s=0.2) == planned(url, 40)
+
+
+def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> None:
+    with local_cluster(num_cpus=1, object_store_bytes=80 * 2**20) as small:
+        large = tmp_path / "large"
+        rows = 300
+        table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": pa.array([bytes(10**6)] * rows)})
+        write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
+        found = streamed(small, str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
+    assert found == planned(str(large))

@@ -1,0 +1,126 @@
+"""The stand-alone stream: batches of a rank, maps keyed by sample, and a position that fits any world size."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from undula.data import Manifest, Stream, stream
+from undula.data.write import array_column, array_field, write_shards
+from undula.errors import ManifestError
+from undula.plan.plan import PlanSpec
+from undula.storage import Store
+
+NUM_ROWS = 100
+PLAN = PlanSpec(global_batch=16, virtual_workers=4, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    field = array_field("pair", pa.float32(), (2,))
+    schema = pa.schema([field, ("name", pa.string()), ("raw", pa.binary())])
+    pairs = np.stack([np.arange(NUM_ROWS), -np.arange(NUM_ROWS)], axis=1).astype(np.float32)
+    names = [f"row {row}" for row in range(NUM_ROWS)]
+    table = pa.Table.from_arrays([array_column(field, pairs), names, [name.encode() for name in names]], schema=schema)
+    store = Store(str(tmp_path_factory.mktemp("loader")))
+    return write_shards(store, [table], schema, NUM_ROWS, num_shards=2, row_group_bytes=200)
+
+
+def global_steps(streams: list[Stream], most: int = 1000) -> list[list[int]]:
+    """Ids of each step, rank after rank."""
+    ids = []
+    for _ in zip(range(most), zip(*streams, strict=True), strict=False):
+        ids.append([int(row) for each in streams for row in each.ids])
+    return ids
+
+
+def test_ranks_together_see_the_plan_and_each_epoch_once(manifest: Manifest) -> None:
+    alone = global_steps([stream(manifest, PLAN)])
+    assert len(alone) == 2 * 7
+    assert sorted(row for step in alone[:7] for row in step) == list(range(NUM_ROWS))
+    for world_size in (2, 3, 4):
+        assert global_steps([stream(manifest, PLAN, rank=r, world_size=world_size) for r in range(world_size)]) == alone
+
+
+def test_a_position_goes_on_at_another_world_size(manifest: Manifest) -> None:
+    alone = global_steps([stream(manifest, PLAN)])
+    two = [stream(manifest, PLAN, rank=rank, world_size=2) for rank in range(2)]
+    begun = global_steps(two, most=9)
+    states = [each.state_dict() for each in two]
+    assert states[0] == states[1]
+    three = [stream(manifest, PLAN, rank=rank, world_size=3) for rank in range(3)]
+    for each in three:
+        each.load_state_dict(states[0])
+    assert len(three[0]) == len(alone) - 9
+    assert begun + global_steps(three) == alone
+
+
+def test_a_position_of_another_plan_is_refused(manifest: Manifest) -> None:
+    state = stream(manifest, PLAN).state_dict()
+    with pytest.raises(ManifestError, match="of another plan or other data"):
+        stream(manifest, PlanSpec(global_batch=20, virtual_workers=4)).load_state_dict(state)
+
+
+def test_a_rank_that_has_no_part_is_refused(manifest: Manifest) -> None:
+    with pytest.raises(ManifestError, match="rank 4 of 5 has no part in 4 virtual workers"):
+        stream(manifest, PLAN, rank=4, world_size=5)
+
+
+def test_columns_come_as_tensors_strings_and_bytes(manifest: Manifest) -> None:
+    source = stream(manifest.url, PLAN, columns=("pair", "name", "raw"))
+    batch = next(iter(source))
+    assert torch.equal(batch["pair"], torch.tensor([[row, -row] for row in source.ids], dtype=torch.float32))
+    assert batch["name"] == [f"row {row}" for row in source.ids]
+    assert batch["raw"] == [f"row {row}".encode() for row in source.ids]
+
+
+def noisy(sample: Any, rng: np.random.Generator) -> dict[str, Any]:
+    """Decodes the bytes and adds noise, as images are decoded and augmented."""
+    number = int(io.BytesIO(sample["raw"]).read().decode().split()[1])
+    return {"image": np.full((2, 3), number, np.float32) + rng.normal(size=(2, 3)).astype(np.float32), "n": number}
+
+
+def augmented(manifest: Manifest, world_size: int) -> dict[tuple[int, int], torch.Tensor]:
+    """What the map made of each sample in each epoch."""
+    found = {}
+    for rank in range(world_size):
+        source = stream(manifest, PLAN, rank=rank, world_size=world_size, map=noisy)
+        for place, batch in enumerate(source):
+            assert batch["n"].tolist() == source.ids.tolist()
+            found |= {(place // 7, int(row)): image for row, image in zip(source.ids, batch["image"], strict=True)}
+    return found
+
+
+def test_augmentation_is_the_same_at_any_world_size_and_other_in_each_epoch(manifest: Manifest) -> None:
+    one, three = augmented(manifest, 1), augmented(manifest, 3)
+    assert one.keys() == three.keys()
+    assert all(torch.equal(one[key], three[key]) for key in one)
+    assert one[0, 5].shape == (2, 3)
+    assert abs(float(one[0, 5].mean()) - 5) < 3
+    assert not torch.equal(one[0, 5], one[1, 5])
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda sample, rng: {"x": np.zeros(int(sample["name"][-1]))}, "gave 'x' as float64"),
+        (lambda sample, rng: {sample["name"]: 1}, "the map gave columns"),
+        (lambda sample, rng: {"x": None}, "gave 'x' as NoneType: give numbers, an array, or a str"),
+    ],
+)
+def test_a_map_that_gives_what_no_batch_holds_is_told(manifest: Manifest, function: Any, sentence: str) -> None:
+    with pytest.raises(ManifestError, match=sentence):
+        next(iter(stream(manifest, PLAN, map=function)))
+
+
+def test_a_column_that_no_batch_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    table = pa.table({"when": pa.array([0, 1], pa.timestamp("us")), "x": [1, 2]})
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 2, num_shards=1)
+    with pytest.raises(ManifestError, match=r"column 'when' of .* is timestamp\[us\], which no batch holds"):
+        next(iter(stream(manifest, PlanSpec(global_batch=2, virtual_workers=1))))
+    plan = PlanSpec(global_batch=2, virtual_workers=1, shuffle="none")
+    assert next(iter(stream(manifest, plan, columns=("x",))))["x"].tolist() == [1, 2]
