@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench clean
+.PHONY: help setup train test check format bench bench-data clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -41,6 +41,9 @@ format: .venv/ready-to-test  ## Format and fix what can be fixed
 
 bench: .venv/ready-to-test  ## Step throughput beside a hand-written torchrun DDP loop; build/bench/loop.json
 	$(BIN)/python -m tests.baselines.bench_loop
+
+bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, MosaicML Streaming and LitData; build/bench/data-*.json
+	$(BIN)/python -m tests.baselines.bench_data
 
 clean:  ## Remove what make made here
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,12 +8,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from undula.errors import SpecError, one_sentence
-from undula.storage import open_store
+from undula.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from undula.data.manifest import Manifest
 
 DEFAULT_RUNS = "~/undula/runs"
 
@@ -65,6 +68,10 @@ def _run(options: argparse.Namespace) -> int:
         arguments = ["--config", config, *(["--fresh"] if options.fresh else []), *overrides]
         try:
             return submit(dashboard, script.absolute(), arguments, screen.show)
+        except KeyboardInterrupt:
+            screen.close()
+            print(f"run directory: {loaded.spec.run_url}\nsubmit it again under the name {loaded.spec.name} to go on")
+            raise
         finally:
             screen.close()
 
@@ -81,6 +88,7 @@ def _absolute_paths(spec: Any) -> list[str]:
 
 def _data(options: argparse.Namespace) -> int:
     from undula.data.corpora import is_complete
+    from undula.data.manifest import load_manifest
 
     if options.if_missing and is_complete(options.out):
         return 0
@@ -89,6 +97,8 @@ def _data(options: argparse.Namespace) -> int:
         task = progress.add_task(f"writing {options.out}", total=corpus.num_rows)
         row_group_bytes = int(options.row_group_mib * 2**20)
         corpus.write(options.out, options.shards, row_group_bytes, lambda rows: progress.advance(task, rows))
+    for split in ("train", "validation"):
+        _print_data_set(load_manifest(f"{options.out}/{split}"))
     return 0
 
 
@@ -98,10 +108,14 @@ def _index(options: argparse.Namespace) -> int:
     with _progress() as progress:
         task = progress.add_task(f"reading footers below {options.url}", total=None)
         manifest = index(options.url, lambda files: progress.advance(task, files))
-    print(
-        f"{len(manifest.files)} files, {len(manifest.row_counts)} row groups, {manifest.num_rows} rows, digest {manifest.digest}"
-    )
+    _print_data_set(manifest)
     return 0
+
+
+def _print_data_set(manifest: "Manifest") -> None:
+    columns = ", ".join(f"{column.name} {column.type}{list(column.shape) or ''}" for column in manifest.columns)
+    print(f"{manifest.url}: {manifest.num_rows:,} rows of {columns}")
+    print(f"  {len(manifest.files)} files, {len(manifest.row_counts)} row groups, digest {manifest.digest[:16]}")
 
 
 def _progress() -> Any:
@@ -138,15 +152,21 @@ def _ls(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from undula.report.terminal import print_run
 
-    print_run(open_store(options.run), options.json)
+    print_run(_run_store(options.run), options.json)
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
     from undula.report.page import write_report
 
-    print(write_report(open_store(options.run)))
+    print(write_report(_run_store(options.run)))
     return 0
+
+
+def _run_store(run: str) -> Store:
+    """The directory of a run: its path, or its name where it lies with the others."""
+    beside = open_store(f"{DEFAULT_RUNS}/{run}")
+    return beside if "/" not in run and not Path(run).exists() and beside.exists() else open_store(run)
 
 
 def _schema(options: argparse.Namespace) -> int:
@@ -182,12 +202,12 @@ def _parser() -> argparse.ArgumentParser:
     runs.set_defaults(command=_ls)
 
     show = commands.add_parser("show", help="show a run: figures, curves, events")
-    show.add_argument("run", metavar="RUN", help="a run directory")
+    show.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     show.add_argument("--json", action="store_true")
     show.set_defaults(command=_show)
 
     report = commands.add_parser("report", help="write report.html into a run directory")
-    report.add_argument("run", metavar="RUN", help="a run directory")
+    report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     report.set_defaults(command=_report)
 
     schema = commands.add_parser("schema", help="print the JSON schema of JOB.yaml, for editors")

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import ray
 from ray.train import TrainingFailedError
 
+from undula.elastic.failures import whole_story
 from undula.elastic.trainer import ElasticTorchTrainer, run_config, scaling_config
 from undula.errors import ClusterError, one_sentence
 from undula.live import live_view
@@ -23,9 +25,10 @@ from undula.run.loop import Run
 from undula.run.worker import Worker
 from undula.spec import LoadedSpec, load_spec
 from undula.state.directory import JOB_FILE, forget, held
-from undula.state.ledger import last_event, read_ledger
+from undula.state.ledger import Event, EventWriter, last_event, read_ledger
 
 CONNECT_TIMEOUT_S = 10.0
+INTERRUPTED = 130
 
 
 def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
@@ -73,10 +76,14 @@ def _fit(
         on_event=TellEverywhere(prepared.store, publish),
     )
     _ship_modules_beside_the_script()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
     try:
         trainer.fit()
     except TrainingFailedError as error:
         return error
+    except SystemExit:
+        EventWriter(prepared.store, "driver").event(Event("stop", "stopped from outside"))
+        raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job as a success
     return None
 
 
@@ -108,7 +115,7 @@ def _ship_modules_beside_the_script() -> None:
 
 def _say_result(prepared: Prepared, error: Exception | None) -> None:
     if error:
-        print(f"training failed:\n{error}", file=sys.stderr, flush=True)
+        print(f"training failed:\n{whole_story(error)}", file=sys.stderr, flush=True)
     store = prepared.store
     ledger = read_ledger(store)
     done, total = ledger.steps.num_rows, prepared.plan.total_steps

@@ -1,5 +1,6 @@
 """The live view: one line a second of where the run stands, events on lines of their own; plain lines where nobody can rewrite one."""
 
+import re
 import sys
 import threading
 import time
@@ -67,7 +68,8 @@ def message_lines(messages: list[Message]) -> list[str]:
             lines.append(f"rank {message.rank}: {message.text}")
         else:
             at = f"{time.strftime('%H:%M:%S', time.localtime(message.time))}  "
-            lines.append(f"{at}{message.message}" + (f" (step {message.step})" if message.step else ""))
+            is_told = not message.step or re.search(rf"\b{message.step}\b", message.message)
+            lines.append(f"{at}{message.message}" + ("" if is_told else f" (step {message.step})"))
     return lines + ([last_status] if last_status else [])
 
 

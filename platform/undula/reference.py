@@ -32,7 +32,7 @@ def _rows(section: dict[str, Any], sections: dict[str, Any], prefix: str) -> lis
             rows += _rows(sections[reference], sections, f"{prefix}{name}.")
         else:
             default = "required" if name in section.get("required", []) else _default(key)
-            rows.append(f"| `{prefix}{name}` | {_accepts(key)} | {default} | {key['description']} |")
+            rows.append(f"| `{prefix}{name}` | {_accepts(key)} | {default} | {' '.join(key['description'].split())} |")
     return rows
 
 

@@ -15,6 +15,7 @@ import undula
 from undula.errors import ClusterError
 
 RECONNECT_S = 2.0
+STOP_TIMEOUT_S = 5.0
 _RAY_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- ")
 
 
@@ -47,8 +48,13 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
         ) from error
     try:
         details = _follow_to_the_end(client, job_id, show)
-    except (KeyboardInterrupt, SystemExit):
+    except Exception:
+        raise  # and the job goes on
+    except BaseException:  # Ctrl-C, SIGTERM
         client.stop_job(job_id)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
+            time.sleep(0.1)  # paces the looks
         raise
     if details.status == JobStatus.SUCCEEDED:
         return 0

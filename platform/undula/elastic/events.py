@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller.state import (
@@ -15,6 +14,7 @@ from ray.train.v2._internal.execution.controller.state import (
 )
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, ScalingDecision
 
+from undula.elastic.failures import summary
 from undula.state.ledger import Event
 
 EventSink = Callable[[Event], None]
@@ -36,7 +36,7 @@ class ControllerEvents(ControllerCallback):
         self, previous_state: TrainControllerState, current_state: TrainControllerState
     ) -> None:
         if isinstance(current_state, RestartingState | ReschedulingState):
-            reason = _reason(current_state.training_failed_error)
+            reason = summary(current_state.training_failed_error)
             self._sink(Event("crash", f"workers failed, starting again: {reason}", data={"error": reason}))
         elif isinstance(current_state, PreemptingState) and not isinstance(previous_state, PreemptingState):
             self._sink(Event("notice", "a node was told that it will go"))
@@ -51,13 +51,3 @@ class ControllerEvents(ControllerCallback):
 def _size(decision: ScalingDecision) -> int:
     assert isinstance(decision, ResizeDecision)
     return decision.num_workers
-
-
-def _reason(error: Any) -> str:
-    """The failures of the workers in one line: rank and last line of each."""
-    failures = getattr(error, "worker_failures", None) or {None: error}
-    told = []
-    for rank, failure in failures.items():
-        last = (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
-        told.append(last if rank is None else f"rank {rank}: {last}")
-    return "; ".join(told)

@@ -26,7 +26,8 @@ class WorkersSpec:
     resize_interval_s: Annotated[float, Gt(0)] = 10.0
     """Seconds between looks at whether the cluster has room for more workers."""
     max_failures: Annotated[int, Ge(-1)] = 3
-    """Failures of workers after which the job gives up; -1 for never."""
+    """Failures of workers after which the job gives up; -1 for never. An exception that another attempt would not mend, such as a
+    KeyError, ends the job at once."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:

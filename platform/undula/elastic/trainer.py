@@ -17,6 +17,7 @@ from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from undula.elastic.events import ControllerEvents, EventSink, log_event
+from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.notices import NoticeWatch
 from undula.elastic.spec import WorkersSpec
 from undula.storage import Store
@@ -57,6 +58,7 @@ class ElasticTorchTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
         unneeded = self._unneeded_callbacks()
         callbacks = [each for each in controller_init_kwargs["callbacks"] if not isinstance(each, unneeded)]
+        controller_init_kwargs["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
         controller_init_kwargs["callbacks"] = [*callbacks, ControllerEvents(self._on_event), NoticeWatch()]
         with _environment(ENABLE_PREEMPTION_WATCHER_ENV_VAR, "0"):  # NoticeWatch does its work
             return cast(Result, super()._initialize_and_run_controller(**controller_init_kwargs))

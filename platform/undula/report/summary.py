@@ -362,8 +362,9 @@ def without_nan(tree: Any) -> Any:
 
 
 def _state(kinds: Sequence[str], latest: float | None, now: float) -> State:
-    if next((kind for kind in reversed(kinds) if kind in ("start", "end")), None) == "end":
-        return "finished"
+    last = next((kind for kind in reversed(kinds) if kind in ("start", "stop", "end")), None)
+    if last in ("stop", "end"):
+        return "finished" if last == "end" else "stopped"
     return "running" if latest is not None and now - latest < RUNNING_WITHIN_S else "stopped"
 
 

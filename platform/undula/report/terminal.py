@@ -227,7 +227,7 @@ def _beside(parts: Sequence[RenderableType], wide: bool) -> RenderableType:
 
 def _runs_table(runs: Sequence[tuple[str, RunSummary]], unreadable: Sequence[str], now: float) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold")
+    table.add_column("run", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for title in ("step", "val. loss", "samples/s", "when"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -131,6 +131,10 @@ class Run:
             )
         self._tell_start(start, commit)
         validation = self._validation(validate)
+        if validate is None and self._job.data.validation is not None:
+            self._event(
+                Event("notice", "data.validation is given, and run.steps() has no validate=: nothing is validated")
+            )
         stream = RankStream(self._manifest, self.plan, self._virtual_workers, self._job.data, start, self._map)
         try:
             stream.open()

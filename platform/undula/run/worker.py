@@ -13,6 +13,7 @@ from undula.run.hub import TeeToDriver
 from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.messages import Publisher
+from undula.run.tracebacks import keep_traceback
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,11 @@ class Worker:
         rank, world_size = context.get_world_rank(), context.get_world_size()
         _leave_batch_scheduling()
         with TeeToDriver(sys.stdout, self.publish, rank):
-            self.train(Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish))
+            try:
+                self.train(Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish))
+            except Exception as error:
+                keep_traceback(error)
+                raise
 
 
 def _leave_batch_scheduling() -> None:

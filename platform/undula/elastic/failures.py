@@ -1,0 +1,62 @@
+"""What to do about failures of workers, and how to tell of them."""
+
+import re
+
+from ray.train import WorkerGroupError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+from undula.errors import StorageError, UndulaError
+from undula.run.tracebacks import kept_traceback
+
+BUGS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(SyntaxError, TypeError, ValueError, UndulaError),
+)
+"""Exceptions that come again when the same code runs again."""
+
+
+class RetryUnlessBug(DefaultFailurePolicy):
+    """Ray's policy, but for errors of the user's code that no other attempt would mend: they end the run at once."""
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        decision = super().make_decision(training_failed_error)
+        return FailureDecision.RAISE if is_bug(training_failed_error) else decision
+
+
+def is_bug(error: BaseException) -> bool:
+    """Whether every worker that failed did so by an exception of its code, and one of them by a bug."""
+    failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
+    is_lost = any(
+        kept_traceback(failure) is None for failure in failures
+    )  # a worker died: the others' words may be the echo
+    return not is_lost and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
+
+
+def summary(error: BaseException) -> str:
+    """The failures of the workers in one line: rank, exception and place of each."""
+    failures = error.worker_failures if isinstance(error, WorkerGroupError) else {None: error}
+    return "; ".join(
+        _one_line(failure) if rank is None else f"rank {rank}: {_one_line(failure)}"
+        for rank, failure in failures.items()
+    )
+
+
+def whole_story(error: BaseException) -> str:
+    """The traceback of the first worker that failed by an exception of its code, uncut; Ray's text where none did."""
+    for rank, failure in sorted(error.worker_failures.items()) if isinstance(error, WorkerGroupError) else []:
+        if text := kept_traceback(failure):
+            return f"rank {rank}:\n{text}"
+    return str(error)
+
+
+def _one_line(failure: BaseException) -> str:
+    text = kept_traceback(failure)
+    if text is None:
+        return (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
+    message = (str(failure).strip().splitlines() or [""])[0]
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
+    at = f" at {own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
+    return f"{type(failure).__name__}: {message}{at}"

@@ -1,0 +1,16 @@
+"""Tracebacks of the user's code, carried with the exception: Ray's own text of a failure is cut."""
+
+import traceback
+
+_ATTRIBUTE = "undula_traceback"
+
+
+def keep_traceback(error: BaseException) -> None:
+    """Write the traceback into the exception, whose attributes are pickled with it; without the frame that calls the user's code."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    setattr(error, _ATTRIBUTE, "".join(traceback.format_exception(type(error), error, frames)))
+
+
+def kept_traceback(error: BaseException) -> str | None:
+    """What `keep_traceback` wrote; None where the exception is not of the user's code."""
+    return getattr(error, _ATTRIBUTE, None)

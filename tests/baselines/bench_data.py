@@ -1,0 +1,173 @@
+"""Reading rows from sharded Parquet: this stream beside a plain scan, Ray Data, MosaicML Streaming and LitData.
+
+    make bench-data
+
+Same rows, same machine, same S3 server (moto's, on loopback) or the same files in the page cache; interleaved rounds, medians. Rates are
+of whole passes on a warm cluster, from before the first batch; the first batch after a resume is told apart.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+
+from tests.baselines.foreign import FOREIGN, foreign_rate, prepare_foreign
+from tests.baselines.foreign_rate import rate
+from tests.baselines.result import print_and_write
+from tests.baselines.s3_server import s3_server
+from undula.cluster.local import local_cluster
+from undula.data.manifest import index
+from undula.data.write import array_column, array_field
+from undula.plan.plan import PlanSpec
+from undula.storage import Store, open_store
+
+BATCH = 256
+ROW_GROUP_BYTES = 12 * 2**20
+
+
+def wide_floats(rows: int) -> pa.Table:
+    """784 float32 and a label: the rows of MNIST as floats."""
+    rng = np.random.default_rng(0)
+    field = array_field("x", pa.float32(), (784,))
+    return table({field: rng.random((rows, 784), dtype=np.float32)}, rows)
+
+
+def tokens(rows: int) -> pa.Table:
+    """Sequences of 1024 tokens as int32."""
+    rng = np.random.default_rng(0)
+    field = array_field("x", pa.int32(), (1024,))
+    return table({field: rng.integers(0, 50_000, (rows, 1024), dtype=np.int32)}, rows)
+
+
+def small_images(rows: int) -> pa.Table:
+    """3 x 32 x 32 bytes and a label: the rows of CIFAR-10."""
+    rng = np.random.default_rng(0)
+    field = array_field("x", pa.uint8(), (3, 32, 32))
+    return table({field: rng.integers(0, 256, (rows, 3, 32, 32), dtype=np.uint8)}, rows)
+
+
+def table(arrays: dict[pa.Field, np.ndarray[Any, Any]], rows: int) -> pa.Table:
+    columns = [array_column(field, values) for field, values in arrays.items()]
+    schema = pa.schema([*arrays, ("label", pa.int64())])
+    return pa.Table.from_arrays([*columns, pa.array(np.arange(rows))], schema=schema)
+
+
+KINDS: dict[str, Callable[[int], pa.Table]] = {"floats": wide_floats, "tokens": tokens, "images": small_images}
+
+
+def write_plain(store: Store, data: pa.Table, files: int = 8) -> None:
+    """Plain Parquet as anybody writes it, uncompressed, and its manifest."""
+    per_group = max(ROW_GROUP_BYTES // (data.nbytes // data.num_rows), 1)
+    for number in range(files):
+        start, stop = number * data.num_rows // files, (number + 1) * data.num_rows // files
+        part = data.slice(start, stop - start)
+        if not store.is_s3:
+            Path(store.path()).mkdir(parents=True, exist_ok=True)
+        pq.write_table(
+            part, store.path(f"part-{number:05d}.parquet"), filesystem=store.filesystem,
+            compression="none", use_dictionary=False, row_group_size=per_group,
+        )  # fmt: skip
+    index(store.url)
+
+
+def scan(url: str) -> float:
+    """A plain pyarrow scan, whole record batches, nothing made of them."""
+    store = open_store(url)
+    fragments = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=True)
+    found = pyarrow.dataset.dataset(
+        store.path(), format="parquet", filesystem=store.filesystem, exclude_invalid_files=True
+    )
+    return rate(batch.num_rows for batch in found.to_batches(fragment_scan_options=fragments))
+
+
+def undula_stream(url: str) -> float:
+    """This stream, rows shuffled in windows, all of it through Ray Data's tasks."""
+    from undula.data import stream
+
+    plan = PlanSpec(global_batch=BATCH, virtual_workers=1, last_step="drop")
+    return rate(len(batch["label"]) for batch in stream(url, plan, head_mib=0))
+
+
+def ray_data(url: str) -> float:
+    """What Ray's documentation says for training: read_parquet, streaming_split, iter_torch_batches; unshuffled."""
+    import ray.data
+
+    store = open_store(url)
+    files = [store.path(entry.name) for entry in store.list() if entry.name.endswith(".parquet")]
+    dataset = ray.data.read_parquet(files, filesystem=store.filesystem)
+    (split,) = dataset.streaming_split(1, equal=True)
+    return rate(len(batch["label"]) for batch in split.iter_torch_batches(batch_size=BATCH))
+
+
+def resume_seconds(url: str, rows: int) -> float:
+    """From a position in the middle to the first batch, as a job sees it on a warm cluster."""
+    from undula.data import stream
+
+    source = stream(url, PlanSpec(global_batch=BATCH, virtual_workers=1, last_step="drop"))
+    source.load_state_dict({**source.state_dict(), "step": rows // BATCH // 2 + 3})
+    began = time.perf_counter()
+    next(iter(source))
+    return time.perf_counter() - began
+
+
+def one_round(url: str, kind: str, rows: int, row_bytes: float, foreign: dict[str, Path]) -> dict[str, float]:
+    scanned = scan(url)
+    ours = undula_stream(url)
+    theirs = {"Ray Data": ray_data(url)}
+    theirs |= {name: foreign_rate(name, folder, url, BATCH) for name, folder in foreign.items()}
+    figures = {"scan, rows/s": scanned, "undula, rows/s": ours, "undula, MiB/s": ours * row_bytes / 2**20}
+    figures |= {f"{name}, rows/s": value for name, value in theirs.items()}
+    figures |= {"undula / scan": ours / scanned}
+    figures |= {f"undula / {name}": ours / value for name, value in theirs.items()}
+    return figures | {"resume to first batch, s": resume_seconds(url, rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=384, help="size of each data set")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--places", nargs="*", default=["local", "s3"], choices=["local", "s3"])
+    parser.add_argument("--without", nargs="*", default=[], choices=list(FOREIGN), help="contenders to leave out")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, s3_server() as endpoint:
+        os.environ |= endpoint
+        with local_cluster(num_cpus=2) as cluster:
+            os.environ |= cluster.env
+            connect(cluster.address)
+            for kind in options.kinds:
+                sample = KINDS[kind](8)
+                rows = int(options.mib * 2**20 / (sample.nbytes / 8)) // BATCH * BATCH
+                data = KINDS[kind](rows)
+                for place in options.places:
+                    url = f"s3://bench/{kind}" if place == "s3" else f"{folder}/{kind}"
+                    write_plain(open_store(url), data)
+                    foreign = prepare_foreign(Path(folder), url, [n for n in FOREIGN if n not in options.without])
+                    undula_stream(url)  # starts processes that later ones find warm
+                    rounds = [one_round(url, kind, rows, data.nbytes / rows, foreign) for _ in range(options.rounds)]
+                    print_and_write(f"data-{kind}-{place}", rounds)
+
+
+def connect(address: str) -> None:
+    import logging
+
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the scripts of contenders share; runs in their virtual environment, so it imports none of our packages."""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pyarrow.dataset
+from pyarrow import fs
+
+
+def rate(batches: Iterable[int]) -> float:
+    """Rows per second of a whole pass, from before its first batch; `batches` are the rows of each."""
+    began = time.perf_counter()
+    total = sum(batches)
+    return total / (time.perf_counter() - began)
+
+
+def parquet_rows(url: str) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+    """The rows of a data set, columns by name, each an array of the sample's shape."""
+    is_s3 = url.startswith("s3://")
+    filesystem = fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"]) if is_s3 else fs.LocalFileSystem()
+    data = pyarrow.dataset.dataset(
+        url.removeprefix("s3://"), format="parquet", filesystem=filesystem, exclude_invalid_files=True
+    )
+    shapes = {field.name: tuple(json.loads((field.metadata or {}).get(b"shape", b"[]"))) for field in data.schema}
+    for batch in data.to_batches():
+        columns = {
+            name: (batch[name].flatten() if shape else batch[name]).to_numpy().reshape(-1, *shape)
+            for name, shape in shapes.items()
+        }
+        for row in range(batch.num_rows):
+            yield {name: np.asarray(values[row]) for name, values in columns.items()}
+
+
+def upload(folder: str, url: str) -> None:
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    for file in Path(folder).iterdir():
+        client.upload_file(str(file), bucket, f"{prefix}/{file.name}")

@@ -1,0 +1,45 @@
+"""A real S3 HTTP server for benchmarks: moto's, in a process of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import boto3
+
+
+@contextmanager
+def s3_server(bucket: str = "bench") -> Iterator[dict[str, str]]:
+    """The environment in which clients find a server with one empty bucket."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _await(port)
+        env = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_REGION": "us-east-1",
+        }
+        os.environ |= env
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=bucket)
+        yield env
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _await(port: int, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)  # paces the looks
+    raise TimeoutError("moto's server did not come up")

@@ -1,0 +1,44 @@
+"""A bug in the training loop: told whole, at once, with the user's own line."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from integration_kit import Jobs
+
+SCRIPT = """
+import torch
+from torch import nn
+import undula
+
+def train(run):
+    model = run.model(nn.Linear(4, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["text"][:, :4].float()).mean() * 1e-6)
+        step.update()
+        if step.index == 3:
+            batch["lable"]
+
+if __name__ == "__main__":
+    undula.main(train)
+"""
+
+
+def test_a_bug_ends_the_job_at_once_with_its_traceback(session_jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "buggy.py"
+    script.write_text(SCRIPT)
+    script.with_suffix(".yaml").write_text(
+        "name: buggy\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8}\n"
+    )
+    jobs = replace(session_jobs, script=script, runs=str(tmp_path), settings=())
+    done = jobs.run("buggy", *jobs.workers(2))
+    assert done.status == 1
+    line = SCRIPT.splitlines().index('            batch["lable"]') + 1
+    assert f'buggy.py", line {line}, in train' in done.err
+    assert done.err.rstrip().endswith("KeyError: 'lable'")
+    events = done.ledger.events.to_pylist()
+    assert [event["kind"] for event in events].count("start") == 1
+    assert "nothing is validated" in done.out
+    assert re.search(r"stopped after \d of \d+ steps", done.out)

@@ -1,0 +1,77 @@
+"""Which failures are worth another attempt, and how they are told."""
+
+import pickle
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+from ray.train import WorkerGroupError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2.api.config import FailureConfig
+
+from undula.elastic.failures import RetryUnlessBug, summary, whole_story
+from undula.errors import ManifestError, StorageError
+from undula.run.tracebacks import keep_traceback
+
+USERS_CODE = """
+def train(batch):
+    return batch["lable"]
+"""
+
+
+def raised(error: Exception) -> Exception:
+    """The error as it comes from a worker."""
+    try:
+        raise error
+    except Exception as caught:
+        keep_traceback(caught)
+    copy: Exception = pickle.loads(pickle.dumps(error))
+    return copy
+
+
+def mistyped() -> Exception:
+    scope: dict[str, Any] = {}
+    exec(compile(USERS_CODE, "/tmp/jobs/col.py", "exec"), scope)
+    try:
+        scope["train"]({})
+    except KeyError as error:
+        keep_traceback(error)
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    raise AssertionError
+
+
+def failed(*failures: Exception) -> WorkerGroupError:
+    return WorkerGroupError("told by Ray", dict(enumerate(failures)))
+
+
+@pytest.mark.parametrize(
+    ("error", "decision"),
+    [
+        (failed(raised(KeyError("lable"))), FailureDecision.RAISE),
+        (failed(raised(ValueError("boom")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
+        (failed(raised(ManifestError("part-0 is gone"))), FailureDecision.RAISE),
+        (failed(raised(StorageError("no space left"))), FailureDecision.RETRY),
+        (failed(raised(RuntimeError("connection closed by peer"))), FailureDecision.RETRY),
+        (failed(RayActorError()), FailureDecision.RETRY),
+        (failed(RayActorError(), raised(ValueError("half a message"))), FailureDecision.RETRY),
+    ],
+)
+def test_bugs_end_the_run_at_once_and_what_may_pass_is_tried_again(
+    error: WorkerGroupError, decision: FailureDecision
+) -> None:
+    assert RetryUnlessBug(FailureConfig(max_failures=3)).make_decision(error) == decision
+
+
+def test_attempts_are_counted() -> None:
+    policy = RetryUnlessBug(FailureConfig(max_failures=1))
+    decisions = [policy.make_decision(failed(raised(RuntimeError("x")))) for _ in range(2)]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
+
+
+def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
+    assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
+    assert summary(failed(RayActorError())).startswith("rank 0: ")
+    story = whole_story(failed(RayActorError(), mistyped()))
+    assert story.startswith("rank 1:\nTraceback (most recent call last)")
+    assert story.endswith("KeyError: 'lable'\n")
+    assert whole_story(RuntimeError("no workers")) == "no workers"
