@@ -32,7 +32,12 @@ def _rows(section: dict[str, Any], sections: dict[str, Any], prefix: str) -> lis
             rows += _rows(sections[reference], sections, f"{prefix}{name}.")
         else:
             default = "required" if name in section.get("required", []) else _default(key)
+            optional = next((option["$ref"] for option in key.get("anyOf", []) if "$ref" in option), "").rpartition(
+                "/"
+            )[2]
             rows.append(f"| `{prefix}{name}` | {_accepts(key)} | {default} | {' '.join(key['description'].split())} |")
+            if optional:
+                rows += _rows(sections[optional], sections, f"{prefix}{name}.")
     return rows
 
 
@@ -45,6 +50,8 @@ def _accepts(key: dict[str, Any]) -> str:
         return " or ".join(_accepts(option) for option in key["anyOf"])
     if "enum" in key or "const" in key:
         return ", ".join(f"`{value}`" for value in key.get("enum", [key.get("const")]))
+    if "$ref" in key:
+        return "mapping"
     text = {"object": "mapping", "null": "`null`", "array": "list"}.get(key["type"], key["type"])
     if key["type"] == "array":
         text = f"list of {_accepts(key['items'])}s"

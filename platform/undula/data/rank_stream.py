@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
+from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction, SampleMap
 from undula.data.read import WindowDatasource, WindowRead, window_read
@@ -49,6 +50,7 @@ class RankStream:
         self._epoch = -1
         self._start = start
         self._function = function
+        self._cache = DiskCache(spec.cache.folder, int(spec.cache.max_gib * 2**30)) if spec.cache else None
         self._blocks: _ReadAhead | None = None
         self._windows: dict[int, deque[WindowRows]] = {}
         self._positions: dict[int, int] = {}
@@ -119,10 +121,10 @@ class RankStream:
         return sorted(reads, key=lambda read: (max(read.window.start, position) // share, read.window.virtual_worker))
 
     def _read(self, window: Window, epoch: int) -> WindowRead:
-        key = key64("map", self._plan.spec.seed, epoch)
-        return window_read(
-            self._manifest, self._columns, window, SampleMap(self._function, key) if self._function else None
-        )
+        sample_map = None
+        if self._function:
+            sample_map = SampleMap(self._function, key64("map", self._plan.spec.seed, epoch))
+        return window_read(self._manifest, self._columns, window, sample_map, self._cache)
 
 
 class _ReadAhead:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
+from undula.data.cache import DiskCache
 from undula.data.manifest import ID_COLUMN, Column, Manifest
 from undula.data.maps import SampleMap
 from undula.data.shards import Shard
@@ -61,7 +62,11 @@ class WindowRead:
 
 
 def window_read(
-    manifest: Manifest, columns: tuple[Column, ...], window: Window, sample_map: SampleMap | None = None
+    manifest: Manifest,
+    columns: tuple[Column, ...],
+    window: Window,
+    sample_map: SampleMap | None = None,
+    cache: DiskCache | None = None,
 ) -> WindowRead:
     """The read of a window's rows."""
     pieces, num_bytes = [], 0
@@ -69,7 +74,7 @@ def window_read(
         number, group = manifest.row_group_places[piece.row_group]
         file = manifest.files[number]
         first_id = int(manifest.first_ids[piece.row_group])
-        shard = Shard(manifest.url, file.name, file.bytes, file.version)
+        shard = Shard(manifest.url, file.name, file.bytes, file.version, cache)
         pieces.append(PieceRead(shard, group, piece.start, piece.stop, first_id))
         num_bytes += file.row_group_bytes[group] * piece.num_rows // max(file.row_groups[group], 1)
     return WindowRead(columns, sample_map, window, tuple(pieces), num_bytes)

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from undula.data.cache import DiskCache
 from undula.errors import ManifestError, StorageError
 from undula.storage import Store, s3_client
 
@@ -58,6 +59,8 @@ class Shard:
     bytes: int
     version: str
     """As in the manifest."""
+    cache: DiskCache | None = None
+    """Of what comes from S3."""
 
     def row_group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """The rows of a row group.
@@ -134,7 +137,16 @@ def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> l
 
 
 def _fetch(shard: Shard, start: int, into: memoryview) -> None:
-    """Fill `into` with the bytes of the object from `start` on."""
+    """Fill `into` with the bytes of the object from `start` on: of this version, so that a cache needs no request."""
+    key = f"{shard} {shard.version} {start}"
+    if shard.cache and shard.cache.read_into(key, into):
+        return
+    _fetch_from_s3(shard, start, into)
+    if shard.cache:
+        shard.cache.write(key, into)
+
+
+def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
     deadline = time.monotonic() + RETRY_FOR_S
     wait_s = FIRST_WAIT_S
     while True:

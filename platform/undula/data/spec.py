@@ -11,6 +11,16 @@ Url = Annotated[str, MinLen(1)]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
+class CacheSpec:
+    """A disk cache on each node of what is read from S3, shared by its workers and jobs; checked by ETag."""
+
+    folder: Annotated[str, MinLen(1)]
+    """Folder on each node, on its fastest disk."""
+    max_gib: Annotated[float, Gt(0)]
+    """Size at which what was least recently used goes."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class DataSpec:
     """What a job reads."""
 
@@ -20,6 +30,8 @@ class DataSpec:
     """The same for the validation data; without it the job does not validate."""
     columns: tuple[str, ...] | None = None
     """Columns to read; by default all."""
+    cache: CacheSpec | None = None
+    """Disk cache of what is read from S3, for later epochs and resumes: `folder` and `max_gib`. Without it nothing is kept."""
     head_mib: Annotated[int, Ge(0)] = 32
     """MiB that a worker reads by itself at the start of an epoch or after a resume, while Ray Data's tasks start; a smaller share of
     the data than that needs no tasks."""

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +12,7 @@ from conftest import S3
 from faulty_s3 import Fault, FaultyS3, faulty_s3
 
 from undula.data import shards
+from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest, load_manifest
 from undula.data.shards import Shard
 from undula.data.write import write_shards
@@ -110,3 +113,16 @@ def test_neighbouring_columns_come_with_one_request_and_others_not_at_all(
     shard.row_group(0, ("a", "c"))
     assert len(proxy.ranges) == 2
     assert sum(end - begin + 1 for begin, end in proxy.ranges) < last - first
+
+
+def test_what_is_in_the_cache_costs_no_request_and_another_version_is_fetched(
+    manifest: Manifest, proxy: FaultyS3, tmp_path: Path
+) -> None:
+    shard = replace(shard_of(manifest), cache=DiskCache(str(tmp_path), 10**6))
+    first = shard.row_group(0, ("a", "b"))
+    proxy.ranges.clear()
+    assert shard.row_group(0, ("a", "b")).equals(first)
+    assert not proxy.ranges
+    changed = replace(shard, version="etag 0123")
+    with pytest.raises(ManifestError, match="has changed since the manifest was made"):
+        changed.row_group(0, ("a", "b"))

@@ -1,0 +1,92 @@
+"""The disk cache: what comes out is what went in or nothing, and the limit holds."""
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from undula.data.cache import DiskCache
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def read(cache: DiskCache, key: str, length: int) -> bytes | None:
+    into = bytearray(length)
+    return bytes(into) if cache.read_into(key, memoryview(into)) else None
+
+
+def test_what_was_written_is_read_and_nothing_else(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 10_000)
+    assert read(cache, "a", 5) is None
+    cache.write("a", memoryview(b"12345"))
+    assert read(cache, "a", 5) == b"12345"
+    assert read(cache, "b", 5) is None
+
+
+@pytest.mark.parametrize("length", [4, 6])
+def test_an_entry_of_another_length_counts_as_missing(tmp_path: Path, length: int) -> None:
+    cache = DiskCache(str(tmp_path), 10_000)
+    cache.write("a", memoryview(b"12345"))
+    assert read(cache, "a", length) is None
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty"])
+def test_a_spoiled_entry_counts_as_missing_and_goes(tmp_path: Path, harm: str) -> None:
+    cache = DiskCache(str(tmp_path), 10_000)
+    cache.write("a", memoryview(b"12345"))
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes({"flip": bytes(data), "cut": bytes(data[:-1]), "empty": b""}[harm])
+    assert read(cache, "a", 5) is None
+    assert not file.exists()
+
+
+def test_the_least_recently_used_leave_first_and_the_limit_holds(tmp_path: Path) -> None:
+    cache = DiskCache(str(tmp_path), 1000)
+    for number in range(9):
+        cache.write(f"{number}", memoryview(bytes(100)))
+        for file in tmp_path.rglob("*"):  # a clock that has moved on since
+            if file.is_file():
+                os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - 10**9))
+    assert read(cache, "0", 100) is not None  # used again, so 1 is the oldest now
+    cache.write("new", memoryview(bytes(100)))
+    assert size_of(tmp_path) <= 1000
+    assert read(cache, "0", 100) is not None
+    assert read(cache, "new", 100) is not None
+    assert read(cache, "1", 100) is None
+
+
+def test_what_is_larger_than_the_limit_or_has_no_disk_is_not_kept(tmp_path: Path) -> None:
+    DiskCache(str(tmp_path), 10).write("a", memoryview(bytes(11)))
+    assert size_of(tmp_path) == 0
+    (tmp_path / "file").touch()
+    blocked = DiskCache(str(tmp_path / "file" / "below"), 1000)
+    blocked.write("a", memoryview(b"1"))
+    assert read(blocked, "a", 1) is None
+
+
+def test_processes_that_share_it_never_see_halves(tmp_path: Path) -> None:
+    wrong = []
+
+    def work(seed: int) -> None:
+        cache, choose = DiskCache(str(tmp_path), 20_000), random.Random(seed)
+        for _ in range(200):
+            key = choose.randrange(20)
+            content = bytes([key]) * 3000
+            found = read(cache, str(key), 3000)
+            if found is None:
+                cache.write(str(key), memoryview(content))
+            elif found != content:
+                wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
