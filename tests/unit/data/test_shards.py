@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import S3
 from faulty_s3 import Fault, FaultyS3, faulty_s3
 
 from undula.data import shards
@@ -24,7 +24,7 @@ TABLE = pa.table({"a": np.arange(ROWS), "b": np.arange(ROWS) * 2.5, "c": np.aran
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     with faulty_s3(s3_endpoint) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setattr(shards, "FIRST_WAIT_S", 0.01)
@@ -34,7 +34,7 @@ def proxy(s3_endpoint: str, s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.fixture
-def manifest(s3: S3) -> Manifest:
+def manifest(s3: Any) -> Manifest:
     store = open_store(s3.url("data"))
     write_shards(store, [TABLE], TABLE.schema, ROWS, num_shards=1, row_group_bytes=24_000)
     return load_manifest(store.url)
