@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,24 @@ def _index(options: argparse.Namespace) -> int:
         manifest = index(options.url, lambda files: progress.advance(task, files))
     _print_data_set(manifest)
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from undula.data.check import check
+    from undula.data.manifest import load_manifest
+
+    manifest = load_manifest(options.url)
+    with _progress() as progress:
+        task = progress.add_task(f"reading {options.url}", total=len(manifest.row_counts))
+        findings = check(manifest, lambda row_groups: progress.advance(task, row_groups))
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        _print_data_set(manifest)
+        for finding in findings:
+            print(f"{finding.severity}: {finding.message}")
+        print(f"{len(findings) or 'no'} finding{'s' if len(findings) != 1 else ''}")
+    return int(any(finding.severity == "error" for finding in findings))
 
 
 def _print_data_set(manifest: "Manifest") -> None:
@@ -242,6 +261,12 @@ def _add_data_commands(commands: Any) -> None:
     index = commands.add_parser("index", help="write the manifest of Parquet files that are there")
     index.add_argument("url", metavar="URL")
     index.set_defaults(command=_index)
+    check = commands.add_parser(
+        "check", help="read every row group and tell what would stop or slow a training; exit status 1 on errors"
+    )
+    check.add_argument("url", metavar="URL")
+    check.add_argument("--json", action="store_true")
+    check.set_defaults(command=_check)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""Looks through a data set for what would stop or slow a training: damage, drift, nulls, and row groups of the wrong size."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from undula.data.manifest import NUMBER_TYPES, TEXT_TYPES, Manifest
+from undula.data.shards import Shard
+from undula.errors import UndulaError
+
+LARGE_BYTES = 128 * 2**20
+"""A worker holds `plan.window` row groups for each of its virtual workers."""
+SMALL_BYTES = 256 * 2**10
+"""Below, requests and not bytes are what reading costs."""
+SKEW = 4
+"""The largest row group over the median one."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a data set: an error stops a training, a warning slows it or costs memory."""
+
+    severity: Literal["error", "warning"]
+    message: str
+
+
+def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups: None) -> list[Finding]:
+    """Read every row group, and tell what is wrong with the data set.
+
+    Args:
+        manifest: the data set.
+        advance: called with 1 after each row group, for a progress bar.
+    """
+    findings = list(_about_columns(manifest)) + list(_about_sizes(manifest))
+    for file in manifest.files:
+        shard = Shard(manifest.url, file.name, file.bytes, file.version)
+        try:
+            metadata = shard.footer()
+        except UndulaError as error:
+            findings.append(Finding("error", str(error)))
+            advance(len(file.row_groups))
+            continue
+        for number in range(metadata.num_row_groups):
+            findings += _about_row_group(manifest, shard, metadata, number)
+            advance(1)
+    return findings
+
+
+def _about_columns(manifest: Manifest) -> Iterator[Finding]:
+    for column in manifest.columns:
+        if column.type not in NUMBER_TYPES | TEXT_TYPES:
+            yield Finding(
+                "warning",
+                f"column {column.name!r} is {column.type}, which no batch holds: leave it out of data.columns",
+            )
+
+
+def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
+    sizes = np.array([size for file in manifest.files for size in file.row_group_bytes])
+    median = float(np.median(sizes))
+    write_again = "write them again, with row groups of some MiB"
+    if large := int((sizes > LARGE_BYTES).sum()):
+        yield Finding(
+            "warning",
+            f"{large} of {len(sizes)} row groups are larger than {LARGE_BYTES >> 20} MiB (the largest {sizes.max() >> 20} MiB), and a "
+            f"worker holds plan.window of them for each virtual worker: {write_again}",
+        )
+    if median < SMALL_BYTES and len(sizes) > 1:
+        yield Finding(
+            "warning",
+            f"row groups are small, {median / 1024:.0f} KiB in the middle, so that requests are what reading costs: {write_again}",
+        )
+    if sizes.max() > SKEW * median:
+        yield Finding(
+            "warning",
+            f"row groups are uneven: the largest has {sizes.max() / max(median, 1):.0f} times the bytes of the middle one, and a shuffle "
+            f"window mixes rows no better than its largest row group lets it: {write_again}",
+        )
+
+
+def _about_row_group(manifest: Manifest, shard: Shard, metadata: pq.FileMetaData, number: int) -> Iterator[Finding]:
+    where = f"{shard}, row group {number}"
+    try:
+        table = shard.row_group(number, [column.name for column in manifest.columns])
+    except UndulaError as error:
+        yield Finding("error", str(error))
+        return
+    group = metadata.row_group(number)
+    if table.num_rows != group.num_rows:
+        yield Finding(
+            "error", f"{where} has {table.num_rows} rows, and its footer says {group.num_rows}: write it again"
+        )
+    told = {group.column(place).path_in_schema: group.column(place).statistics for place in range(group.num_columns)}
+    for column in manifest.columns:
+        values = table[column.name]
+        nulls = values.null_count + (pc.list_flatten(values).null_count if column.shape else 0)
+        if nulls:
+            yield Finding(
+                "error", f"{where}: column {column.name!r} has {nulls} nulls, which no tensor holds: fill them"
+            )
+        statistics = told.get(column.name)
+        if statistics is not None and statistics.has_min_max and not column.shape and column.type in NUMBER_TYPES:
+            yield from _about_statistics(where, column.name, values, statistics)
+
+
+def _about_statistics(where: str, name: str, values: pa.ChunkedArray, told: pq.Statistics) -> Iterator[Finding]:
+    found = pc.min_max(values).as_py()
+    if (found["min"], found["max"]) != (told.min, told.max):
+        yield Finding(
+            "error",
+            f"{where}: column {name!r} goes from {found['min']} to {found['max']}, and its footer says {told.min} to {told.max}: "
+            "it was written wrongly, or is damaged; write it again",
+        )

@@ -1,0 +1,105 @@
+"""`undula data check` tells what would stop or slow a training, by name, and nothing about a good data set."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from undula.data import check as module
+from undula.data.check import Finding, check
+from undula.data.manifest import index, load_manifest
+from undula.data.write import write_shards
+from undula.storage import Store
+
+ROWS = 4000
+TABLE = pa.table({"x": np.arange(ROWS), "y": np.linspace(0, 1, ROWS), "name": [f"row {row}" for row in range(ROWS)]})
+
+
+@pytest.fixture(autouse=True)
+def scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of the real world, divided by a thousand."""
+    monkeypatch.setattr(module, "LARGE_BYTES", 128 * 2**10)
+    monkeypatch.setattr(module, "SMALL_BYTES", 1024)
+
+
+def write(folder: Path, table: pa.Table = TABLE, rows_in_group: int = 500) -> list[Finding]:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(table, folder / "part-00000.parquet", row_group_size=rows_in_group)
+    return check(index(str(folder)))
+
+
+def test_a_good_data_set_has_no_findings(tmp_path: Path) -> None:
+    assert write(tmp_path) == []
+    manifest = write_shards(Store(str(tmp_path / "ours")), [TABLE], TABLE.schema, ROWS, 2, row_group_bytes=20_000)
+    assert check(manifest) == []
+
+
+def test_every_row_group_is_looked_at(tmp_path: Path) -> None:
+    write(tmp_path)
+    seen: list[int] = []
+    check(load_manifest(str(tmp_path)), seen.append)
+    assert sum(seen) == ROWS // 500
+
+
+def test_nulls_are_errors_by_row_group_and_column(tmp_path: Path) -> None:
+    values = TABLE["y"].to_pylist()
+    values[700] = None
+    (finding,) = write(tmp_path, TABLE.set_column(1, "y", pa.array(values)))
+    assert finding.severity == "error"
+    assert "row group 1: column 'y' has 1 nulls" in finding.message
+
+
+def test_columns_that_no_batch_holds_are_told(tmp_path: Path) -> None:
+    (finding,) = write(tmp_path, TABLE.append_column("when", pa.array([0] * ROWS, pa.timestamp("us"))))
+    assert finding == Finding(
+        "warning", "column 'when' is timestamp[us], which no batch holds: leave it out of data.columns"
+    )
+
+
+@pytest.mark.parametrize(("rows_in_group", "words"), [(ROWS, "larger than"), (5, "row groups are small")])
+def test_row_groups_of_the_wrong_size_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_group: int, words: str
+) -> None:
+    monkeypatch.setattr(module, "LARGE_BYTES", 60 * 2**10)
+    assert any(words in finding.message for finding in write(tmp_path, rows_in_group=rows_in_group))
+
+
+def test_uneven_row_groups_are_told(tmp_path: Path) -> None:
+    for number, rows in enumerate((100, 100, 100, 2000)):
+        pq.write_table(TABLE.slice(0, rows), tmp_path / f"part-{number}.parquet")
+    (finding,) = check(index(str(tmp_path)))
+    assert "row groups are uneven" in finding.message
+
+
+def test_a_shard_that_is_gone_or_damaged_is_named_and_the_others_are_still_checked(tmp_path: Path) -> None:
+    for number in range(3):
+        pq.write_table(TABLE, tmp_path / f"part-{number}.parquet", row_group_size=500, compression="none")
+    manifest = index(str(tmp_path))
+    (tmp_path / "part-0.parquet").unlink()
+    damaged = tmp_path / "part-1.parquet"
+    data, stat = bytearray(damaged.read_bytes()), damaged.stat()
+    place = pq.read_metadata(damaged).row_group(3).column(0).data_page_offset
+    data[place : place + 40] = bytes([255]) * 40
+    damaged.write_bytes(data)
+    os.utime(damaged, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    findings = check(manifest)
+    assert all(finding.severity == "error" for finding in findings)
+    assert any("part-0.parquet is gone" in finding.message for finding in findings)
+    assert any("part-1.parquet" in finding.message for finding in findings)
+    assert not any("part-2.parquet" in finding.message for finding in findings)
+
+
+def test_values_that_their_statistics_deny_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "part-0.parquet"
+    pq.write_table(pa.table({"x": np.arange(100)}), path, compression="none", use_dictionary=False)
+    manifest = index(str(tmp_path))
+    data, stat = bytearray(path.read_bytes()), path.stat()
+    place = data.find((50).to_bytes(8, "little"))
+    data[place : place + 8] = (5000).to_bytes(8, "little")
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (finding,) = check(manifest)
+    assert "column 'x' goes from 0 to 5000, and its footer says 0 to 99" in finding.message
