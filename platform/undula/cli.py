@@ -113,6 +113,28 @@ def _index(options: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from undula.data.convert import open_source, shuffled
+    from undula.data.write import write_shards
+
+    source = open_source(options.source, tuple(options.columns.split(",")) if options.columns else None)
+    if options.shuffle is not None:
+        source = shuffled(source, options.shuffle)
+    with _progress() as progress:
+        task = progress.add_task(f"writing {options.out}", total=source.num_rows)
+        manifest = write_shards(
+            open_store(options.out),
+            source.tables(),
+            source.schema,
+            source.num_rows,
+            options.shards,
+            int(options.row_group_mib * 2**20),
+            lambda rows: progress.advance(task, rows),
+        )
+    _print_data_set(manifest)
+    return 0
+
+
 def _check(options: argparse.Namespace) -> int:
     from undula.data.check import check
     from undula.data.manifest import load_manifest
@@ -235,6 +257,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_writing(parser: argparse.ArgumentParser, row_group_mib: float) -> None:
+    parser.add_argument("--out", required=True, metavar="URL", help="path or s3:// URL of the data set")
+    parser.add_argument("--shards", type=int, default=4, metavar="N", help="Parquet files of a split (default: 4)")
+    text = f"size of a row group in memory (default: {row_group_mib:g})"
+    parser.add_argument("--row-group-mib", type=float, default=row_group_mib, metavar="M", help=text)
+
+
 def _add_data_commands(commands: Any) -> None:
     makers = {
         "stdlib-text": (_stdlib_text, "the source of this Python's standard library, as bytes"),
@@ -243,13 +272,7 @@ def _add_data_commands(commands: Any) -> None:
     }
     for name, (make, text) in makers.items():
         parser = commands.add_parser(name, help=text)
-        parser.add_argument("--out", required=True, metavar="URL", help="path or s3:// URL of the data set")
-        parser.add_argument(
-            "--shards", type=int, default=4, metavar="N", help="Parquet files of each split (default: 4)"
-        )
-        parser.add_argument(
-            "--row-group-mib", type=float, default=1.0, metavar="M", help="size of a row group (default: 1)"
-        )
+        _add_writing(parser, row_group_mib=1.0)
         parser.add_argument("--if-missing", action="store_true", help="do nothing where it is there already, and whole")
         parser.set_defaults(command=_data, corpus=make)
         if name == "stdlib-text":
@@ -261,6 +284,15 @@ def _add_data_commands(commands: Any) -> None:
     index = commands.add_parser("index", help="write the manifest of Parquet files that are there")
     index.add_argument("url", metavar="URL")
     index.set_defaults(command=_index)
+    convert = commands.add_parser(
+        "convert",
+        help="write a data set from Parquet, CSV, JSON lines, WebDataset tars, or a folder of datasets.save_to_disk",
+    )
+    convert.add_argument("source", metavar="SOURCE", help="path or s3:// URL of a file or folder")
+    convert.add_argument("--columns", metavar="A,B,...", help="columns to keep (default: all)")
+    convert.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle all rows, in an order drawn from SEED")
+    _add_writing(convert, row_group_mib=4.0)
+    convert.set_defaults(command=_convert)
     check = commands.add_parser(
         "check", help="read every row group and tell what would stop or slow a training; exit status 1 on errors"
     )

@@ -63,7 +63,7 @@ def _about_columns(manifest: Manifest) -> Iterator[Finding]:
 def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
     sizes = np.array([size for file in manifest.files for size in file.row_group_bytes])
     median = float(np.median(sizes))
-    write_again = "write them again, with row groups of some MiB"
+    write_again = "write them again with `undula data convert`"
     if large := int((sizes > LARGE_BYTES).sum()):
         yield Finding(
             "warning",

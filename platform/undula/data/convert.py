@@ -1,0 +1,226 @@
+"""Sources of other formats as tables of the columns that a batch can hold, and a shuffle of all rows on their way."""
+
+import json
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset
+
+from undula.data.manifest import NUMBER_TYPES, TEXT_TYPES
+from undula.data.write import array_field
+from undula.errors import ManifestError
+from undula.plan.keys import key64, permuted
+from undula.storage import open_store
+
+BUCKET_BYTES = 256 * 2**20
+"""Of rows that a global shuffle holds in memory at once."""
+TAR_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of some format: how many there are, and tables of them, as often as they are asked for."""
+
+    num_rows: int
+    schema: pa.Schema
+    tables: Callable[[], Iterator[pa.Table]]
+
+
+def open_source(url: str, columns: tuple[str, ...] | None = None) -> Source:
+    """The rows at a path or s3:// URL: a folder or file of Parquet, CSV, JSON lines or WebDataset tars, or a folder that
+    `datasets.save_to_disk` wrote.
+
+    Lists of one length become fixed-size lists, and a struct with the bytes of a file, as `datasets` has for images, the bytes.
+
+    Raises:
+        ManifestError: nothing there that is known, or a column that no batch holds.
+    """
+    names = [entry.name for entry in open_store(url).list()] or [Path(url).name]
+    found = [(reader, [name for name in names if name.endswith(ends)]) for reader, ends in _READERS]
+    reader, files = next(((reader, files) for reader, files in found if files), (None, []))
+    if reader is None:
+        known = ", ".join(f"*{end}" for _, ends in _READERS for end in ends)
+        raise ManifestError(f"{url} holds nothing to convert: files that are known are {known}")
+    raw = reader(url, files)
+    first = next(raw(), None)
+    if first is None or not first.num_rows:
+        raise ManifestError(f"{url} holds no rows: nothing to convert")
+    schema = _target(first.select(columns) if columns else first, url)
+
+    def tables() -> Iterator[pa.Table]:
+        done = 0
+        for table in raw():
+            yield _fitted(table, schema, url, done)
+            done += table.num_rows
+
+    return Source(sum(table.num_rows for table in raw()), schema, tables)
+
+
+def shuffled(source: Source, seed: int) -> Source:
+    """The rows in an order drawn from the seed, over all of them: dealt into buckets on the disk, then permuted within each."""
+
+    def tables() -> Iterator[pa.Table]:
+        with tempfile.TemporaryDirectory(prefix="undula-shuffle-") as folder:
+            for number, bucket in enumerate(_dealt(source, seed, Path(folder))):
+                order = permuted(np.arange(bucket.num_rows), bucket.num_rows, key64("bucket", seed, number))
+                yield bucket.take(pa.array(order))
+
+    return Source(source.num_rows, source.schema, tables)
+
+
+def _dealt(source: Source, seed: int, folder: Path) -> Iterator[pa.Table]:
+    num_bytes = sum(table.nbytes for table in source.tables())
+    count = max(-(-num_bytes // BUCKET_BYTES), 1)
+    files = [folder / f"{number}.arrow" for number in range(count)]
+    draws = np.random.Generator(np.random.Philox(key=key64("deal", seed)))
+    with ExitStack() as stack:
+        writers = [stack.enter_context(pa.ipc.new_file(str(file), source.schema)) for file in files]
+        for table in source.tables():
+            buckets = draws.integers(0, count, table.num_rows)
+            for number, writer in enumerate(writers):
+                writer.write_table(table.filter(pa.array(buckets == number)))
+    for file in files:
+        with pa.memory_map(str(file)) as mapped:
+            yield pa.ipc.open_file(mapped).read_all()
+
+
+def _with_pyarrow(kind: str) -> Callable[[str, list[str]], Callable[[], Iterator[pa.Table]]]:
+    def reader(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
+        store = open_store(url)
+        paths = [store.path(name) for name in files] if store.list() else [store.path()]
+        data = pyarrow.dataset.dataset(paths, format=kind, filesystem=store.filesystem)
+        return lambda: (pa.Table.from_batches([batch]) for batch in data.to_batches() if batch.num_rows)
+
+    return reader
+
+
+def _saved_to_disk(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
+    store = open_store(url)
+
+    def tables() -> Iterator[pa.Table]:
+        for name in sorted(files):
+            with store.open(name) as file:
+                for batch in pa.ipc.open_stream(file):
+                    if batch.num_rows:
+                        yield pa.Table.from_batches([batch])
+
+    return tables
+
+
+def _tars(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
+    """WebDataset: members of one sample share the name before the first dot; what follows names the column."""
+    store = open_store(url)
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for name in sorted(files):
+            with store.open(name) as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
+                sample: dict[str, Any] = {}
+                for member in archive:
+                    content = archive.extractfile(member) if member.isfile() else None
+                    if content is None:
+                        continue
+                    folder, _, base = member.name.rpartition("/")
+                    stem, _, column = base.partition(".")
+                    key = f"{folder}/{stem}" if folder else stem
+                    if sample and sample["key"] != key:
+                        yield sample
+                        sample = {}
+                    sample |= {"key": key, column.replace(".", "_"): _member(column, content.read())}
+                if sample:
+                    yield sample
+
+    def tables() -> Iterator[pa.Table]:
+        batch = []
+        for sample in samples():
+            batch.append(sample)
+            if len(batch) == TAR_BATCH:
+                yield pa.Table.from_pylist(batch)
+                batch = []
+        if batch:
+            yield pa.Table.from_pylist(batch)
+
+    return tables
+
+
+def _member(column: str, data: bytes) -> bytes | int | str:
+    """A member's content: numbers and texts as what they are, the rest as bytes."""
+    ending = column.rpartition(".")[2]
+    if ending in ("cls", "index"):
+        return int(data)
+    return data.decode() if ending in ("txt", "text", "json") else data
+
+
+_READERS: list[tuple[Callable[[str, list[str]], Callable[[], Iterator[pa.Table]]], tuple[str, ...]]] = [
+    (_with_pyarrow("parquet"), (".parquet",)),
+    (_saved_to_disk, (".arrow",)),
+    (_tars, (".tar", ".tar.gz", ".tgz")),
+    (_with_pyarrow("csv"), (".csv",)),
+    (_with_pyarrow("json"), (".jsonl", ".ndjson", ".json")),
+]
+
+
+def _target(table: pa.Table, url: str) -> pa.Schema:
+    """The schema of what is written for tables like this one."""
+    fields = []
+    for field in table.schema:
+        shape, values = _shape(table[field.name].combine_chunks())
+        if str(values) not in NUMBER_TYPES | TEXT_TYPES or (shape and str(values) in TEXT_TYPES):
+            raise ManifestError(
+                f"column {field.name!r} of {url} is {field.type}, which no batch holds: leave it out, by naming the others with "
+                "--columns, or make numbers, lists of one length, strings or bytes of it"
+            )
+        fields.append(array_field(field.name, values, shape) if shape else pa.field(field.name, values))
+    return pa.schema(fields)
+
+
+def _shape(array: pa.Array) -> tuple[tuple[int, ...], pa.DataType]:
+    """The shape of a column's first sample, and the type of its values."""
+    shape: list[int] = []
+    array = _plain(array)
+    while _is_list(array.type):
+        shape.append(array.type.list_size if pa.types.is_fixed_size_list(array.type) else len(array[0]))
+        array = _plain(array.flatten())
+    return tuple(shape), array.type
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(array.type):
+        return array.dictionary_decode()
+    if pa.types.is_struct(array.type) and array.type.get_field_index("bytes") >= 0:
+        return array.field("bytes")
+    return array
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _fitted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.Table:
+    arrays = []
+    for field in schema:
+        array = _plain(table[field.name].combine_chunks())
+        shape = tuple(json.loads((field.metadata or {}).get(b"shape", b"[]")))
+        for size in shape:
+            if not pa.types.is_fixed_size_list(array.type):
+                lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
+                if (wrong := np.flatnonzero(lengths != size)).size:
+                    raise ManifestError(
+                        f"column {field.name!r} of {url} has lists of {size} values, and of {lengths[wrong[0]]:.0f} in or near row "
+                        f"{first_row + int(wrong[0])}: a batch needs one length; leave it out with --columns, or pad it"
+                    )
+            array = _plain(array.flatten())
+        if shape:
+            values = array.cast(field.type.value_type)
+            array = pa.FixedSizeListArray.from_arrays(values, type=field.type)
+            assert len(array) * prod(shape) == len(values)
+        arrays.append(array if shape else array.cast(field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)

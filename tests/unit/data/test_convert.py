@@ -1,0 +1,154 @@
+"""Sources of every format become the rows that they hold, in columns that a batch can hold; a shuffle loses none."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from undula.cli import main
+from undula.data import convert, load_manifest, stream
+from undula.data.convert import open_source, shuffled
+from undula.errors import ManifestError
+from undula.plan.plan import PlanSpec
+
+ROWS = 57
+TABLE = pa.table({"n": np.arange(ROWS), "x": np.arange(ROWS) / 4, "name": [f"row {row}" for row in range(ROWS)]})
+
+
+def parquet(folder: Path) -> None:
+    for number in range(3):
+        pq.write_table(TABLE.slice(number * 19, 19), folder / f"{number}.parquet", row_group_size=5)
+
+
+def csv(folder: Path) -> None:
+    for number in range(3):
+        pyarrow.csv.write_csv(TABLE.slice(number * 19, 19), folder / f"{number}.csv")
+
+
+def json_lines(folder: Path) -> None:
+    (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE.to_pylist()))
+
+
+def saved_to_disk(folder: Path) -> None:
+    """As datasets.save_to_disk leaves it: Arrow streams beside JSON."""
+    (folder / "state.json").write_text("{}")
+    (folder / "dataset_info.json").write_text("{}")
+    for number in range(3):
+        with pa.ipc.new_stream(str(folder / f"data-{number:05d}-of-00003.arrow"), TABLE.schema) as writer:
+            writer.write_table(TABLE.slice(number * 19, 19), max_chunksize=10)
+
+
+@pytest.mark.parametrize("make", [parquet, csv, json_lines, saved_to_disk])
+def test_rows_of_a_source_come_in_their_order(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path)
+    source = open_source(str(tmp_path))
+    assert source.num_rows == ROWS
+    for _ in range(2):  # as often as they are asked for
+        assert pa.concat_tables(source.tables()).to_pylist() == TABLE.to_pylist()
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def test_webdataset_tars_give_a_row_a_sample(tmp_path: Path) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"shard-{shard}.tar", "w") as archive:
+            for row in range(shard * 30, shard * 30 + 30):
+                add(archive, f"train/{row:04d}.jpg", bytes([row, 255]))
+                add(archive, f"train/{row:04d}.cls", str(row % 10).encode())
+                add(archive, f"train/{row:04d}.meta.json", b"{}")
+    rows = pa.concat_tables(open_source(str(tmp_path)).tables()).to_pylist()
+    assert rows[31] == {"key": "train/0031", "jpg": bytes([31, 255]), "cls": 1, "meta_json": "{}"}
+    assert len(rows) == 60
+
+
+def test_lists_of_one_length_become_arrays_and_images_their_bytes(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "pair": [[row, row + 1] for row in range(6)],
+            "grid": [[[row, 1, 2], [3, 4, 5]] for row in range(6)],
+            "image": [{"bytes": bytes([row]), "path": None} for row in range(6)],
+            "kind": pa.array(["a", "b"] * 3).dictionary_encode(),
+        }
+    )
+    pq.write_table(table, tmp_path / "0.parquet")
+    main_ok("data", "convert", str(tmp_path / "0.parquet"), "--out", str(tmp_path / "out"), "--shards", "1")
+    plan = PlanSpec(global_batch=6, virtual_workers=1, shuffle="none")
+    batch = next(iter(stream(str(tmp_path / "out"), plan)))
+    assert batch["pair"].tolist() == table["pair"].to_pylist()
+    assert batch["grid"].tolist() == table["grid"].to_pylist()
+    assert batch["image"] == [bytes([row]) for row in range(6)]
+    assert batch["kind"] == ["a", "b"] * 3
+
+
+def main_ok(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        ([[1, 2], [3]], "'c' of .* has lists of 2 values, and of 1 in or near row 1"),
+        (pa.array([0, 1], pa.timestamp("us")), r"'c' of .* is timestamp\[us\], which no batch holds"),
+    ],
+)
+def test_what_no_batch_holds_is_refused_by_name_and_can_be_left_out(tmp_path: Path, column: Any, sentence: str) -> None:
+    pq.write_table(pa.table({"c": column, "n": [1, 2]}), tmp_path / "0.parquet")
+    with pytest.raises(ManifestError, match=sentence):
+        list(open_source(str(tmp_path)).tables())
+    assert pa.concat_tables(open_source(str(tmp_path), ("n",)).tables()).to_pylist() == [{"n": 1}, {"n": 2}]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ManifestError, match=r"holds nothing to convert: files that are known are \*\.parquet"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**30, 300])
+def test_a_shuffle_of_all_rows_moves_them_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(convert, "BUCKET_BYTES", bucket_bytes)
+    parquet(tmp_path)
+    source = open_source(str(tmp_path))
+    orders = [pa.concat_tables(shuffled(source, seed).tables())["n"].to_pylist() for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(ROWS))
+    assert np.mean(np.abs(np.array(orders[0]) - np.arange(ROWS))) > ROWS / 5
+
+
+def test_the_command_writes_row_groups_of_the_size_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    parquet(tmp_path / "in")
+    out = str(tmp_path / "out")
+    main_ok(
+        "data",
+        "convert",
+        str(tmp_path / "in"),
+        "--out",
+        out,
+        "--shards",
+        "2",
+        "--row-group-mib",
+        "0.0005",
+        "--shuffle",
+        "3",
+    )
+    manifest = load_manifest(out)
+    assert manifest.num_rows == ROWS
+    assert len(manifest.files) == 2
+    assert manifest.row_counts.max() <= 22  # of about 24 bytes each
