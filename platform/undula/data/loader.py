@@ -77,7 +77,8 @@ class Stream:
     def _share(self, source: RankStream) -> Samples:
         step_in_epoch = self.plan.step(self.step).step_in_epoch
         shares = [(v, self.plan.share(step_in_epoch, v)) for v in self._virtual_workers]
-        return concatenated([source.take(self.step, v, count) for v, count in shares])
+        taken = [source.take(self.step, v, count) for v, count in shares if count]
+        return concatenated(taken) if taken else source.any_rows(0)
 
 
 def stream(

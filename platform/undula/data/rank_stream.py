@@ -86,14 +86,11 @@ class RankStream:
             self._windows[read.window.virtual_worker].append(rows)
         return queue[0], position - queue[0].start
 
-    def any_rows(self) -> Samples:
-        """A few rows of the data set, for a rank whose share of a short step is empty but must join its collectives.
-
-        Two where there are two: some layers, BatchNorm among them, cannot train on one.
-        """
+    def any_rows(self, count: int) -> Samples:
+        """Up to `count` rows of the data set, for a rank whose share of a short step is empty."""
         order = EpochOrder(self._plan, self._manifest.row_counts, epoch=0)
         read = self._read(next(order.windows(self._virtual_workers[0])), epoch=0)
-        return WindowRows(read, [read()]).take(0, min(2, read.num_rows))
+        return WindowRows(read, [read()]).take(0, min(count, read.num_rows))
 
     def close(self) -> None:
         """Stop reading ahead."""

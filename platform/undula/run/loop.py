@@ -292,7 +292,8 @@ class Step:
             for number, size in enumerate(run.plan.micro_batches(self.shape.step_in_epoch, virtual_worker))
         ]
         run._buffers.begin_step()
-        # Without a share in a short step, rows of weight zero run instead: the ranks' collectives must match.
+        # Without a share in a short step, two rows of weight zero run instead: the ranks' collectives must match, and some layers,
+        # BatchNorm among them, cannot train on one row.
         for place, (virtual_worker, number, size) in enumerate(shares or [(run._virtual_workers[0], 0, 0)]):
             batch = self._next_batch(virtual_worker, size)
             run._engine.before_micro_batch(run._model, is_last=place >= len(shares) - 1)
@@ -358,7 +359,7 @@ class Step:
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
         began = time.perf_counter()
-        samples = self._stream.take(self.index, virtual_worker, size) if size else self._stream.any_rows()
+        samples = self._stream.take(self.index, virtual_worker, size) if size else self._stream.any_rows(2)
         if size:
             self._local.sample_digest += multiset_digest(samples.ids)
         device = self._run.device

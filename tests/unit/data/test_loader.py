@@ -70,6 +70,17 @@ def test_a_rank_that_has_no_part_is_refused(manifest: Manifest) -> None:
         stream(manifest, PLAN, rank=4, world_size=5)
 
 
+def test_a_rank_without_a_share_in_a_short_step_gets_an_empty_batch(tmp_path: Path) -> None:
+    table = pa.table({"x": np.arange(98.0), "name": ["n"] * 98})
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 98, num_shards=1)
+    plan = PlanSpec(global_batch=16, virtual_workers=4)  # the last step has two samples
+    *_, last = stream(manifest, plan, rank=1, world_size=2)
+    assert last["x"].shape == (0,)
+    assert last["name"] == []
+    *_, last = stream(manifest, plan, rank=0, world_size=2)
+    assert last["x"].shape == (2,)
+
+
 def test_columns_come_as_tensors_strings_and_bytes(manifest: Manifest) -> None:
     source = stream(manifest.url, PLAN, columns=("pair", "name", "raw"))
     batch = next(iter(source))
