@@ -16,6 +16,7 @@ import ray
 from ray.train import TrainingFailedError
 
 from undula.elastic.failures import whole_story
+from undula.elastic.spec import WorkersSpec
 from undula.elastic.trainer import ElasticTorchTrainer, run_config, scaling_config
 from undula.errors import ClusterError, one_sentence
 from undula.live import live_view
@@ -58,6 +59,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         if options.fresh:
             forget(prepared.store)
         prepared.store.write(JOB_FILE, json.dumps(describe(loaded, prepared), indent=1).encode())
+        print(f"{prepared.store.url}: starting {_range(loaded.spec.workers)} ...", flush=True)
         with live_view(hub):
             error = _fit(train, loaded, prepared, HubPublisher(hub))
         _say_result(prepared, error)
@@ -85,6 +87,12 @@ def _fit(
         EventWriter(prepared.store, "driver").event(Event("stop", "stopped from outside"))
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job as a success
     return None
+
+
+def _range(workers: WorkersSpec) -> str:
+    """`2 workers`, `1 to 2 workers`."""
+    sizes = f"{workers.max}" if workers.min == workers.max else f"{workers.min} to {workers.max}"
+    return f"{sizes} worker{'s' if workers.max > 1 else ''}"
 
 
 def _connect() -> None:

@@ -117,3 +117,52 @@ def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> 
         write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
         found = streamed(small, str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
     assert found == planned(str(large))
+
+
+MEMORY = """
+import json, logging, sys
+import ray
+from undula.data import stream
+from undula.plan.plan import PlanSpec
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+
+def resident_mib():
+    # Of this process alone: the pages of the object store belong to the store.
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+def stored_mib():
+    size, free = (found().get("object_store_memory", 0) for found in (ray.cluster_resources, ray.available_resources))
+    return (size - free) / 2**20
+
+found = []
+plan = PlanSpec(global_batch=10, virtual_workers=1, window=2)
+before = stored_mib()
+for place, batch in enumerate(stream(sys.argv[1], plan, head_mib=0, prefetch_mib=32)):
+    if place % 10 == 0:
+        found.append((resident_mib(), stored_mib() - before))
+print("MIB", json.dumps(found))
+"""
+
+
+def test_memory_of_a_rank_stays_flat_over_data_far_larger_than_its_prefetch(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    rows = 6400
+    noise = np.random.default_rng(0).bytes(65536)
+    payload = pa.array([noise[row % 997 :] + noise[: row % 997] for row in range(rows)], pa.binary())
+    table = pa.table({"value": np.arange(rows), "payload": payload})  # 400 MiB, twelve times the prefetch
+    write_shards(Store(str(tmp_path)), [table], table.schema, rows, num_shards=2, row_group_bytes=2**21)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("MIB"))
+    resident, stored = np.array(json.loads(line.removeprefix("MIB"))).T
+    quarter = len(resident) // 4
+    assert resident[quarter:].max() < resident[:quarter].max() + 16
+    assert stored.max() < 32 + 2 * 32 + 32  # what may wait, what two tasks bring, and what is in use

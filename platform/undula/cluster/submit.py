@@ -16,7 +16,9 @@ from undula.errors import ClusterError
 
 RECONNECT_S = 2.0
 STOP_TIMEOUT_S = 5.0
-_RAY_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- ")
+_RAY_LOG_LINE = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- |Running entrypoint for job raysubmit_)"
+)
 
 
 def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callable[[str], None]) -> int:
