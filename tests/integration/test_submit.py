@@ -128,8 +128,8 @@ def test_ctrl_c_leaves_nothing_behind(mark: str, text: str, tmp_path: Path) -> N
         if line.startswith("step "):
             break
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
     await_nothing_left(mark)
 
 
