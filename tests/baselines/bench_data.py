@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, s3_server() as endpoint:
         os.environ |= endpoint
-        with local_cluster(num_cpus=2) as cluster:
+        with local_cluster(num_cpus=2) as cluster, ExitStack() as stack:
             os.environ |= cluster.env
+            stack.callback(disconnect)
             connect(cluster.address)
             for kind in options.kinds:
                 sample = KINDS[kind](8)
@@ -167,6 +169,12 @@ def connect(address: str) -> None:
     import ray.data
 
     ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def disconnect() -> None:
+    import ray
+
+    ray.shutdown()
 
 
 if __name__ == "__main__":
