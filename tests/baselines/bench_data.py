@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
-from tests.baselines.foreign import FOREIGN, foreign_rate, prepare_foreign
+from tests.baselines.foreign import FOREIGN, LOCAL_ONLY, foreign_rate, prepare_foreign
 from tests.baselines.foreign_rate import rate
 from tests.baselines.result import print_and_write
 from tests.baselines.s3_server import s3_server
@@ -152,7 +152,11 @@ def main() -> None:
                 for place in options.places:
                     url = f"s3://bench/{kind}" if place == "s3" else f"{folder}/{kind}"
                     write_plain(open_store(url), data)
-                    foreign = prepare_foreign(Path(folder), url, [n for n in FOREIGN if n not in options.without])
+                    foreign = prepare_foreign(
+                        Path(folder),
+                        url,
+                        [n for n in FOREIGN if n not in {*options.without, *(LOCAL_ONLY if place == "s3" else ())}],
+                    )
                     undula_stream(url)  # starts processes that later ones find warm
                     rounds = [one_round(url, kind, rows, data.nbytes / rows, foreign) for _ in range(options.rounds)]
                     print_and_write(f"data-{kind}-{place}", rounds)

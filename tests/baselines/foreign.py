@@ -10,6 +10,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "bench" / "foreign"
 FOREIGN = {"MosaicML Streaming": "foreign_mosaic.py", "LitData": "foreign_litdata.py"}
+LOCAL_ONLY = frozenset({"LitData"})
+"""Its index of Parquet on S3 needs s3fs, which needs another botocore than ours."""
 _WITHOUT_DEPENDENCIES = (
     *("mosaicml-streaming==0.13.0", "litdata==0.2.76", "lightning-utilities==0.15.3", "obstore==0.12.1"),
     *("tifffile==2026.3.3", "polars==2.1.0", "polars-runtime-32==2.1.0", "zstd==1.5.7.2", "Brotli==1.2.1"),
