@@ -117,6 +117,8 @@ def _convert(options: argparse.Namespace) -> int:
     from undula.data.convert import open_source, shuffled
     from undula.data.write import write_shards
 
+    if open_store(options.source).path() == open_store(options.out).path():
+        raise SpecError(f"{options.out} is what is read as well: give another --out, as what is there goes first")
     source = open_source(options.source, tuple(options.columns.split(",")) if options.columns else None)
     if options.shuffle is not None:
         source = shuffled(source, options.shuffle)

@@ -152,3 +152,10 @@ def test_the_command_writes_row_groups_of_the_size_asked_for(tmp_path: Path) -> 
     assert manifest.num_rows == ROWS
     assert len(manifest.files) == 2
     assert manifest.row_counts.max() <= 22  # of about 24 bytes each
+
+
+def test_a_data_set_is_not_written_over_what_is_read(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["data", "convert", str(tmp_path), "--out", f"{tmp_path}/"])
+    assert len(list(tmp_path.glob("*.parquet"))) == 3
