@@ -80,11 +80,13 @@ def _run(options: argparse.Namespace) -> int:
 def _absolute_paths(spec: Any) -> list[str]:
     """Overrides that make relative paths absolute: the job runs in another directory than this one."""
     paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
-    return [
-        f"{key}={Path(path).absolute()}"
-        for key, path in paths.items()
-        if path is not None and not path.startswith(("/", "~", "s3://"))
-    ]
+    given = [f"{key}={_absolute(path)}" for key, path in paths.items() if path is not None and path != _absolute(path)]
+    mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]
+    return [*given, f"data.mix={json.dumps(mix)}"] if mix else given
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith(("/", "~", "s3://")) else str(Path(path).absolute())
 
 
 def _data(options: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from undula.data.manifest import Manifest, load_manifest
+from undula.data.manifest import load_manifest
+from undula.data.mixture import Data, Mixture, load_data
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.run.loop import Run
@@ -43,19 +44,20 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
         UndulaError: one sentence for the first thing that is wrong.
     """
     spec = loaded.spec
-    manifest = _data("data.train", spec.data.train, loaded)
+    data = _training_data(loaded)
     if spec.data.validation is not None:
-        validation = _data("data.validation", spec.data.validation, loaded)
-        if validation.select(spec.data.columns) != manifest.select(spec.data.columns):
+        key, url = "data.validation", spec.data.validation
+        validation = _checked(key, [url], loaded, lambda: load_manifest(url))
+        if validation.select(spec.data.columns) != data.select(spec.data.columns):
             raise ManifestError(
-                f"{spec.data.validation} has other columns than {spec.data.train}: training and validation data share one schema"
+                f"{url} has other columns than {data.url}: training and validation data share one schema"
             )
     store = _run_directory(loaded)
-    plan = Plan(spec.plan, manifest.num_rows)
-    digest = plan.digest(manifest.digest)
+    plan = Plan(spec.plan, data.num_rows)
+    digest = plan.digest(data.digest)
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
     if newest is not None:
-        _refuse_changes(store, loaded, manifest)
+        _refuse_changes(store, loaded, data)
         shapes = model_shapes(train, loaded, plan)
         if shapes is not None:
             check_shapes(newest, shapes, MODEL)
@@ -66,14 +68,14 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
 
 def describe(loaded: LoadedSpec, prepared: Prepared) -> dict[str, Any]:
     """What `job.json` in the run directory says."""
-    manifest = load_manifest(loaded.spec.data.train)
+    data = load_data(loaded.spec.data)
     return {
         "name": loaded.spec.name,
         "plan_digest": prepared.plan_digest,
-        "manifest_digest": manifest.digest,
+        "manifest_digest": data.digest,
         "total_steps": prepared.plan.total_steps,
         "total_samples": prepared.plan.total_samples,
-        "train_rows": manifest.num_rows,
+        "train_rows": data.num_rows,
         "spec": loaded.tree(),
     }
 
@@ -114,16 +116,28 @@ class _ShapeProbe:
         raise _ModelBuiltError({name: tuple(value.shape) for name, value in module.state_dict().items()})
 
 
-def _data(key: str, url: str, loaded: LoadedSpec) -> Manifest:
-    _refuse_lost_path(key, url, loaded)
+def _training_data(loaded: LoadedSpec) -> Data:
+    spec = loaded.spec.data
+    if spec.mix is None:
+        assert spec.train is not None
+        return _checked("data.train", [spec.train], loaded, lambda: load_data(spec))
+    return _checked("data.mix", [part.url for part in spec.mix], loaded, lambda: load_data(spec))
+
+
+def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], Data]) -> Data:
+    """Data that a job can read, with its plan."""
+    for url in urls:
+        _refuse_lost_path(key, url, loaded)
     try:
-        manifest = load_manifest(url)
-        manifest.select(loaded.spec.data.columns)
-        manifest.check_files()
-        Plan(loaded.spec.plan, manifest.num_rows)
+        data = load()
+        data.select(loaded.spec.data.columns)
+        data.check_files()
+        Plan(loaded.spec.plan, data.num_rows)
+        if isinstance(data, Mixture):
+            data.check_plan(loaded.spec.plan)
     except (StorageError, ManifestError, SpecError) as error:
         raise type(error)(f"{loaded.origins.get(key, 'default')}: {key}: {error}") from error
-    return manifest
+    return data
 
 
 def _run_directory(loaded: LoadedSpec) -> Store:
@@ -146,7 +160,7 @@ def _refuse_lost_path(key: str, url: str, loaded: LoadedSpec) -> None:
         )
 
 
-def _refuse_changes(store: Store, loaded: LoadedSpec, manifest: Manifest) -> None:
+def _refuse_changes(store: Store, loaded: LoadedSpec, data: Data) -> None:
     """The run goes on only as the logical run that it was begun as."""
     if not store.exists(JOB_FILE):
         return
@@ -156,8 +170,8 @@ def _refuse_changes(store: Store, loaded: LoadedSpec, manifest: Manifest) -> Non
         digest, before = begun["manifest_digest"], dict(flatten(begun["spec"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}): {mend}") from error
-    if digest != manifest.digest:
-        raise RunError(f"{store.url} was begun on other training data than {manifest.url} holds now: {mend}")
+    if digest != data.digest:
+        raise RunError(f"{store.url} was begun on other training data than {data.url} holds now: {mend}")
     now = dict(flatten(loaded.tree()))
     for key in sorted(before.keys() | now.keys()):
         if key.startswith(LOGICAL) and before.get(key) != now.get(key):

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from undula.cluster.local import LocalCluster, local_cluster
+from undula.data import stream
 from undula.data.write import write_shards
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
@@ -60,7 +61,12 @@ def planned(url: str, start: int = 0) -> list[list[int]]:
 
 
 def streamed(
-    cluster: LocalCluster, url: str, world_size: int, start: int = 0, slow_s: float = 0.0, **reading: object
+    cluster: LocalCluster,
+    url: str | dict[str, float],
+    world_size: int,
+    start: int = 0,
+    slow_s: float = 0.0,
+    **reading: object,
 ) -> list[list[int]]:
     """Ids of each step, from ranks that share one driver and have an execution each."""
     settings = (
@@ -87,6 +93,21 @@ def streamed(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_world_size_streams_the_plan(cluster: LocalCluster, url: str, world_size: int) -> None:
     assert streamed(cluster, url, world_size) == planned(url)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_mix_through_ray_data_is_the_mix_read_here(
+    cluster: LocalCluster, url: str, tmp_path: Path, world_size: int
+) -> None:
+    rows = 700
+    values = np.arange(1000, 1000 + rows) + NUM_ROWS  # ids of a mix count on over its data sets
+    table = pa.table({"value": values, "payload": pa.array([bytes(1000)] * rows)})
+    write_shards(Store(str(tmp_path)), [table], table.schema, rows, num_shards=2, row_group_bytes=50_000)
+    mix = {url: 3.0, str(tmp_path): 1.0}
+    here = stream(mix, PLAN)
+    expected = [here.ids.tolist() for _ in here]
+    assert streamed(cluster, mix, world_size) == expected
+    assert streamed(cluster, mix, world_size, start=35) == expected[35:]
 
 
 @pytest.mark.parametrize("start", [17, 31, 32])

@@ -1,5 +1,7 @@
 """The same plan gives the same trajectory at any world size."""
 
+import json
+
 import pytest
 from integration_kit import Jobs, relative_difference
 
@@ -24,3 +26,15 @@ def test_any_world_size_gives_the_same_losses(session_jobs: Jobs, dropout: float
     for world_size in (2, 3, 4):
         assert runs[world_size].column("sample_digest") == alone.column("sample_digest")
         assert relative_difference(runs[world_size].column("loss"), alone.column("loss")) < TOLERANCE
+
+
+def test_a_mix_of_data_sets_is_the_same_at_any_world_size(session_jobs: Jobs) -> None:
+    parts = (
+        {"url": f"{session_jobs.text}/{name}", "weight": weight} for name, weight in (("train", 3), ("validation", 1))
+    )
+    mix = ("data.train=null", f"data.mix={json.dumps(list(parts))}", "plan.max_steps=20")
+    alone, two = (session_jobs.run(f"mix-{size}", *session_jobs.workers(size), *mix) for size in (1, 2))
+    assert alone.status == 0, alone.err
+    assert two.status == 0, two.err
+    assert two.column("sample_digest") == alone.column("sample_digest")
+    assert relative_difference(two.column("loss"), alone.column("loss")) < TOLERANCE

@@ -52,7 +52,7 @@ class WindowRead:
         return np.concatenate([piece.ids() for piece in self.pieces])
 
     def __call__(self) -> pa.Table:
-        table = pa.concat_tables([self._read(piece) for piece in self.pieces]).combine_chunks()
+        table = pa.concat_tables([self._read(piece) for piece in self.pieces])
         return self.map(table, self.columns) if self.map else table
 
     def _read(self, piece: PieceRead) -> pa.Table:

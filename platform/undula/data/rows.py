@@ -1,6 +1,7 @@
 """The rows of a window, and batches of them as torch tensors, copied at most once."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from undula.data.manifest import ID_COLUMN, TEXT_TYPES, Column
 from undula.data.maps import mapped_columns
 from undula.data.read import WindowRead
 from undula.errors import ManifestError
+from undula.plan.keys import Ids
 
 Batch = dict[str, Tensor | list[str] | list[bytes]]
 """Columns by name: tensors of shape [samples, *sample shape]; strings and bytes as lists."""
@@ -26,6 +28,14 @@ class Samples:
 
     ids: NDArray[np.int64]
     batch: Batch
+
+    def at(self, places: Ids) -> "Samples":
+        """The samples at these places."""
+        batch = {
+            name: values[places] if isinstance(values, Tensor) else [values[place] for place in places]
+            for name, values in self.batch.items()
+        }
+        return Samples(self.ids[places], batch)
 
 
 class WindowRows:
@@ -45,50 +55,92 @@ class WindowRows:
             raise ManifestError(
                 f"{read.pieces[0].shard.url} gave other rows than its plan says: index it again with `undula data index`"
             )
-        self._order = torch.from_numpy(read.window.permutation()) if read.window.key is not None else None
+        self._order = read.window.permutation() if read.window.key is not None else None
         columns = mapped_columns(table) if read.map else read.columns
-        self._columns = {column.name: _column(table[column.name], column) for column in columns}
+        self._columns = {column.name: _Values(table[column.name], column) for column in columns}
 
     def take(self, start: int, stop: int) -> Samples:
         """The rows that stand at places [start, stop) of the window's order.
 
-        Without a shuffle within windows the tensors lie in the memory that was read; otherwise they are new.
+        Without a shuffle within windows the tensors lie in the memory that was read, where that is in one piece; otherwise they are new.
         """
         if self._order is None:
-            rows = slice(start, stop)
-            batch = {name: values[rows] for name, values in self._columns.items()}
-            return Samples(self._ids[rows], {name: _as_batch(values) for name, values in batch.items()})
+            return Samples(self._ids[start:stop], {name: of.slice(start, stop) for name, of in self._columns.items()})
         places = self._order[start:stop]
-        taken = {
-            name: values.index_select(0, places)
-            if isinstance(values, Tensor)
-            else values.take(pa.array(places.numpy()))
-            for name, values in self._columns.items()
-        }
-        return Samples(self._ids[places.numpy()], {name: _as_batch(values) for name, values in taken.items()})
+        return Samples(self._ids[places], {name: of.take(places) for name, of in self._columns.items()})
 
 
 def concatenated(parts: list[Samples]) -> Samples:
     """Samples one after another."""
     if len(parts) == 1:
         return parts[0]
-    batch: Batch = {}
-    for name, first in parts[0].batch.items():
-        values: list[Any] = [part.batch[name] for part in parts]
-        batch[name] = torch.cat(values) if isinstance(first, Tensor) else list(itertools.chain(*values))
+    batch = {name: _joined([part.batch[name] for part in parts]) for name in parts[0].batch}
     return Samples(np.concatenate([part.ids for part in parts]), batch)
 
 
-def _as_batch(values: Tensor | pa.Array) -> Tensor | list[str] | list[bytes]:
+class _Values:
+    """A column of a window, in the chunks in which it came: joining them would copy every row once more."""
+
+    def __init__(self, values: pa.ChunkedArray, column: Column):
+        chunks = [chunk for chunk in values.chunks if len(chunk)]
+        self._starts = np.cumsum([0, *map(len, chunks)])
+        self._chunks = [
+            _without_nulls(chunk, column) if column.type in TEXT_TYPES else _tensor(chunk, column) for chunk in chunks
+        ]
+
+    def slice(self, start: int, stop: int) -> Tensor | list[Any]:
+        """Rows [start, stop)."""
+        parts = [
+            _as_batch(chunk[max(start - int(begin), 0) : stop - int(begin)])
+            for chunk, begin, end in zip(self._chunks, self._starts, self._starts[1:], strict=False)
+            if begin < stop and start < end
+        ]
+        return _joined(parts) if parts else _as_batch(self._chunks[0][:0])
+
+    def take(self, places: Ids) -> Tensor | list[Any]:
+        """The rows at these places; gathered by one thread, as torch's would spin beside those that train."""
+        owners = np.searchsorted(self._starts, places, side="right") - 1
+        wheres = [np.flatnonzero(owners == number) for number in range(len(self._chunks))]
+        parts = [
+            _taken(chunk, places[where] - start)
+            for chunk, where, start in zip(self._chunks, wheres, self._starts, strict=False)
+        ]
+        return _scattered(parts, wheres)
+
+
+def _taken(chunk: Tensor | pa.Array, places: Ids) -> Tensor | list[Any]:
+    if isinstance(chunk, Tensor):
+        return torch.from_numpy(chunk.numpy().take(places, axis=0))
+    return list(chunk.take(pa.array(places)).to_pylist())
+
+
+def _scattered(parts: Sequence[Tensor | list[Any]], wheres: list[Ids]) -> Tensor | list[Any]:
+    """Row i of part p goes to place `wheres[p][i]`."""
+    first, size = parts[0], sum(map(len, wheres))
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        values = np.empty((size, *first.shape[1:]), dtype=first.numpy().dtype)
+        for part, where in zip(parts, wheres, strict=True):
+            values[where] = part
+        return torch.from_numpy(values)
+    items: list[Any] = [None] * size
+    for part, where in zip(parts, wheres, strict=True):
+        for place, value in zip(where, part, strict=True):
+            items[place] = value
+    return items
+
+
+def _joined(parts: Sequence[Tensor | list[Any]]) -> Tensor | list[Any]:
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], Tensor):
+        return torch.from_numpy(np.concatenate(parts))
+    return list(itertools.chain(*parts))
+
+
+def _as_batch(values: Tensor | pa.Array) -> Tensor | list[Any]:
     return values if isinstance(values, Tensor) else list(values.to_pylist())
-
-
-def _column(chunks: pa.ChunkedArray, column: Column) -> Tensor | pa.Array:
-    """A column's values: a tensor of shape [rows, *sample shape], or strings and bytes as they are."""
-    if column.type in TEXT_TYPES:
-        return _without_nulls(chunks.combine_chunks(), column)
-    tensors = [_tensor(chunk, column) for chunk in chunks.chunks]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _tensor(array: pa.Array, column: Column) -> Tensor:

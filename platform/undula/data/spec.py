@@ -21,11 +21,24 @@ class CacheSpec:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
+class MixPart:
+    """One data set of a mix."""
+
+    url: Url
+    """Path or s3:// URL, as for `train`."""
+    weight: Annotated[float, Gt(0)]
+    """Its share of the samples, relative to the other weights."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class DataSpec:
     """What a job reads."""
 
-    train: Url
+    train: Url | None = None
     """Path or s3:// URL of the training data: a folder of Parquet with a manifest (`undula data index URL` makes one)."""
+    mix: Annotated[tuple[MixPart, ...], MinLen(2)] | None = None
+    """Several data sets in place of `train`: a list of `url` and `weight`. Each is gone through at its own pace, all of it before any
+    of it comes again; an epoch of the plan is as many samples as they have together."""
     validation: Url | None = None
     """The same for the validation data; without it the job does not validate."""
     columns: tuple[str, ...] | None = None
@@ -41,3 +54,10 @@ class DataSpec:
     """MiB of rows that Ray Data holds ahead of a worker, beside the shuffle windows in use; no less than its read tasks bring at once."""
     read_cpus: Annotated[float, Ge(0)] = 0.0
     """CPUs that Ray reserves for a read task. With 0 a small cluster whose CPUs are all held by workers cannot starve it."""
+
+    def __post_init__(self) -> None:
+        if (self.train is None) == (self.mix is None):
+            raise ValueError("train or data.mix must be given, and not both: one data set, or several with weights")
+        urls = [part.url for part in self.mix or ()]
+        if twice := next((url for url in urls if urls.count(url) > 1), None):
+            raise ValueError(f"mix names {twice} twice: give it once, with the sum of the weights")

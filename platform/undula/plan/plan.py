@@ -111,6 +111,11 @@ class Plan:
         return min(steps, self.spec.max_steps) if self.spec.max_steps else steps
 
     @property
+    def num_epochs(self) -> int:
+        """Epochs that the run begins."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+    @property
     def total_samples(self) -> int:
         """Samples that the whole run consumes."""
         return self.step(self.total_steps).samples_before
@@ -141,6 +146,11 @@ class Plan:
         if self.spec.last_step == "wrap":
             return self.steps_per_epoch * self.virtual_worker_batch
         return self.stream_length(virtual_worker)
+
+    def position(self, step: int, virtual_worker: int) -> int:
+        """Samples of the whole run that a virtual worker consumes before step `step`."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        return epoch * self.consumed(virtual_worker) + step_in_epoch * self.virtual_worker_batch
 
     def _share_of_rest(self, virtual_worker: int) -> int:
         return self._rest // self.spec.virtual_workers + (virtual_worker < self._rest % self.spec.virtual_workers)

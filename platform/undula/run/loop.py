@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
-from undula.data.rank_stream import RankStream
+from undula.data.mixture import Stream, load_data, rank_stream
 from undula.data.rows import Batch
 from undula.errors import RunError
 from undula.plan.keys import multiset_digest
@@ -62,9 +62,9 @@ class Run:
         self.device = device
         self._job = job
         self._store = open_store(job.run_url)
-        self._manifest = load_manifest(job.data.train)
-        self.plan = Plan(job.plan, self._manifest.num_rows)
-        self._plan_digest = self.plan.digest(self._manifest.digest)
+        self._data = load_data(job.data)
+        self.plan = Plan(job.plan, self._data.num_rows)
+        self._plan_digest = self.plan.digest(self._data.digest)
         self._virtual_workers = assign(job.plan.virtual_workers, world_size)[rank]
         self._engine = TorchEngine(device)
         # Small sums over the ranks, on the host, so that they never wait for a GPU.
@@ -135,7 +135,7 @@ class Run:
             self._event(
                 Event("notice", "data.validation is given, and run.steps() has no validate=: nothing is validated")
             )
-        stream = RankStream(self._manifest, self.plan, self._virtual_workers, self._job.data, start, self._map)
+        stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
         try:
             stream.open()
             if validation and start == 0:
@@ -260,7 +260,7 @@ class Step:
         lr: learning rate of the schedule at this step, for a group whose own rate is the base rate.
     """
 
-    def __init__(self, run: Run, stream: RankStream, index: int):
+    def __init__(self, run: Run, stream: Stream, index: int):
         self._run = run
         self._stream = stream
         self._began = time.perf_counter()
@@ -359,7 +359,7 @@ class Step:
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
         began = time.perf_counter()
-        samples = self._stream.take(self.index, virtual_worker, size) if size else self._stream.any_rows(2)
+        samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
         if size:
             self._local.sample_digest += multiset_digest(samples.ids)
         device = self._run.device

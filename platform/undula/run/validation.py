@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction
-from undula.data.rank_stream import RankStream
+from undula.data.mixture import rank_stream
 from undula.data.rows import Batch
 from undula.plan.plan import Plan, PlanSpec
 from undula.run.job import Job
@@ -46,7 +46,7 @@ class Validation:
 
     def loss_sum(self) -> tuple[float, int]:
         """Sum of the loss over this rank's samples, and their number."""
-        stream = RankStream(self._manifest, self._plan, self._virtual_workers, self._job.data, 0, self._function)
+        stream = rank_stream(self._manifest, self._plan, self._virtual_workers, self._job.data, 0, self._function)
         total, samples = 0.0, 0
         was_training = self._model.training
         self._model.eval()
@@ -55,7 +55,7 @@ class Validation:
                 for step in range(self._plan.total_steps):
                     for virtual_worker in self._virtual_workers:
                         for size in self._plan.micro_batches(self._plan.step(step).step_in_epoch, virtual_worker):
-                            batch = stream.take(step, virtual_worker, size).batch
+                            batch = stream.take(virtual_worker, size).batch
                             placed = {
                                 name: value.to(self._device) if isinstance(value, Tensor) else value
                                 for name, value in batch.items()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.data.manifest import Manifest
+from undula.data.mixture import rank_stream
 from undula.data.rank_stream import RankStream
 from undula.data.rows import Samples
 from undula.data.spec import DataSpec
@@ -34,7 +35,7 @@ def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples
     for stream, virtual_workers in zip(streams, assign(plan.spec.virtual_workers, len(streams)), strict=True):
         for virtual_worker in virtual_workers:
             for size in plan.micro_batches(plan.step(step).step_in_epoch, virtual_worker):
-                taken.append(stream.take(step, virtual_worker, size))
+                taken.append(stream.take(virtual_worker, size))
     ids = np.concatenate([part.ids for part in taken])
     values = [value for part in taken for value in part.batch["value"].tolist()]
     assert values == (ids + 1000).tolist()
@@ -44,7 +45,7 @@ def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples
 def streams_from(manifest: Manifest, plan: Plan, world_size: int, start: int) -> list[RankStream]:
     spec = DataSpec(train=manifest.url)
     ranks = assign(plan.spec.virtual_workers, world_size)
-    return [RankStream(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
+    return [rank_stream(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
 
 
 def uninterrupted(manifest: Manifest, plan: Plan) -> Iterator[list[int]]:

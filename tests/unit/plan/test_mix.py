@@ -1,0 +1,47 @@
+"""The mix: what comes from which data set is known at any position, in the proportions that were asked for, evenly."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.errors import SpecError
+from undula.plan.mix import PERIOD, Mix
+
+weights = st.lists(st.floats(0.01, 100), min_size=2, max_size=6).map(tuple)
+
+
+@given(weights=weights, seed=st.integers(0, 99), position=st.integers(0, 10**12), count=st.integers(0, 500))
+def test_counts_are_what_the_sources_add_up_to(
+    weights: tuple[float, ...], seed: int, position: int, count: int
+) -> None:
+    mix = Mix(weights, seed)
+    sources = mix.sources(3, position, count)
+    counted = np.bincount(sources, minlength=len(weights))
+    assert np.array_equal(mix.counts(3, position + count) - mix.counts(3, position), counted)
+    assert not mix.counts(3, 0).any()
+
+
+@given(weights=weights, position=st.integers(0, 10**9), count=st.integers(1, 2000))
+def test_any_stretch_holds_each_data_set_in_its_proportion(
+    weights: tuple[float, ...], position: int, count: int
+) -> None:
+    found = np.bincount(Mix(weights, 0).sources(0, position, count), minlength=len(weights))
+    asked = np.array(weights) / sum(weights) * count
+    assert np.abs(found - asked).max() <= 2 * len(weights)
+    assert found.sum() == count
+
+
+def test_virtual_workers_do_not_all_draw_on_one_data_set_at_once() -> None:
+    mix = Mix((1.0, 1.0), seed=5)
+    step = [int(mix.sources(virtual_worker, 0, 1)[0]) for virtual_worker in range(64)]
+    assert 16 <= sum(step) <= 48
+
+
+def test_a_period_holds_exactly_the_rounded_weights() -> None:
+    assert Mix((2.0, 1.0, 1.0), 0).counts(7, PERIOD).tolist() == [PERIOD // 2, PERIOD // 4, PERIOD // 4]
+
+
+def test_a_weight_too_small_to_be_seen_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"weight 1e-06 of 1\.0.* for its data set 2, less than one sample in 65536"):
+        Mix((1.0, 1e-6), 0)
