@@ -22,6 +22,7 @@ class FaultyS3(ThreadingHTTPServer):
     Attributes:
         faults: what happens to the next range requests.
         ranges: (first, last) byte of each range that was asked for.
+        signed: for each request, whether it came with credentials.
         slow_s: how long "slow" waits before the first byte.
     """
 
@@ -32,6 +33,7 @@ class FaultyS3(ThreadingHTTPServer):
         self.upstream = urlsplit(upstream)
         self.faults: deque[Fault] = deque()
         self.ranges: list[tuple[int, int]] = []
+        self.signed: list[bool] = []
         self.slow_s = 3.0
 
     @property
@@ -64,6 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self) -> None:
         fault = None
+        self.server.signed.append("Authorization" in self.headers)
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             self.server.ranges.append((int(first), int(last)))

@@ -110,7 +110,7 @@ def _index(options: argparse.Namespace) -> int:
 
     with _progress() as progress:
         task = progress.add_task(f"reading footers below {options.url}", total=None)
-        manifest = index(options.url, lambda files: progress.advance(task, files))
+        manifest = index(options.url, lambda files: progress.advance(task, files), options.out, options.anonymous)
     _print_data_set(manifest)
     return 0
 
@@ -287,6 +287,10 @@ def _add_data_commands(commands: Any) -> None:
             parser.add_argument("--archive", type=Path, required=True, help="cifar-10-binary.tar.gz, as published")
     index = commands.add_parser("index", help="write the manifest of Parquet files that are there")
     index.add_argument("url", metavar="URL")
+    index.add_argument(
+        "--out", metavar="FOLDER", help="where the manifest goes, for files that lie where nobody may write"
+    )
+    index.add_argument("--anonymous", action="store_true", help="read S3 without credentials, as public buckets allow")
     index.set_defaults(command=_index)
     convert = commands.add_parser(
         "convert",

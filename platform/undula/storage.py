@@ -35,9 +35,11 @@ class Store:
     """A folder at a URL. Names are relative, with forward slashes."""
 
     url: str
+    anonymous: bool = False
+    """S3 requests go unsigned, as public buckets allow."""
 
     def __truediv__(self, name: str) -> "Store":
-        return Store(f"{self.url.rstrip('/')}/{name}")
+        return Store(f"{self.url.rstrip('/')}/{name}", self.anonymous)
 
     @property
     def is_s3(self) -> bool:
@@ -45,7 +47,7 @@ class Store:
 
     @property
     def filesystem(self) -> fs.FileSystem:
-        return _s3_filesystem() if self.is_s3 else fs.LocalFileSystem()
+        return _s3_filesystem(self.anonymous) if self.is_s3 else fs.LocalFileSystem()
 
     def path(self, name: str = "") -> str:
         """The path that `filesystem` takes: `bucket/key` on S3, an absolute path otherwise."""
@@ -58,7 +60,7 @@ class Store:
             if self.is_s3:
                 # Arrow asks for the size first and then for so many bytes, between which another version may come.
                 bucket, _, key = self.path(name).partition("/")
-                return bytes(s3_client().get_object(Bucket=bucket, Key=key)["Body"].read())
+                return bytes(s3_client(anonymous=self.anonymous).get_object(Bucket=bucket, Key=key)["Body"].read())
             return Path(self.path(name)).read_bytes()
 
     def open(self, name: str) -> pa.NativeFile:
@@ -111,7 +113,7 @@ class Store:
     def _list_s3(self, prefix: str) -> Iterator[Entry]:
         bucket, _, root = self.path().partition("/")
         root = f"{root}/" if root else ""
-        pages = s3_client().get_paginator("list_objects_v2")
+        pages = s3_client(anonymous=self.anonymous).get_paginator("list_objects_v2")
         for page in pages.paginate(Bucket=bucket, Prefix=root + (f"{prefix}/" if prefix else "")):
             for item in page.get("Contents", []):
                 if not item["Key"].endswith("/"):
@@ -129,14 +131,15 @@ class Store:
             raise StorageError(f"cannot {verb} {where}: {detail}") from error
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, anonymous: bool = False) -> Store:
     """The store at `url`, after the checks that need no request: a known scheme, and credentials for S3."""
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in ("", "s3"):
         raise StorageError(f"{url!r} has the scheme {scheme!r}: give a path or an s3:// URL")
     if scheme == "s3":
-        _require_s3_credentials(url)
-        return Store(url.rstrip("/"))
+        if not anonymous:
+            _require_s3_credentials(url)
+        return Store(url.rstrip("/"), anonymous)
     return Store(str(Path(url).expanduser()))
 
 
@@ -164,16 +167,22 @@ def _region() -> str:
 
 
 @cache
-def _s3_filesystem() -> fs.FileSystem:
+def _s3_filesystem(anonymous: bool) -> fs.FileSystem:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return fs.S3FileSystem(region=_region(), endpoint_override=endpoint, allow_bucket_creation=False)
+    return fs.S3FileSystem(
+        region=_region(), endpoint_override=endpoint, allow_bucket_creation=False, anonymous=anonymous
+    )
 
 
 @cache
-def s3_client(config: Any = None) -> Any:
+def s3_client(config: Any = None, anonymous: bool = False) -> Any:
     """A boto3 client, made once for each botocore Config: clients may be shared by threads."""
     import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
 
+    if anonymous:
+        config = (config or Config()).merge(Config(signature_version=UNSIGNED))
     return boto3.Session().client("s3", region_name=_region(), config=config)
 
 

@@ -87,6 +87,8 @@ def local_cluster(
     bin_folder = str(Path(python).parent)
     settings = {
         "RAY_worker_niceness": "0",  # by default workers come after everything else on the machine
+        # Read tasks fill and free the same tens of MiB; Arrow's allocator would give them back in between and fault them in again.
+        "MIMALLOC_PURGE_DELAY": "10000",
         "RAY_prestart_worker_first_driver": "0",  # a job's processes have an environment of their own
     }
     environment = {**os.environ, **auth, **settings, **(env or {})}

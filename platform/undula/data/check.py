@@ -38,7 +38,7 @@ def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups
     """
     findings = list(_about_columns(manifest)) + list(_about_sizes(manifest))
     for file in manifest.files:
-        shard = Shard(manifest.url, file.name, file.bytes, file.version)
+        shard = Shard(manifest.store, file.name, file.bytes, file.version)
         try:
             metadata = shard.footer()
         except UndulaError as error:

@@ -68,6 +68,12 @@ class Manifest:
     url: str
     files: tuple[ManifestFile, ...]
     columns: tuple[Column, ...]
+    anonymous: bool = False
+    """The files are read without credentials."""
+
+    @property
+    def store(self) -> Store:
+        return Store(self.url, self.anonymous)
 
     @cached_property
     def row_counts(self) -> NDArray[np.int64]:
@@ -119,7 +125,7 @@ class Manifest:
 
     def check_files(self) -> None:
         """Compare every shard with what is at the URL now; ManifestError names the first that differs."""
-        present = {entry.name: entry for entry in Store(self.url).list()}
+        present = {entry.name: entry for entry in self.store.list()}
         for file in self.files:
             entry = present.get(file.name)
             if entry is None:
@@ -132,8 +138,9 @@ class Manifest:
                     f"is {entry.bytes} bytes, {entry.version}): restore it, or run `undula data index {self.url}`"
                 )
 
-    def to_json(self) -> str:
-        body = {
+    def to_json(self, is_beside: bool) -> str:
+        """The manifest's file; one that does not lie beside the data says where they are."""
+        body: dict[str, object] = {
             "format": FORMAT,
             "digest": self.digest,
             "rows": self.num_rows,
@@ -141,6 +148,8 @@ class Manifest:
             "columns": [asdict(column) for column in self.columns],
             "files": [asdict(file) for file in self.files],
         }
+        if not is_beside:
+            body["data"] = {"url": self.url, "anonymous": self.anonymous}
         return json.dumps(body, indent=1) + "\n"
 
 
@@ -157,8 +166,9 @@ def load_manifest(url: str) -> Manifest:
             raise ManifestError(
                 f"{url}/{MANIFEST_NAME} has format {body['format']}, this version reads {FORMAT}: index again"
             )
+        data = body.get("data", {"url": store.url, "anonymous": False})
         manifest = Manifest(
-            url=store.url,
+            url=data["url"],
             files=tuple(
                 ManifestFile(
                     **{
@@ -170,6 +180,7 @@ def load_manifest(url: str) -> Manifest:
                 for file in body["files"]
             ),
             columns=tuple(Column(column["name"], column["type"], tuple(column["shape"])) for column in body["columns"]),
+            anonymous=data["anonymous"],
         )
         digest = body["digest"]
     except (ValueError, KeyError, TypeError) as error:
@@ -183,14 +194,25 @@ def load_manifest(url: str) -> Manifest:
     return manifest
 
 
-def index(url: str, advance: Callable[[int], None] = lambda files: None) -> Manifest:
+def index(
+    url: str,
+    advance: Callable[[int], None] = lambda files: None,
+    out: str | None = None,
+    anonymous: bool = False,
+) -> Manifest:
     """Read the footers of all Parquet files below `url` and write the manifest.
 
     Args:
         url: folder with Parquet files of one schema.
         advance: called with 1 after each file, for a progress bar.
+        out: where the manifest goes, and by what name the data set is then known; by default beside the files.
+        anonymous: read S3 without credentials, now and whenever the data set is read.
     """
-    store = open_store(url)
+    if anonymous and out is None:
+        raise ManifestError(
+            f"{url} is to be read without credentials, so nothing can be written there: say where with --out"
+        )
+    store = open_store(url, anonymous)
     entries = [entry for entry in store.list() if entry.name.endswith(".parquet")]
     if not entries:
         raise ManifestError(f"{url} holds no .parquet file: nothing to index")
@@ -218,8 +240,9 @@ def index(url: str, advance: Callable[[int], None] = lambda files: None) -> Mani
             )
         )
         advance(1)
-    manifest = Manifest(store.url, tuple(files), columns)
-    store.write(MANIFEST_NAME, manifest.to_json().encode())
+    manifest = Manifest(store.url, tuple(files), columns, anonymous)
+    home = open_store(out) if out else store
+    home.write(MANIFEST_NAME, manifest.to_json(is_beside=home == store).encode())
     return manifest
 
 

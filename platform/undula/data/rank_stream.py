@@ -197,7 +197,10 @@ def _windows(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowR
 
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
     """The rows of the reads, in order, by tasks of Ray Data."""
-    source = WindowDatasource(reads)
+    prefetch_bytes = spec.prefetch_mib * 2**20
+    source = WindowDatasource(
+        reads, prefetch_bytes // (2 * spec.read_tasks)
+    )  # the running ones bring half of what may wait
     dataset = ray.data.read_datasource(
         source,
         override_num_blocks=source.num_tasks,
@@ -206,6 +209,6 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None
     )
     options = dataset.context.execution_options
     options.preserve_order = True
-    options.resource_limits = ray.data.ExecutionResources(object_store_memory=spec.prefetch_mib * 2**20)
+    options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
     dataset.context.enable_progress_bars = False
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)

@@ -1,7 +1,9 @@
 """Read tasks of Ray Data: each brings the rows of some shuffle windows, as they are stored."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +17,8 @@ from undula.data.maps import SampleMap
 from undula.data.shards import Shard
 from undula.plan.order import Window
 
-TASK_BYTES = 32 * 2**20
-"""Windows are read together up to so many bytes: a task costs some 20 ms beside its reading."""
+LOCAL_READS, REMOTE_READS = 2, 4
+"""Row groups that a task reads at once: some are fetched while another is decoded."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,11 @@ class WindowRead:
         return np.concatenate([piece.ids() for piece in self.pieces])
 
     def __call__(self) -> pa.Table:
-        table = pa.concat_tables([self._read(piece) for piece in self.pieces])
+        table = pa.concat_tables(
+            list(
+                _threads(REMOTE_READS if self.pieces[0].shard.store.is_s3 else LOCAL_READS).map(self._read, self.pieces)
+            )
+        )
         return self.map(table, self.columns) if self.map else table
 
     def _read(self, piece: PieceRead) -> pa.Table:
@@ -74,17 +80,22 @@ def window_read(
         number, group = manifest.row_group_places[piece.row_group]
         file = manifest.files[number]
         first_id = int(manifest.first_ids[piece.row_group])
-        shard = Shard(manifest.url, file.name, file.bytes, file.version, cache)
+        shard = Shard(manifest.store, file.name, file.bytes, file.version, cache)
         pieces.append(PieceRead(shard, group, piece.start, piece.stop, first_id))
         num_bytes += file.row_group_bytes[group] * piece.num_rows // max(file.row_groups[group], 1)
     return WindowRead(columns, sample_map, window, tuple(pieces), num_bytes)
 
 
 class WindowDatasource(Datasource):
-    """A Ray Data source that brings the given windows, in the given order, some to a task."""
+    """A Ray Data source that brings the given windows, in the given order.
 
-    def __init__(self, reads: Sequence[WindowRead]):
-        self._tasks = list(_grouped(reads))
+    Args:
+        reads: the windows.
+        task_bytes: up to so many are read by one task, but for a window that is larger; a task costs some 20 ms beside its reading.
+    """
+
+    def __init__(self, reads: Sequence[WindowRead], task_bytes: int):
+        self._tasks = list(_grouped(reads, task_bytes))
 
     @property
     def num_tasks(self) -> int:
@@ -111,6 +122,11 @@ class WindowDatasource(Datasource):
         ]
 
 
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="undula-read")
+
+
 @dataclass(frozen=True)
 class _Task:
     reads: tuple[WindowRead, ...]
@@ -120,11 +136,11 @@ class _Task:
             yield read()
 
 
-def _grouped(reads: Sequence[WindowRead]) -> Iterator[_Task]:
+def _grouped(reads: Sequence[WindowRead], task_bytes: int) -> Iterator[_Task]:
     group: list[WindowRead] = []
     num_bytes = 0
     for read in reads:
-        if group and num_bytes + read.num_bytes > TASK_BYTES:
+        if group and num_bytes + read.num_bytes > task_bytes:
             yield _Task(tuple(group))
             group, num_bytes = [], 0
         group.append(read)

@@ -53,7 +53,7 @@ class WindowRows:
         self._ids = table[ID_COLUMN].to_numpy()
         if not np.array_equal(self._ids, read.ids()):
             raise ManifestError(
-                f"{read.pieces[0].shard.url} gave other rows than its plan says: index it again with `undula data index`"
+                f"{read.pieces[0].shard.store.url} gave other rows than its plan says: index it again with `undula data index`"
             )
         self._order = read.window.permutation() if read.window.key is not None else None
         columns = mapped_columns(table) if read.map else read.columns

@@ -21,7 +21,7 @@ from undula.data.cache import DiskCache
 from undula.errors import ManifestError, StorageError
 from undula.storage import Store, s3_client
 
-PART_BYTES = 8 * 2**20
+PART_BYTES = 16 * 2**20
 """Of one range request."""
 HOLE_BYTES = 2**20
 """Ranges with at most so many bytes between them are fetched as one."""
@@ -53,7 +53,7 @@ _BUSY = {
 class Shard:
     """A file of a data set, in one version."""
 
-    url: str
+    store: Store
     """Of the data set."""
     name: str
     bytes: int
@@ -78,7 +78,7 @@ class Shard:
             raise ManifestError(f"{self} cannot be read as its manifest says: {error}") from error
 
     def footer(self) -> pq.FileMetaData:
-        if not Store(self.url).is_s3:
+        if not self.store.is_s3:
             return pq.read_metadata(self._source(()))
         tail = self._fetched([(max(self.bytes - FOOTER_BYTES, 0), self.bytes)])
         length = int.from_bytes(tail[-8:-4], "little") + 8
@@ -88,16 +88,15 @@ class Shard:
 
     def _source(self, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
         """The file, of which at least these ranges can be read."""
-        store = Store(self.url)
-        if store.is_s3:
+        if self.store.is_s3:
             return pa.BufferReader(pa.py_buffer(self._fetched(ranges)))
         try:
-            stat = Path(store.path(self.name)).stat()
+            stat = Path(self.store.path(self.name)).stat()
         except FileNotFoundError:
             raise ManifestError(f"{self} is gone, and the manifest lists it: restore it or index again") from None
         if f"size {stat.st_size}, mtime {stat.st_mtime_ns}" != self.version:
             raise _changed(self)
-        return store.open(self.name)  # no memory map: a file that is cut while it is read would end the process
+        return self.store.open(self.name)  # no memory map: a file that is cut while it is read would end the process
 
     def _fetched(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
         """An image of the object in which these ranges are filled in; the rest takes no memory."""
@@ -110,7 +109,7 @@ class Shard:
         return image
 
     def __str__(self) -> str:
-        return f"{self.url}/{self.name}"
+        return f"{self.store.url}/{self.name}"
 
 
 @lru_cache(maxsize=4096)
@@ -164,16 +163,16 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
     from urllib3.exceptions import HTTPError
 
-    bucket, _, key = Store(shard.url).path(shard.name).partition("/")
+    bucket, _, key = shard.store.path(shard.name).partition("/")
     try:
-        response = _client().get_object(
+        response = _client(shard.store.anonymous).get_object(
             Bucket=bucket,
             Key=key,
             Range=f"bytes={start}-{start + len(into) - 1}",
             IfMatch=shard.version.removeprefix("etag "),
         )
         done = 0
-        while count := response["Body"].readinto(into[done:]):
+        while count := response["Body"].readinto(into[done : done + 2**20]):
             done += count
         return None if done == len(into) else f"{done} of {len(into)} bytes came"
     except ClientError as error:
@@ -195,7 +194,7 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
 
 def _changed(shard: Shard) -> ManifestError:
     return ManifestError(
-        f"{shard} has changed since the manifest was made: restore it, or run `undula data index {shard.url}`"
+        f"{shard} has changed since the manifest was made: restore it, or run `undula data index {shard.store.url}`"
     )
 
 
@@ -205,7 +204,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @cache
-def _client() -> Any:
+def _client(anonymous: bool) -> Any:
     from botocore.config import Config
 
     return s3_client(
@@ -214,5 +213,6 @@ def _client() -> Any:
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             max_pool_connections=PARALLEL_PARTS,
-        )
+        ),
+        anonymous,
     )

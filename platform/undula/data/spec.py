@@ -50,7 +50,7 @@ class DataSpec:
     the data than that needs no tasks."""
     read_tasks: Annotated[int, Gt(0)] = 2
     """Read tasks of Ray Data that a worker keeps running ahead of its training."""
-    prefetch_mib: Annotated[int, Gt(0)] = 256
+    prefetch_mib: Annotated[int, Gt(0)] = 512
     """MiB of rows that Ray Data holds ahead of a worker, beside the shuffle windows in use; no less than its read tasks bring at once."""
     read_cpus: Annotated[float, Ge(0)] = 0.0
     """CPUs that Ray reserves for a read task. With 0 a small cluster whose CPUs are all held by workers cannot starve it."""

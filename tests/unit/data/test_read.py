@@ -138,11 +138,10 @@ def test_nulls_are_refused_inside_lists_too(tmp_path: Path, values: list[list[in
         WindowRows(read, [read()])
 
 
-def test_windows_are_read_some_to_a_task_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_read_some_to_a_task_in_their_order(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
     windows = [read for v in range(3) for read in reads(manifest, order(manifest), v)]
-    monkeypatch.setattr("undula.data.read.TASK_BYTES", 3 * windows[0].num_bytes)
-    source = WindowDatasource(windows)
+    source = WindowDatasource(windows, task_bytes=3 * windows[0].num_bytes)
     tasks = source.get_read_tasks(0)
     assert 1 < len(tasks) == source.num_tasks < len(windows)
     ids = [table[ID_COLUMN].to_numpy() for task in tasks for table in task()]

@@ -13,7 +13,7 @@ from faulty_s3 import Fault, FaultyS3, faulty_s3
 
 from undula.data import shards
 from undula.data.cache import DiskCache
-from undula.data.manifest import Manifest, load_manifest
+from undula.data.manifest import Manifest, index, load_manifest
 from undula.data.shards import Shard
 from undula.data.write import write_shards
 from undula.errors import ManifestError, StorageError
@@ -42,7 +42,7 @@ def manifest(s3: Any) -> Manifest:
 
 def shard_of(manifest: Manifest) -> Shard:
     (file,) = manifest.files
-    return Shard(manifest.url, file.name, file.bytes, file.version)
+    return Shard(manifest.store, file.name, file.bytes, file.version)
 
 
 def rows_of(manifest: Manifest) -> pa.Table:
@@ -76,7 +76,7 @@ def test_a_changed_object_is_refused_by_name_even_when_its_size_is_the_same(
     data = bytearray(store.read(shard.name))
     data[100] ^= 1
     store.write(shard.name, bytes(data))
-    with pytest.raises(ManifestError, match=f"^{shard.url}/{shard.name} has changed since the manifest was made"):
+    with pytest.raises(ManifestError, match=f"^{shard.store.url}/{shard.name} has changed since the manifest was made"):
         shard.row_group(0, ("a",))
 
 
@@ -84,7 +84,7 @@ def test_a_deleted_object_is_refused_by_name(manifest: Manifest, proxy: FaultyS3
     shard = shard_of(manifest)
     shard.row_group(0, ("a",))
     open_store(manifest.url).delete(shard.name)
-    with pytest.raises(ManifestError, match=f"^{shard.url}/{shard.name} is gone"):
+    with pytest.raises(ManifestError, match=f"^{shard.store.url}/{shard.name} is gone"):
         shard.row_group(1, ("a",))
 
 
@@ -126,3 +126,21 @@ def test_what_is_in_the_cache_costs_no_request_and_another_version_is_fetched(
     changed = replace(shard, version="etag 0123")
     with pytest.raises(ManifestError, match="has changed since the manifest was made"):
         changed.row_group(0, ("a", "b"))
+
+
+def test_a_public_bucket_is_read_without_credentials(
+    manifest: Manifest, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    proxy.signed.clear()
+    with pytest.raises(ManifestError, match="nothing can be written there: say where with --out"):
+        index(manifest.url, anonymous=True)
+    index(manifest.url, out=str(tmp_path), anonymous=True)
+    public = load_manifest(str(tmp_path))
+    assert public.digest == manifest.digest
+    public.check_files()
+    assert rows_of(public).equals(TABLE)
+    assert proxy.signed
+    assert not any(proxy.signed)
