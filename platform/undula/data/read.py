@@ -54,11 +54,8 @@ class WindowRead:
         return np.concatenate([piece.ids() for piece in self.pieces])
 
     def __call__(self) -> pa.Table:
-        table = pa.concat_tables(
-            list(
-                _threads(REMOTE_READS if self.pieces[0].shard.store.is_s3 else LOCAL_READS).map(self._read, self.pieces)
-            )
-        )
+        threads = _threads(REMOTE_READS if self.pieces[0].shard.store.is_s3 else LOCAL_READS)
+        table = pa.concat_tables(list(threads.map(self._read, self.pieces)))
         return self.map(table, self.columns) if self.map else table
 
     def _read(self, piece: PieceRead) -> pa.Table:
