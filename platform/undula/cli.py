@@ -201,6 +201,22 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from undula.report.certificate import certify, data_of
+    from undula.report.summary import read_run
+
+    run = read_run(_run_store(options.run))
+    against = read_run(_run_store(options.against)) if options.against else None
+    found = certify(run, data_of(run), against, options.tolerance)
+    if options.json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        lines = [("proved", text) for text in found.proved] + [("not proved", text) for text in found.not_proved]
+        for verdict, text in [*lines, *([("DIFFERENT", found.difference)] if found.difference else [])]:
+            print(f"{verdict:>10}  {text}")
+    return 0 if found.holds else 1
+
+
 def _report(options: argparse.Namespace) -> int:
     from undula.report.page import write_report
 
@@ -250,6 +266,17 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     show.add_argument("--json", action="store_true")
     show.set_defaults(command=_show)
+
+    verify = commands.add_parser(
+        "verify",
+        help="prove from its ledger that a run is the one its plan says; exit status 1 at the first difference",
+    )
+    verify.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
+    verify.add_argument("--against", metavar="RUN", help="a run of the same plan that it must equal")
+    text = "largest relative difference of a step's loss (default: 1e-5)"
+    verify.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help=text)
+    verify.add_argument("--json", action="store_true")
+    verify.set_defaults(command=_verify)
 
     report = commands.add_parser("report", help="write report.html into a run directory")
     report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")

@@ -5,26 +5,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from faulty_s3 import Fault, faulty_s3
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import stream
 from undula.data.write import write_shards
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
-from undula.storage import Store
+from undula.storage import Store, open_store
 
 NUM_ROWS = 3000
 PLAN = PlanSpec(global_batch=96, virtual_workers=6, window=3, epochs=2)
 RANKS = """
-import json, logging, sys, time
+import json, logging, os, sys, time
 import ray
 from undula.data import stream
 from undula.plan.plan import PlanSpec
-ray.init(log_to_driver=False, logging_level=logging.ERROR)
+aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": aws} if aws else None)
 url, plan, world_size, start, reading, slow_s = json.loads(sys.argv[1])
 plan = PlanSpec(**plan)
 ranks = [stream(url, plan, rank=r, world_size=world_size, head_mib=0, **reading) for r in range(world_size)]
@@ -124,6 +127,22 @@ def test_neither_prefetch_nor_data_cpus_change_the_order(
     cluster: LocalCluster, url: str, reading: dict[str, object]
 ) -> None:
     assert streamed(cluster, url, 2, **reading) == planned(url)
+
+
+def test_an_s3_that_fails_now_and_then_loses_nothing(
+    cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(s3.url("stream"))
+    table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS), "payload": pa.array([bytes(1000)] * NUM_ROWS)})
+    write_shards(store, [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=50_000)
+    expected = planned(store.url, 21)
+    faults: list[Fault] = ["503", "reset", "truncated", "slow", "slow down", "short"]
+    with faulty_s3(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.slow_s = 0.5
+        proxy.faults.extend(faults * 8)
+        assert streamed(cluster, store.url, 2, start=21) == expected
+        assert not proxy.faults
 
 
 def test_a_rank_that_sleeps_loses_nothing(cluster: LocalCluster, url: str) -> None:

@@ -174,7 +174,7 @@ class _ReadAhead(Generic[T]):
 def _windows(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, WindowRows], None, None]:
     """The rows of each read, in order: the head of them read here, while the processes of Ray Data's tasks start."""
     end_bytes = np.cumsum([read.num_bytes for read in reads])
-    head = int(np.searchsorted(end_bytes, spec.head_mib * 2**20, side="right"))
+    head = max(int(np.searchsorted(end_bytes, spec.head_mib * 2**20, side="right")), min(spec.head_mib, 1))
     tables = _ReadAhead(_tables(reads[head:], spec)) if reads[head:] else None
     try:
         for read in reads[:head]:
@@ -204,7 +204,7 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None
     dataset = ray.data.read_datasource(
         source,
         override_num_blocks=source.num_tasks,
-        concurrency=spec.read_tasks,
+        concurrency=min(spec.read_tasks, source.num_tasks),  # more would only be warned of
         num_cpus=spec.read_cpus,
     )
     options = dataset.context.execution_options

@@ -70,7 +70,10 @@ class EpochOrder:
     def ids(self, step_in_epoch: int, virtual_worker: int) -> Ids:
         """Ids of the samples that a virtual worker consumes in a step, in order; shape [share]."""
         begin = step_in_epoch * self.plan.virtual_worker_batch
-        positions = np.arange(begin, begin + self.plan.share(step_in_epoch, virtual_worker))
+        return self.ids_at(virtual_worker, np.arange(begin, begin + self.plan.share(step_in_epoch, virtual_worker)))
+
+    def ids_at(self, virtual_worker: int, positions: Ids) -> Ids:
+        """Ids at positions of a virtual worker's stream; shape of the positions."""
         return self._ids(np.full(len(positions), virtual_worker), positions)
 
     def windows(self, virtual_worker: int, position: int = 0) -> Iterator[Window]:

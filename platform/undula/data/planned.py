@@ -1,0 +1,60 @@
+"""Which samples each step of a run consumes, by the plan alone: what the streams bring, known without reading a row."""
+
+import itertools
+
+import numpy as np
+
+from undula.data.mixture import Data, Mixture
+from undula.plan.keys import Ids
+from undula.plan.mix import Mix
+from undula.plan.order import EpochOrder
+from undula.plan.plan import Plan
+
+_KEPT_ORDERS = 16
+
+
+class PlannedSamples:
+    """The sample ids of any step; asking for steps in order is fast, as the orders of the epochs at hand are kept."""
+
+    def __init__(self, data: Data, plan: Plan):
+        self._plan = plan
+        if isinstance(data, Mixture):
+            self._mix: Mix | None = Mix(data.weights, plan.spec.seed)
+            self._manifests = data.manifests
+            self._plans = [data.part_plan(plan.spec, number) for number in range(len(data.manifests))]
+        else:
+            self._mix, self._manifests, self._plans = None, (data,), [plan]
+        rows = [manifest.num_rows for manifest in self._manifests]
+        self._first_ids = list(itertools.accumulate(rows, initial=0))
+        self._orders: dict[tuple[int, int], EpochOrder] = {}
+
+    def step_ids(self, step: int) -> Ids:
+        """Ids of a step's samples, virtual worker after virtual worker; shape [samples of the step]."""
+        shape = self._plan.step(step)
+        if self._mix is None:
+            return self._order(0, shape.epoch).step_ids(shape.step_in_epoch)
+        virtual_workers = range(self._plan.spec.virtual_workers)
+        return np.concatenate([self._mixed(self._mix, v, step, shape.step_in_epoch) for v in virtual_workers])
+
+    def _mixed(self, mix: Mix, virtual_worker: int, step: int, step_in_epoch: int) -> Ids:
+        position = self._plan.position(step, virtual_worker)
+        sources = mix.sources(virtual_worker, position, self._plan.share(step_in_epoch, virtual_worker))
+        before = mix.counts(virtual_worker, position)
+        ids = np.empty(len(sources), dtype=np.int64)
+        for number in np.unique(sources).tolist():
+            wheres = np.flatnonzero(sources == number)
+            taken = before[number] + np.arange(len(wheres))
+            rounds, places = np.divmod(taken, self._plans[number].consumed(virtual_worker))
+            for epoch in np.unique(rounds).tolist():
+                order = self._order(number, epoch)
+                own = rounds == epoch
+                ids[wheres[own]] = self._first_ids[number] + order.ids_at(virtual_worker, places[own])
+        return ids
+
+    def _order(self, number: int, epoch: int) -> EpochOrder:
+        key = (number, epoch)
+        if key not in self._orders:
+            while len(self._orders) >= _KEPT_ORDERS * len(self._plans):
+                del self._orders[next(iter(self._orders))]
+            self._orders[key] = EpochOrder(self._plans[number], self._manifests[number].row_counts, epoch)
+        return self._orders[key]

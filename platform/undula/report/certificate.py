@@ -1,0 +1,202 @@
+"""The certificate: what a run's ledger and its data's manifest prove about it, what they do not, and where it first went wrong."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
+
+from undula.data.manifest import Manifest
+from undula.data.mixture import Data, load_data
+from undula.data.planned import PlannedSamples
+from undula.data.spec import DataSpec
+from undula.errors import RunError
+from undula.plan.keys import multiset_digest
+from undula.plan.plan import Plan, PlanSpec
+from undula.report.summary import RecordedRun, column, counted
+
+COUNTED_ROWS = 2**30
+"""Data sets of more rows are not counted row by row."""
+
+
+@dataclass
+class Certificate:
+    """What was found, in sentences."""
+
+    proved: list[str] = field(default_factory=list)
+    not_proved: list[str] = field(default_factory=list)
+    difference: str | None = None
+    """The first thing that is not as it must be; None where all is well."""
+
+    @property
+    def holds(self) -> bool:
+        return self.difference is None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"holds": self.holds, **asdict(self)}
+
+
+class _DifferenceError(Exception):
+    """Ends the checking at the first difference."""
+
+
+def data_of(run: RecordedRun) -> Data:
+    """The data that a run was made on, from their manifests; RunError where its record does not say which.
+
+    ManifestError, StorageError: the manifests cannot be read.
+    """
+    return load_data(_part(run, "data", DataSpec))
+
+
+def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, tolerance: float = 1e-5) -> Certificate:
+    """Check a run against its plan, and against another run of the same plan.
+
+    Args:
+        run: from its ledger.
+        data: what it was made on.
+        against: a run that must be the same one, such as one that was left alone.
+        tolerance: largest relative difference of a step's loss, where floating point sums in another order.
+    """
+    found = Certificate()
+    try:
+        plan = Plan(_part(run, "plan", PlanSpec), data.num_rows)
+        if plan.digest(data.digest) != run.job.plan_digest:
+            raise _DifferenceError(
+                "the data's manifest or the recorded plan is not the one that the run was begun with"
+            )
+        _check_steps(run, plan, found)
+        _check_samples(run, plan, data, found)
+        _check_replayed(run, tolerance, found)
+        if against is not None:
+            _check_against(run, against, tolerance, found)
+    except _DifferenceError as difference:
+        found.difference = str(difference)
+    found.not_proved.append("that the weights are the same: the ledger holds losses, and no digest of the weights")
+    return found
+
+
+def _part(run: RecordedRun, key: str, owner: Any) -> Any:
+    try:
+        return TypeAdapter(owner).validate_python(run.job.spec[key])
+    except (KeyError, ValidationError) as error:
+        raise RunError(
+            f"job.json of {run.job.name} does not say its {key} as this version knows it: submit it again"
+        ) from error
+
+
+def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
+    """Every step up to the newest is there, once, with the counts that the plan says."""
+    steps = run.ledger.steps
+    numbers = steps["step"].to_numpy()
+    if not len(numbers):
+        raise _DifferenceError("no step is committed")
+    gaps = np.flatnonzero(numbers != np.arange(len(numbers)))
+    if len(gaps):
+        raise _DifferenceError(f"step {gaps[0]} is not in the ledger, or is there twice")
+    if len(numbers) > plan.total_steps:
+        raise _DifferenceError(f"step {plan.total_steps} is in the ledger, and the plan ends before it")
+    rows = zip(*(steps[name].to_pylist() for name in ("epoch", "step_samples", "samples")), strict=True)
+    for step, row in enumerate(rows):
+        shape = plan.step(step)
+        planned = (shape.epoch, shape.samples, shape.samples_before + shape.samples)
+        if row != planned:
+            raise _DifferenceError(
+                f"step {step} has (epoch, samples, samples so far) {row}, and the plan says {planned}"
+            )
+    found.proved.append(f"{counted(len(numbers), 'step')}, each there once, with the samples that the plan says")
+    if len(numbers) < plan.total_steps:
+        found.not_proved.append(f"anything of the {counted(plan.total_steps - len(numbers), 'step')} still to come")
+
+
+def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate) -> None:
+    """Each step consumed just the samples that the plan says, and so each epoch those it should."""
+    digests = run.ledger.steps["sample_digest"].to_numpy()
+    planned = PlannedSamples(data, plan)
+    times = np.zeros(data.num_rows, dtype=np.uint16) if data.num_rows <= COUNTED_ROWS else None
+    whole = len(digests) // plan.steps_per_epoch
+    for step, digest in enumerate(digests.tolist()):
+        ids = planned.step_ids(step)
+        if multiset_digest(ids) != digest:
+            raise _DifferenceError(f"step {step} consumed other samples than the plan says")
+        if times is not None and step < whole * plan.steps_per_epoch:
+            np.add.at(times, ids, 1)
+    found.proved.append(
+        f"each of them consumed just the plan's samples, {int(run.ledger.steps['samples'][-1].as_py()):,} in all"
+    )
+    if times is None or not whole:
+        found.not_proved.append(
+            "that an epoch has each sample once: " + ("it has too many to count" if whole else "none is whole yet")
+        )
+    else:
+        found.proved += _epochs(times, whole, plan, data)
+
+
+def _epochs(times: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, data: Data) -> Iterator[str]:
+    """What the counts of each sample over the whole epochs say."""
+    least, most = int(times.min()), int(times.max())
+    epochs = counted(whole, "whole epoch")
+    if not isinstance(data, Manifest):
+        first_id = 0
+        for manifest in data.manifests:
+            own = times[first_id : first_id + manifest.num_rows]
+            first_id += manifest.num_rows
+            yield f"in {epochs}, each sample of {manifest.url} was taken {own.min()} to {own.max()} times"
+    elif least == most == whole:
+        yield f"in {epochs}, each of {data.num_rows:,} samples was taken exactly once"
+    else:
+        yield f"in {epochs} with last_step: {plan.spec.last_step}, each sample was taken {least} to {most} times"
+
+
+def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> None:
+    """Steps that were done again are the same as those that stand."""
+    replayed, steps = run.ledger.replaced, run.ledger.steps
+    if not len(replayed):
+        return
+    numbers = replayed["step"].to_numpy()
+    if numbers.max() >= len(steps):
+        numbers = numbers[numbers < len(steps)]
+        replayed = replayed.filter(pa.array(replayed["step"].to_numpy() < len(steps)))
+    largest = _compare(replayed, steps.take(pa.array(numbers)), tolerance, "the one that replaced it")
+    found.proved.append(
+        f"{counted(len(replayed), 'step')} done again consumed the same samples, losses within {largest:.1e}"
+    )
+
+
+def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found: Certificate) -> None:
+    if other.job.plan_digest != run.job.plan_digest:
+        raise _DifferenceError(f"{other.job.name} is of another plan or other data, so it says nothing of this run")
+    common = min(len(run.ledger.steps), len(other.ledger.steps))
+    if not common:
+        raise _DifferenceError(f"{other.job.name} has no step committed")
+    largest = _compare(run.ledger.steps[:common], other.ledger.steps[:common], tolerance, other.job.name)
+    found.proved.append(
+        f"{counted(common, 'step')} as in {other.job.name}: the same samples and learning rates, losses within {largest:.1e}"
+    )
+    if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - common:
+        found.not_proved.append(
+            f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
+        )
+
+
+def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str) -> float:
+    """The largest relative difference of losses; raises at the first step that differs."""
+    for key in ("sample_digest", "step_samples", "lr"):
+        differing = np.flatnonzero(rows[key].to_numpy() != others[key].to_numpy())
+        if len(differing):
+            step, here, there = (
+                table[of][int(differing[0])].as_py() for table, of in ((rows, "step"), (rows, key), (others, key))
+            )
+            raise _DifferenceError(f"step {step} has {key} {here}, and {name} has {there}")
+    losses, their = column(rows, "loss"), column(others, "loss")
+    apart = np.abs(losses - their) / np.maximum(np.maximum(np.abs(losses), np.abs(their)), 1e-300)
+    apart = np.where(np.isnan(losses) & np.isnan(their), 0.0, apart)
+    differing = np.flatnonzero(~(apart <= tolerance))
+    if len(differing):
+        first = int(differing[0])
+        raise _DifferenceError(
+            f"step {rows['step'][first].as_py()} has loss {losses[first]:.9g}, and {name} has {their[first]:.9g}: "
+            f"{apart[first]:.1e} apart, more than {tolerance:g}"
+        )
+    return float(apart.max(initial=0.0))
