@@ -3,11 +3,12 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from integration_kit import Jobs, relative_difference
+from integration_kit import Finished, Jobs, relative_difference
 
 from undula.cluster.local import local_cluster
 from undula.state.commit import find_commits
@@ -44,6 +45,14 @@ def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) 
         time.sleep(0.05)  # paces the looks
 
 
+def assert_certified(run: Finished, against: Finished) -> None:
+    """`undula verify` says so, as a user would ask it."""
+    command = [sys.executable, "-m", "undula.cli", "verify", run.store.url, "--against", against.store.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{STEPS} steps as in left-alone: the same samples and learning rates" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def left_alone(session_jobs: Jobs):
     done = session_jobs.run("left-alone", *SETTINGS)
@@ -64,6 +73,7 @@ def test_a_run_killed_at_a_third_and_at_two_thirds_is_the_run_left_alone(
     assert sorted(set(last.column("attempt"))) == [1, 2, 3]
     assert last.column("sample_digest") == left_alone.column("sample_digest")
     assert relative_difference(last.column("loss"), left_alone.column("loss")) < 1e-5
+    assert_certified(last, against=left_alone)
 
     again = Jobs(session_jobs.cluster, session_jobs.text, runs).run("killed", *SETTINGS)
     assert again.status == 0

@@ -1,0 +1,110 @@
+"""The certificate holds for a run that is as its plan says, and names the first thing that is not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from undula.data.manifest import Manifest
+from undula.data.planned import PlannedSamples
+from undula.data.write import write_shards
+from undula.plan.keys import multiset_digest
+from undula.plan.plan import Plan, PlanSpec
+from undula.report.certificate import certify, data_of
+from undula.report.summary import JobRecord, RecordedRun
+from undula.spec import as_tree
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger, StepRow
+from undula.storage import Store
+
+SPEC = PlanSpec(global_batch=12, virtual_workers=4, epochs=2)
+ROWS = 50  # five steps an epoch, the last of two samples
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    table = pa.table({"x": np.arange(ROWS)})
+    folder = str(tmp_path_factory.mktemp("certificate"))
+    return write_shards(Store(folder), [table], table.schema, ROWS, num_shards=2, row_group_bytes=56)
+
+
+def rows(manifest: Manifest, count: int = 10, attempt: int = 1) -> list[StepRow]:
+    """The ledger of a run that did as its plan says."""
+    plan = Plan(SPEC, ROWS)
+    planned = PlannedSamples(manifest, plan)
+    shapes = [plan.step(step) for step in range(count)]
+    return [
+        StepRow(
+            *(attempt, step, shape.epoch, shape.samples_before + shape.samples, shape.samples, 2, 1 / (step + 1), 0.1),
+            *(0.1, 0.1, 0.1, 0.1, multiset_digest(planned.step_ids(step)), float(step)),
+        )
+        for step, shape in enumerate(shapes)
+    ]
+
+
+def run(manifest: Manifest, steps: list[StepRow], replaced: list[StepRow] | None = None) -> RecordedRun:
+    spec = {"plan": as_tree(SPEC), "data": {"train": manifest.url}}
+    job = JobRecord("run", Plan(SPEC, ROWS).digest(manifest.digest), spec)
+    tables = [pa.Table.from_pylist([vars(row) for row in some], schema=STEP_SCHEMA) for some in (steps, replaced or [])]
+    return RecordedRun(job, Ledger(*tables, EVENT_SCHEMA.empty_table()), ())
+
+
+def test_a_run_as_planned_is_certified(manifest: Manifest) -> None:
+    recorded = run(manifest, rows(manifest))
+    found = certify(recorded, data_of(recorded), against=recorded)
+    assert found.holds
+    assert any("in 2 whole epochs, each of 50 samples was taken exactly once" in text for text in found.proved)
+    assert any("10 steps as in run: the same samples" in text for text in found.proved)
+    assert any("the weights are the same" in text for text in found.not_proved)
+
+
+def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -> None:
+    found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, rows(manifest)))
+    assert found.holds
+    assert any("7 steps still to come" in text for text in found.not_proved)
+    assert any("the last 7 steps are as in run" in text for text in found.not_proved)
+    assert any("none is whole yet" in text for text in found.not_proved)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda steps: steps[:4] + steps[5:], "step 4 is not in the ledger"),
+        (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is not in the ledger, or is there twice"),
+        (lambda steps: [replace(steps[0], samples=13), *steps[1:]], "step 0 has (epoch, samples, samples so far)"),
+        (lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)], "step 9 consumed other samples than the plan"),
+        (lambda steps: [*steps, replace(steps[9], step=10)], "step 10 is in the ledger, and the plan ends before it"),
+        (lambda steps: [], "no step is committed"),
+    ],
+)
+def test_the_first_thing_that_is_not_as_planned_is_named(manifest: Manifest, change, sentence: str) -> None:
+    assert sentence in str(certify(run(manifest, change(rows(manifest))), manifest).difference)
+
+
+def test_other_data_than_the_run_was_begun_with_prove_nothing(manifest: Manifest, tmp_path: Path) -> None:
+    table = pa.table({"x": np.arange(ROWS) + 1})
+    other = write_shards(Store(str(tmp_path)), [table], table.schema, ROWS, num_shards=1)
+    assert "not the one that the run was begun with" in str(certify(run(manifest, rows(manifest)), other).difference)
+
+
+def test_steps_done_again_must_be_those_that_stand(manifest: Manifest) -> None:
+    steps = rows(manifest)
+    same = certify(run(manifest, steps, [replace(steps[4], loss=steps[4].loss * (1 + 1e-7))]), manifest)
+    assert any("1 step done again consumed the same samples, losses within 1.0e-07" in text for text in same.proved)
+    other = certify(run(manifest, steps, [replace(steps[4], sample_digest=7)]), manifest)
+    assert "step 4 has sample_digest 7, and the one that replaced it has" in str(other.difference)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"loss": 0.5 * (1 + 3e-5)}, "step 1 has loss 0.5, and run has 0.500015: 3.0e-05 apart, more than 1e-05"),
+        ({"loss": float("nan")}, "step 1 has loss 0.5, and run has nan"),
+        ({"lr": 0.2}, "step 1 has lr 0.1, and run has 0.2"),
+    ],
+)
+def test_a_run_that_is_not_the_other_is_told_from_it(manifest: Manifest, changed: dict, sentence: str) -> None:
+    steps = rows(manifest)
+    other = [steps[0], replace(steps[1], **changed), *steps[2:]]
+    assert sentence in str(certify(run(manifest, steps), manifest, against=run(manifest, other)).difference)
