@@ -13,10 +13,14 @@ import pyarrow.dataset
 from pyarrow import fs
 
 
-def rate(batches: Iterable[int]) -> float:
-    """Rows per second of a whole pass, from before its first batch; `batches` are the rows of each."""
+def rate(batches: Iterable[int], most_s: float = 10.0) -> float:
+    """Rows per second of a pass, or of its first `most_s` seconds, from before its first batch; `batches` are the rows of each."""
     began = time.perf_counter()
-    total = sum(batches)
+    total = 0
+    for rows in batches:
+        total += rows
+        if time.perf_counter() - began > most_s:
+            break
     return total / (time.perf_counter() - began)
 
 
