@@ -22,7 +22,7 @@ from undula.state.commit import check_shapes, find_commits
 from undula.state.directory import JOB_FILE
 from undula.storage import Store, open_store
 
-LOGICAL = ("plan.", "schedule.", "gradient.", "config.")
+LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that make the logical run: they cannot change while it is under way."""
 
 

@@ -52,6 +52,9 @@ class JobSpec:
     """When and on how much the job validates."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """When checkpoints are taken and how many are kept."""
+    deterministic: bool = False
+    """Bit for bit the same weights after every step at any sequence of world sizes, on nodes with one kind of CPU or GPU: gradients are
+    summed exactly, and torch may use deterministic algorithms alone. Costs 16 bytes a parameter, and time."""
     workers: WorkersSpec = field(default_factory=WorkersSpec)
     """How many workers, and what each needs."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +93,7 @@ class LoadedSpec:
             gradient=spec.gradient,
             validation=spec.validation,
             checkpoint=spec.checkpoint,
+            deterministic=spec.deterministic,
             config=self.config,
         )
 

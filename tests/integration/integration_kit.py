@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from undula.cluster.local import LocalCluster
+from undula.state.commit import find_commits
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store, open_store
 
@@ -83,6 +85,15 @@ class Jobs:
 
     def workers(self, count: int) -> tuple[str, str]:
         return (f"workers.min={count}", f"workers.max={count}")
+
+
+def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) -> None:
+    """Wait until a run has committed a checkpoint of `step` or a later one."""
+    deadline = time.monotonic() + 180
+    while max((commit.step for commit in find_commits(store)[0]), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # paces the looks
 
 
 def relative_difference(ours: list[float], theirs: list[float]) -> float:

@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from integration_kit import Finished, Jobs, relative_difference
+from integration_kit import Finished, Jobs, await_checkpoint, relative_difference
 
 from undula.cluster.local import local_cluster
 from undula.state.commit import find_commits
-from undula.storage import Store, open_store
+from undula.storage import open_store
 
 STEPS = 90
 SETTINGS = (
@@ -34,15 +33,6 @@ def kill_at(text: str, runs: str, step: int) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         os.killpg(cluster.pid, signal.SIGKILL)
         process.wait()
-
-
-def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) -> None:
-    """Wait until a run has committed a checkpoint of `step` or a later one."""
-    deadline = time.monotonic() + 180
-    while max((commit.step for commit in find_commits(store)[0]), default=0) < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)  # paces the looks
 
 
 def assert_certified(run: Finished, against: Finished) -> None:

@@ -240,8 +240,10 @@ def index(
             )
         )
         advance(1)
-    manifest = Manifest(store.url, tuple(files), columns, anonymous)
     home = open_store(out) if out else store
+    # A manifest that lies elsewhere is read from anywhere.
+    url = store.url if home == store or store.is_s3 else store.path()
+    manifest = Manifest(url, tuple(files), columns, anonymous)
     home.write(MANIFEST_NAME, manifest.to_json(is_beside=home == store).encode())
     return manifest
 

@@ -68,6 +68,8 @@ def _values(array: pa.Array, column: Column) -> Any:
 def _column(name: str, values: list[Any], ids: Ids) -> tuple[pa.Field, pa.Array]:
     if isinstance(values[0], str):
         return pa.field(name, pa.string()), pa.array(values, pa.string())
+    if isinstance(values[0], bytes):  # NumPy's own bytes would lose zeros at the end
+        return pa.field(name, pa.binary()), pa.array(values, pa.binary())
     arrays = [np.asarray(value) for value in values]
     for array, row in zip(arrays, ids, strict=True):
         if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:

@@ -1,6 +1,7 @@
 """Several data sets mixed by weight: what they have in common, and the stream that draws on each at its own pace."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from json import dumps
@@ -82,20 +83,20 @@ class MixedStream:
         self,
         mixture: Mixture,
         plan: Plan,
-        positions: Mapping[int, int],
+        positions: Mapping[int, range],
         spec: DataSpec,
         function: SampleFunction | None = None,
     ):
         mixture.select(spec.columns)
         self._mix = Mix(mixture.weights, plan.spec.seed)
-        self._positions = dict(positions)
+        self._positions = {v: todo.start for v, todo in positions.items()}
         self._first_ids = np.cumsum([0, *(manifest.num_rows for manifest in mixture.manifests)])
-        counts = {v: self._mix.counts(v, position) for v, position in positions.items()}
+        counts = {v: (self._mix.counts(v, todo.start), self._mix.counts(v, todo.stop)) for v, todo in positions.items()}
         self._streams = [
             RankStream(
                 manifest,
                 mixture.part_plan(plan.spec, number),
-                {v: int(of_each[number]) for v, of_each in counts.items()},
+                {v: range(int(start[number]), int(stop[number])) for v, (start, stop) in counts.items()},
                 _shared(spec, mixture.weights[number] / sum(mixture.weights)),
                 function,
             )
@@ -122,8 +123,9 @@ class MixedStream:
         return self._streams[0].any_rows(count)
 
     def close(self) -> None:
-        for stream in self._streams:
-            stream.close()
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.callback(stream.close)
 
 
 Data = Manifest | Mixture
@@ -148,7 +150,7 @@ def rank_stream(
     function: SampleFunction | None = None,
 ) -> Stream:
     """The samples of a rank's virtual workers from step `start` on."""
-    positions = {v: plan.position(start, v) for v in virtual_workers}
+    positions = {v: range(plan.position(start, v), plan.position(plan.total_steps, v)) for v in virtual_workers}
     if isinstance(data, Mixture):
         return MixedStream(data, plan, positions, spec, function)
     return RankStream(data, plan, positions, spec, function)

@@ -1,8 +1,11 @@
 """The stream of a rank: Ray Data reads just the windows that its virtual workers need, in the plan's order, from any step on."""
 
+import heapq
+import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
@@ -22,6 +25,9 @@ from undula.plan.keys import key64
 from undula.plan.order import EpochOrder, Window
 from undula.plan.plan import Plan
 
+CHUNK_WINDOWS = 1024
+"""Windows of one execution of Ray Data, planned when its turn comes."""
+CLOSE_WITHIN_S = 10.0
 T = TypeVar("T")
 
 
@@ -31,7 +37,7 @@ class RankStream:
     Args:
         manifest: the data set.
         plan: how it is cut into streams.
-        positions: for each virtual worker of this rank, how many samples of the run it has consumed.
+        positions: for each virtual worker of this rank the samples of its stream that are still to come, counted over all epochs.
         spec: columns, and how far to read ahead.
         function: applied to each sample where it is read.
     """
@@ -40,7 +46,7 @@ class RankStream:
         self,
         manifest: Manifest,
         plan: Plan,
-        positions: Mapping[int, int],
+        positions: Mapping[int, range],
         spec: DataSpec,
         function: SampleFunction | None = None,
     ):
@@ -51,11 +57,14 @@ class RankStream:
         self._function = function
         self._cache = DiskCache(spec.cache.folder, int(spec.cache.max_gib * 2**30)) if spec.cache else None
         self._blocks: _ReadAhead[_Block] | None = None
+        self._orders: dict[int, EpochOrder] = {}
+        self._spare: WindowRows | None = None
         self._queues: dict[int, deque[_Block]] = {virtual_worker: deque() for virtual_worker in positions}
         self._places = {
-            virtual_worker: divmod(position, plan.consumed(virtual_worker))
-            for virtual_worker, position in positions.items()
+            virtual_worker: divmod(todo.start, plan.consumed(virtual_worker))
+            for virtual_worker, todo in positions.items()
         }
+        self._ends = {virtual_worker: todo.stop for virtual_worker, todo in positions.items()}
 
     def open(self) -> None:
         """Begin to read, so that the first samples are there when they are asked for."""
@@ -79,15 +88,16 @@ class RankStream:
 
     def any_rows(self, count: int) -> Samples:
         """Up to `count` rows of the data set, for a rank whose share of a short step is empty."""
-        order = EpochOrder(self._plan, self._manifest.row_counts, epoch=0)
-        read = self._read(next(order.windows(next(iter(self._places)))), epoch=0)
-        return WindowRows(read, [read()]).take(0, min(count, read.num_rows))
+        if self._spare is None:
+            read = self._read(next(self._order(0).windows(next(iter(self._places)))), epoch=0)
+            self._spare = WindowRows(read, [read()])
+        return self._spare.take(0, min(count, self._spare.num_rows))
 
     def close(self) -> None:
         """Stop reading ahead."""
         if self._blocks:
             self._blocks.close()
-        self._blocks = None
+        self._blocks, self._queues = None, {virtual_worker: deque() for virtual_worker in self._places}
 
     def _current(self, virtual_worker: int) -> tuple[WindowRows, int]:
         """The window in which a virtual worker's stream stands, and the place in it."""
@@ -101,27 +111,35 @@ class RankStream:
         return queue[0].rows, position - queue[0].rows.start
 
     def _read_on(self, places: dict[int, tuple[int, int]]) -> Generator["_Block", None, None]:
-        """The windows from some places on, one epoch after another, so that an epoch's first are there when the last one's end."""
-        for epoch in range(min(epoch for epoch, _ in places.values()), self._plan.num_epochs):
-            starts = {
-                virtual_worker: position if first == epoch else 0
-                for virtual_worker, (first, position) in places.items()
-                if first <= epoch
-            }
-            for read, rows in _windows(self._reads(epoch, starts), self._spec):
-                yield _Block(read.window.virtual_worker, epoch, rows)
+        """The windows from some places on, in the order in which steps need them, over the ends of epochs."""
+        needed = heapq.merge(*(self._needed(v, *place) for v, place in places.items()), key=lambda need: need[:2])
+        head_bytes = self._spec.head_mib * 2**20
+        while chunk := list(itertools.islice(needed, CHUNK_WINDOWS)):
+            reads = [self._read(window, epoch) for *_, epoch, window in chunk]
+            for (_, virtual_worker, epoch, _), rows in zip(chunk, _rows(reads, head_bytes, self._spec), strict=True):
+                yield _Block(virtual_worker, epoch, rows)
+            head_bytes = 0  # the processes are there
 
-    def _reads(self, epoch: int, starts: Mapping[int, int]) -> list[WindowRead]:
-        """The windows of an epoch from places of the streams on, in the order in which steps first need them."""
-        order = EpochOrder(self._plan, self._manifest.row_counts, epoch)
-        share = self._plan.virtual_worker_batch
-        needed = [
-            (max(window.start, position) // share, virtual_worker, window)
-            for virtual_worker, position in starts.items()
-            for window in order.windows(virtual_worker, position)
-        ]
-        needed.sort(key=lambda each: each[:2])
-        return [self._read(window, epoch) for _, _, window in needed]
+    def _needed(self, virtual_worker: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, Window]]:
+        """The windows of a virtual worker to the end of the run: (steps until it needs it, virtual worker, epoch, window)."""
+        length, end = self._plan.consumed(virtual_worker), self._ends[virtual_worker]
+        begin = epoch * length + position
+        while epoch * length + position < end:
+            for window in self._order(epoch).windows(virtual_worker, position):
+                place = epoch * length + max(window.start, position)
+                if place >= end:
+                    return
+                yield (place - begin) // self._plan.virtual_worker_batch, virtual_worker, epoch, window
+            epoch, position = epoch + 1, 0
+
+    def _order(self, epoch: int) -> EpochOrder:
+        if epoch not in self._orders:
+            while len(self._orders) > 2 * len(
+                self._places
+            ):  # in a mix each virtual worker may be in a round of its own
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[epoch] = EpochOrder(self._plan, self._manifest.row_counts, epoch)
+        return self._orders[epoch]
 
     def _read(self, window: Window, epoch: int) -> WindowRead:
         sample_map = None
@@ -143,22 +161,27 @@ class _ReadAhead(Generic[T]):
     def __init__(self, items: Generator[T, None, None]):
         self._items = items
         self._ready: Queue[T | BaseException] = Queue(maxsize=1)
+        self._failure: BaseException | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="undula-read-ahead", daemon=True)
         self._thread.start()
 
     def __next__(self) -> T:
-        item = self._ready.get()
+        item = self._failure or self._ready.get()
         if isinstance(item, BaseException):
+            self._failure = item  # nothing comes after it
             raise item
         return item
 
     def close(self) -> None:
+        """End the thread. One that waits for what does not come is left to itself after a while."""
         self._closed.set()
-        while self._thread.is_alive():
+        deadline = time.monotonic() + CLOSE_WITHIN_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
             with suppress(Empty):  # the thread may wait for room
                 self._ready.get(timeout=0.05)
-        self._items.close()
+        if not self._thread.is_alive():
+            self._items.close()
 
     def _run(self) -> None:
         try:
@@ -171,14 +194,14 @@ class _ReadAhead(Generic[T]):
             self._ready.put(error)
 
 
-def _windows(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowRead, WindowRows], None, None]:
-    """The rows of each read, in order: the head of them read here, while the processes of Ray Data's tasks start."""
+def _rows(reads: list[WindowRead], head_bytes: int, spec: DataSpec) -> Generator[WindowRows, None, None]:
+    """The rows of each read, in order: the head of them, or the first at least, read here while the processes of Ray Data's tasks start."""
     end_bytes = np.cumsum([read.num_bytes for read in reads])
-    head = max(int(np.searchsorted(end_bytes, spec.head_mib * 2**20, side="right")), min(spec.head_mib, 1))
+    head = max(int(np.searchsorted(end_bytes, head_bytes, side="right")), 1) if head_bytes else 0
     tables = _ReadAhead(_tables(reads[head:], spec)) if reads[head:] else None
     try:
         for read in reads[:head]:
-            yield read, WindowRows(read, [read()])
+            yield WindowRows(read, [read()])
         rest = pa.table({})
         for read in reads[head:]:
             assert tables is not None
@@ -189,7 +212,7 @@ def _windows(reads: list[WindowRead], spec: DataSpec) -> Generator[tuple[WindowR
                 parts.append(rest.slice(0, missing))
                 missing -= parts[-1].num_rows
                 rest = rest.slice(parts[-1].num_rows)
-            yield read, WindowRows(read, parts)
+            yield WindowRows(read, parts)
     finally:
         if tables:
             tables.close()

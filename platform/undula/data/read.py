@@ -31,6 +31,10 @@ class PieceRead:
     stop: int
     first_id: int
 
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
     def ids(self) -> NDArray[np.int64]:
         return np.arange(self.start, self.stop, dtype=np.int64) + self.first_id
 
@@ -60,7 +64,10 @@ class WindowRead:
 
     def _read(self, piece: PieceRead) -> pa.Table:
         table = piece.shard.row_group(piece.row_group, [column.name for column in self.columns])
-        table = table.slice(piece.start, piece.stop - piece.start)
+        if 2 * piece.num_rows < table.num_rows:  # a slice would hold all of the row group
+            table = _copied(table.slice(piece.start, piece.num_rows))
+        else:
+            table = table.slice(piece.start, piece.num_rows)
         return table.append_column(ID_COLUMN, pa.array(piece.ids()))
 
 
@@ -117,6 +124,13 @@ class WindowDatasource(Datasource):
             )
             for task in self._tasks
         ]
+
+
+def _copied(table: pa.Table) -> pa.Table:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return pa.ipc.open_stream(sink.getvalue()).read_all()
 
 
 @cache

@@ -32,7 +32,9 @@ class Samples:
     def at(self, places: Ids) -> "Samples":
         """The samples at these places."""
         batch = {
-            name: values[places] if isinstance(values, Tensor) else [values[place] for place in places]
+            name: torch.from_numpy(values.numpy()[places])
+            if isinstance(values, Tensor)
+            else [values[place] for place in places]
             for name, values in self.batch.items()
         }
         return Samples(self.ids[places], batch)

@@ -35,6 +35,7 @@ RETRY_FOR_S = 120.0
 """After so long without a range it is given up."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 
+_HUGE_PAGE = 2 * 2**20
 _BUSY = {
     "500",
     "502",
@@ -100,7 +101,11 @@ class Shard:
 
     def _fetched(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
         """An image of the object in which these ranges are filled in; the rest takes no memory."""
-        image = mmap.mmap(-1, self.bytes)
+        # Without reserve, as most of a large object stays untouched.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        image = mmap.mmap(-1, self.bytes, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE") and sum(stop - begin for begin, stop in ranges) > _HUGE_PAGE:
+            image.madvise(mmap.MADV_HUGEPAGE)  # pages of 4 KiB would cost more to fault in than to fill
         view = memoryview(image)
         parts = [
             (start, min(start + PART_BYTES, stop)) for begin, stop in ranges for start in range(begin, stop, PART_BYTES)
@@ -125,7 +130,7 @@ def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> l
     starts = [
         (min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))), chunk.total_compressed_size)
         for chunk in chunks
-        if chunk.path_in_schema.partition(".")[0] in columns
+        if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in columns)
     ]
     for start, size in sorted(starts):
         if joined and start - joined[-1][1] <= HOLE_BYTES:
@@ -137,7 +142,7 @@ def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> l
 
 def _fetch(shard: Shard, start: int, into: memoryview) -> None:
     """Fill `into` with the bytes of the object from `start` on: of this version, so that a cache needs no request."""
-    key = f"{shard} {shard.version} {start}"
+    key = f"{shard} {shard.version} {start} {len(into)}"
     if shard.cache and shard.cache.read_into(key, into):
         return
     _fetch_from_s3(shard, start, into)
@@ -161,6 +166,7 @@ def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
 def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
     """One request; what went wrong where another try may help."""
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError as NoConnectionError
     from urllib3.exceptions import HTTPError
 
     bucket, _, key = shard.store.path(shard.name).partition("/")
@@ -171,6 +177,12 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
             Range=f"bytes={start}-{start + len(into) - 1}",
             IfMatch=shard.version.removeprefix("etag "),
         )
+        if not str(response.get("ContentRange")).startswith(f"bytes {start}-{start + len(into) - 1}/"):
+            raise StorageError(
+                f"cannot read {shard}: its store does not answer range requests with the range that was asked for"
+            )
+        if response["ETag"].strip('"') != shard.version.removeprefix("etag "):
+            raise _changed(shard)  # by a store that does not know If-Match
         done = 0
         while count := response["Body"].readinto(into[done : done + 2**20]):
             done += count
@@ -186,7 +198,7 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
         if code in _BUSY or str(status) in _BUSY:
             return f"{status} {code}"
         raise StorageError(f"cannot read {shard}: {error}") from error
-    except (HTTPClientError, IncompleteReadError, HTTPError, OSError) as error:
+    except (NoConnectionError, HTTPClientError, IncompleteReadError, HTTPError, OSError) as error:
         return " ".join(str(error).split()) or type(error).__name__
     except BotoCoreError as error:
         raise StorageError(f"cannot read {shard}: {error}") from error

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.plan.plan import STRICT
@@ -26,7 +26,7 @@ class MixPart:
 
     url: Url
     """Path or s3:// URL, as for `train`."""
-    weight: Annotated[float, Gt(0)]
+    weight: Annotated[float, Gt(0), Le(1e9)]
     """Its share of the samples, relative to the other weights."""
 
 
@@ -37,8 +37,8 @@ class DataSpec:
     train: Url | None = None
     """Path or s3:// URL of the training data: a folder of Parquet with a manifest (`undula data index URL` makes one)."""
     mix: Annotated[tuple[MixPart, ...], MinLen(2)] | None = None
-    """Several data sets in place of `train`: a list of `url` and `weight`. Each is gone through at its own pace, all of it before any
-    of it comes again; an epoch of the plan is as many samples as they have together."""
+    """Several data sets in place of `train`: a list of `url` and `weight`. Each is gone through at its own pace, round after round; an
+    epoch of the plan is as many samples as they have together."""
     validation: Url | None = None
     """The same for the validation data; without it the job does not validate."""
     columns: tuple[str, ...] | None = None
@@ -58,6 +58,6 @@ class DataSpec:
     def __post_init__(self) -> None:
         if (self.train is None) == (self.mix is None):
             raise ValueError("train or data.mix must be given, and not both: one data set, or several with weights")
-        urls = [part.url for part in self.mix or ()]
+        urls = [part.url.rstrip("/") for part in self.mix or ()]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"mix names {twice} twice: give it once, with the sum of the weights")

@@ -111,11 +111,6 @@ class Plan:
         return min(steps, self.spec.max_steps) if self.spec.max_steps else steps
 
     @property
-    def num_epochs(self) -> int:
-        """Epochs that the run begins."""
-        return -(-self.total_steps // self.steps_per_epoch)
-
-    @property
     def total_samples(self) -> int:
         """Samples that the whole run consumes."""
         return self.step(self.total_steps).samples_before

@@ -57,7 +57,7 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         run: from its ledger.
         data: what it was made on.
         against: a run that must be the same one, such as one that was left alone.
-        tolerance: largest relative difference of a step's loss, where floating point sums in another order.
+        tolerance: largest relative difference of a step's loss, where floating point sums in another order; 0 between deterministic runs.
     """
     found = Certificate()
     try:
@@ -69,11 +69,16 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         _check_steps(run, plan, found)
         _check_samples(run, plan, data, found)
         _check_replayed(run, tolerance, found)
+        if against is not None and run.job.spec.get("deterministic") and against.job.spec.get("deterministic"):
+            tolerance = 0.0
         if against is not None:
             _check_against(run, against, tolerance, found)
     except _DifferenceError as difference:
         found.difference = str(difference)
-    found.not_proved.append("that the weights are the same: the ledger holds losses, and no digest of the weights")
+    if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
+        found.not_proved.append(
+            "that the weights are the same: without `deterministic: true` no ledger has digests of them"
+        )
     return found
 
 
@@ -174,6 +179,9 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
     found.proved.append(
         f"{counted(common, 'step')} as in {other.job.name}: the same samples and learning rates, losses within {largest:.1e}"
     )
+    digests = [of.ledger.steps["weights_digest"][:common].is_valid().to_numpy() for of in (run, other)]
+    if both := int((digests[0] & digests[1]).sum()):
+        found.proved.append(f"the weights are those of {other.job.name} bit for bit, by {counted(both, 'digest')}")
     if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - common:
         found.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
@@ -182,8 +190,9 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
 
 def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str) -> float:
     """The largest relative difference of losses; raises at the first step that differs."""
-    for key in ("sample_digest", "step_samples", "lr"):
-        differing = np.flatnonzero(rows[key].to_numpy() != others[key].to_numpy())
+    for key in ("sample_digest", "step_samples", "lr", "weights_digest"):
+        both = rows[key].is_valid().to_numpy() & others[key].is_valid().to_numpy()
+        differing = np.flatnonzero(both & (rows[key].fill_null(0).to_numpy() != others[key].fill_null(0).to_numpy()))
         if len(differing):
             step, here, there = (
                 table[of][int(differing[0])].as_py() for table, of in ((rows, "step"), (rows, key), (others, key))

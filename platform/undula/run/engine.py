@@ -1,4 +1,6 @@
-"""The torch engine: DistributedDataParallel, with gradients summed over ranks as the loop has already weighted them."""
+"""Engines: what places a model and sums its gradients, which the loop has already weighted, over virtual workers and ranks."""
+
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -7,6 +9,30 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from undula.run.clock import Mark, mark_on
+from undula.run.exact import ExactSum
+
+
+class Engine(Protocol):
+    """Sums gradients over the micro-batches and ranks of a step."""
+
+    gradients_ready: Mark | None
+    """When the last gradients of the step were computed here, and only the reduction was left; None where that does not overlap."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Place a module, with rank 0's weights on every rank."""
+        ...
+
+    def before_micro_batch(self, model: nn.Module, is_last: bool) -> None:
+        """Called before the forward pass."""
+        ...
+
+    def after_micro_batch(self, samples: int) -> None:
+        """Called after the backward pass of a micro-batch of so many samples; of none where a rank has no share of a short step."""
+        ...
+
+    def end_step(self) -> None:
+        """Leave the step's gradient in the parameters."""
+        ...
 
 
 class TorchEngine:
@@ -19,7 +45,6 @@ class TorchEngine:
     def __init__(self, device: torch.device):
         self.device = device
         self.gradients_ready: Mark | None = None
-        """When the last gradients of the step were computed here, and only the reduction was left."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
         module = module.to(self.device)
@@ -35,16 +60,60 @@ class TorchEngine:
         return wrapped
 
     def before_micro_batch(self, model: nn.Module, is_last: bool) -> None:
-        """Call before the forward pass: DDP decides there whether the backward pass will reduce."""
+        """DDP decides in the forward pass whether the backward pass will reduce."""
         self.gradients_ready = None
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = is_last
+
+    def after_micro_batch(self, samples: int) -> None:
+        """Autograd has added the gradients up, and DDP's hooks have reduced them."""
+
+    def end_step(self) -> None:
+        """All is done."""
 
     def _sum(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self.gradients_ready = mark_on(self.device)
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+
+
+class ExactEngine:
+    """Sums gradients in integers, so that no order of virtual workers and ranks changes a bit of them.
+
+    A micro-batch's gradients are added and forgotten; the sums of a step are reduced at its end, with 16 bytes a parameter where
+    DistributedDataParallel sends 4, and not beside the backward pass. A world of one does the same arithmetic.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.gradients_ready: Mark | None = None
+        self._parameters: list[nn.Parameter] = []
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        module = module.to(self.device)
+        if dist.get_world_size() > 1:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._sums = ExactSum(self._parameters)
+        return module
+
+    def before_micro_batch(self, model: nn.Module, is_last: bool) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def after_micro_batch(self, samples: int) -> None:
+        if samples:
+            for place, parameter in enumerate(self._parameters):
+                if parameter.grad is not None:
+                    self._sums.add(place, parameter.grad)
+
+    def end_step(self) -> None:
+        self._sums.all_reduce()
+        for parameter, value in zip(self._parameters, self._sums.values(), strict=True):
+            parameter.grad = None if value is None else value.to(parameter.dtype)
+        self._sums.clear()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -42,4 +42,5 @@ class Job:
     gradient: GradientSpec
     validation: ValidationSpec
     checkpoint: CheckpointSpec
+    deterministic: bool
     config: Any

@@ -27,12 +27,12 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, StepShape, assign
 from undula.run.buffers import BufferMean
 from undula.run.clock import Mark, mark_on
-from undula.run.engine import TorchEngine
+from undula.run.engine import Engine, ExactEngine, TorchEngine
 from undula.run.job import Job
 from undula.run.messages import Publisher
-from undula.run.modelstate import load_state, model_and_optimizer_state
-from undula.run.randomness import seed_micro_batch, seed_weights
-from undula.run.stats import LocalStats, StepReducer
+from undula.run.modelstate import load_state, model_and_optimizer_state, weights_digest
+from undula.run.randomness import compute_deterministically, seed_micro_batch, seed_weights
+from undula.run.stats import LocalStats, StepReducer, exact_mean
 from undula.run.telemetry import Telemetry
 from undula.run.validation import Validation
 from undula.state.checkpoint import Checkpointer
@@ -40,6 +40,8 @@ from undula.state.commit import Commit
 from undula.state.ledger import Event, StepRow, next_attempt
 from undula.storage import open_store
 
+DIGEST_EVERY = 10
+"""Steps between digests of the weights in the ledger of a deterministic run."""
 Loss = Callable[[Batch], Tensor]
 """Mean loss over a batch's samples, as a scalar tensor."""
 
@@ -66,7 +68,7 @@ class Run:
         self.plan = Plan(job.plan, self._data.num_rows)
         self._plan_digest = self.plan.digest(self._data.digest)
         self._virtual_workers = assign(job.plan.virtual_workers, world_size)[rank]
-        self._engine = TorchEngine(device)
+        self._engine: Engine = (ExactEngine if job.deterministic else TorchEngine)(device)
         # Small sums over the ranks, on the host, so that they never wait for a GPU.
         world = dist.group.WORLD
         assert world is not None
@@ -85,6 +87,8 @@ class Run:
         self._map: SampleFunction | None = None
         self._validation_map: SampleFunction | None = None
         self._has_started = False
+        if job.deterministic:
+            compute_deterministically()
         seed_weights(job.plan.seed)
 
     def model(self, module: nn.Module) -> nn.Module:
@@ -92,7 +96,7 @@ class Run:
         if self._model is not None:
             raise RuntimeError("run.model() was called twice: a run has one model; put several modules into one")
         self._model = self._engine.wrap(module)
-        self._buffers = BufferMean(module)
+        self._buffers = BufferMean(module, exact=self._job.deterministic)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -201,12 +205,9 @@ class Run:
         )
 
     def _validate(self, validation: Validation, done: int) -> None:
-        loss_sum, samples = validation.loss_sum()
-        total = torch.tensor([loss_sum, float(samples)], dtype=torch.float64)
-        dist.all_reduce(total, group=self._control)
-        loss = float(total[0] / total[1])
+        loss, samples = exact_mean(*validation.losses(), self._control)
         self._commit_pending()
-        self._event(Event("validation", f"validation loss {loss:.4f}", done, {"loss": loss, "samples": int(total[1])}))
+        self._event(Event("validation", f"validation loss {loss:.4f}", done, {"loss": loss, "samples": samples}))
 
     def _save(self, done: int) -> None:
         self._commit_pending()
@@ -278,6 +279,7 @@ class Step:
         )
         self.lr = run.base_lr * self._multiplier
         self.updated = False
+        self._weights_digest: int | None = None
 
     def batches(self) -> Iterator[Batch]:
         """The micro-batches of this rank's virtual workers; call backward() once for each."""
@@ -323,6 +325,7 @@ class Step:
         ready = run._engine.gradients_ready or end
         self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
         self._losses.append((loss.detach(), self._weight))
+        run._engine.after_micro_batch(self._weight)
         run._buffers.end_micro_batch(self._weight)
 
     def log(self, **values: float | Tensor) -> None:
@@ -341,20 +344,26 @@ class Step:
             )
         assert run._model is not None
         assert run._optimizer is not None
+        begin = mark_on(run.device)
+        run._engine.end_step()
         if run._buffers.is_needed:
             run._buffers.end_step(self.shape.samples)
+        self._spans.append(("communication_s", begin, mark_on(run.device)))
         if run._job.gradient.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
         for group, base in zip(run._optimizer.param_groups, run._base_lrs, strict=True):
             group["lr"] = base * self._multiplier
         run._optimizer.step()
         run._optimizer.zero_grad(set_to_none=True)
-        loss_sum = torch.stack([loss.double() * size for loss, size in self._losses]).sum()
-        loss_on_host = loss_sum.to("cpu", non_blocking=True)
+        losses = torch.stack([loss.double() * size for loss, size in self._losses])
+        losses_on_host = losses.to("cpu", non_blocking=True)
         copied = mark_on(run.device)
+        is_digested = (self.index + 1) % DIGEST_EVERY == 0 or self.index + 1 == run.plan.total_steps
+        if run._job.deterministic and run.rank == 0 and is_digested:
+            self._weights_digest = weights_digest(run._model)
         run._commit_pending()
         wall_s = time.perf_counter() - self._began
-        run._pending = lambda: self._commit(loss_on_host, copied, wall_s)
+        run._pending = lambda: self._commit(losses_on_host, copied, wall_s)
         self.updated = True
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
@@ -370,7 +379,7 @@ class Step:
         self._data_s += time.perf_counter() - began
         return batch
 
-    def _commit(self, loss_on_host: Tensor, copied: Mark, wall_s: float) -> None:
+    def _commit(self, losses_on_host: Tensor, copied: Mark, wall_s: float) -> None:
         run = self._run
         copied.seconds_since(copied)  # on a GPU: wait until the copy is there
         seconds = self._local.seconds
@@ -378,7 +387,7 @@ class Step:
         for name, begin, end in self._spans:
             seconds[name] += end.seconds_since(begin)
         seconds["other_s"] = max(wall_s - sum(seconds.values()), 0.0)
-        self._local.loss_sum = float(loss_on_host)
+        self._local.losses = losses_on_host.tolist()
         self._local.sample_digest %= 2**64
         self._local.has_saved = run._checkpoints.has_finished_here
         reduced = run._reducer.reduce(self._local, self.shape.samples)
@@ -395,6 +404,7 @@ class Step:
                     world_size=run.world_size,
                     lr=self.lr,
                     time=time.time(),
+                    weights_digest=self._weights_digest,
                     **{**reduced, "logged": json.dumps(reduced["logged"])},
                 )
             )

@@ -1,9 +1,10 @@
 """The state of a model and its optimizer as one flat mapping, by names that do not depend on how either is wrapped or sharded."""
 
+from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,6 +29,16 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
     """The reverse of `model_and_optimizer_state`."""
     set_model_state_dict(model, _below(MODEL, state))
     set_optimizer_state_dict(model, optimizer, _below(OPTIMIZER, state), options=_FLAT)
+
+
+def weights_digest(model: nn.Module) -> int:
+    """A 64-bit digest of every bit of a model's parameters and buffers, by name. Waits for the device."""
+    digest = blake2b(digest_size=8)
+    for name, value in sorted(get_model_state_dict(model).items()):
+        if isinstance(value, Tensor):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _below(prefix: str, state: dict[str, Any]) -> dict[str, Any]:

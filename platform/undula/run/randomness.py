@@ -1,5 +1,6 @@
 """Random state keyed by what is computed, not by who computes it."""
 
+import os
 import random
 
 import numpy as np
@@ -16,6 +17,16 @@ def seed_weights(seed: int) -> None:
 def seed_micro_batch(seed: int, step: int, virtual_worker: int, micro_batch: int) -> None:
     """Seed dropout and the like for one micro-batch: the same on whichever rank it runs."""
     _seed_all(key64("micro-batch", seed, step, virtual_worker, micro_batch))
+
+
+def compute_deterministically() -> None:
+    """Have torch give the same bits for the same numbers: what it cannot do so it refuses by name."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for finding bugs, and slow
+    torch.backends.cudnn.benchmark = False
+    # Threads cut sums into parts. Ray gives a worker as many as it has CPUs, on every node; where it has none, one.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 
 def _seed_all(key: int) -> None:

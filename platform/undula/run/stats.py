@@ -1,11 +1,17 @@
-"""What the ranks measured of a step, summed to what the step was: loss, seconds, sample ids, logged values."""
+"""What the ranks measured of a step, summed to what the step was: loss, seconds, sample ids, logged values.
 
+Losses and digests are summed exactly, so that they do not depend on how many ranks there are.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from undula.run.exact import exact_total, total_value
 
 SECONDS = ("data_s", "compute_s", "communication_s", "other_s")
 _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
@@ -15,8 +21,8 @@ _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
 class LocalStats:
     """One rank's part of a step."""
 
-    loss_sum: float = 0.0
-    """Sum over its samples of the loss."""
+    losses: list[float] = field(default_factory=list)
+    """Of its micro-batches: the sum of the loss over samples."""
     sample_digest: int = 0
     """Modulo 2^64."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
@@ -47,12 +53,12 @@ class StepReducer:
             self._agree_on_names(local)
             total = self._sum(local)
         world_size = dist.get_world_size(self._group)
-        limbs = [int(limb) for limb in total[1:5]]
-        sums = total[9:-2].tolist()
+        odd, *rest = total.tolist()
+        digest, losses, seconds, sums = rest[:4], rest[4:12], rest[12:16], rest[16:-2]
         return {
-            "loss": float(total[0]) / step_samples,
-            "sample_digest": sum(limb << (_LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64,
-            **{name: float(total[5 + place]) / world_size for place, name in enumerate(SECONDS)},
+            "loss": total_value(_joined(losses), odd) / step_samples,
+            "sample_digest": _joined(digest) % 2**64,
+            **{name: value / world_size for name, value in zip(SECONDS, seconds, strict=True)},
             "all_have_saved": int(total[-2]) == world_size,
             "logged": {
                 name: sums[2 * place] / sums[2 * place + 1]
@@ -62,12 +68,13 @@ class StepReducer:
         }
 
     def _sum(self, local: LocalStats) -> Tensor:
-        limbs = [(local.sample_digest >> (_LIMB_BITS * place)) % 2**_LIMB_BITS for place in range(4)]
+        losses, odd = exact_total(local.losses)
+        limbs = [*_limbs(local.sample_digest, 4), *_limbs(losses, 8)]
         logged = [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]
         has_new = any(name not in self._names for name in local.logged)
         seconds = [local.seconds[name] for name in SECONDS]
         flags = [float(local.has_saved), float(has_new)]
-        vector = torch.tensor([local.loss_sum, *limbs, *seconds, *logged, *flags], dtype=torch.float64)
+        vector = torch.tensor([odd, *limbs, *seconds, *logged, *flags], dtype=torch.float64)
         dist.all_reduce(vector, group=self._group)
         return vector
 
@@ -76,3 +83,21 @@ class StepReducer:
         dist.all_gather_object(names, sorted(local.logged), group=self._group)
         new = sorted({name for of_rank in names for name in of_rank} - set(self._names))
         self._names += new
+
+
+def exact_mean(losses: Sequence[float], samples: int, group: dist.ProcessGroup) -> tuple[float, int]:
+    """The mean over the ranks' samples of sums of losses, which no order changes, and the number of samples."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, (*exact_total(losses), samples), group=group)
+    totals, odds, counts = (sum(column) for column in zip(*parts, strict=True))
+    return total_value(totals, odds) / counts, counts
+
+
+def _limbs(value: int, count: int) -> list[int]:
+    """An integer as limbs that add up, the last of them signed and as large as it takes."""
+    limbs = [(value >> (_LIMB_BITS * place)) % 2**_LIMB_BITS for place in range(count - 1)]
+    return [*limbs, value >> (_LIMB_BITS * (count - 1))]
+
+
+def _joined(limbs: list[float]) -> int:
+    return sum(int(limb) << (_LIMB_BITS * place) for place, limb in enumerate(limbs))

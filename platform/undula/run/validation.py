@@ -44,10 +44,11 @@ class Validation:
         self._virtual_workers = virtual_workers
         self._device = device
 
-    def loss_sum(self) -> tuple[float, int]:
-        """Sum of the loss over this rank's samples, and their number."""
+    def losses(self) -> tuple[list[float], int]:
+        """For each micro-batch of this rank the sum of the loss over its samples, and the number of samples."""
         stream = rank_stream(self._manifest, self._plan, self._virtual_workers, self._job.data, 0, self._function)
-        total, samples = 0.0, 0
+        losses: list[float] = []
+        samples = 0
         was_training = self._model.training
         self._model.eval()
         try:
@@ -60,9 +61,9 @@ class Validation:
                                 name: value.to(self._device) if isinstance(value, Tensor) else value
                                 for name, value in batch.items()
                             }
-                            total += float(self._loss(placed)) * size
+                            losses.append(float(self._loss(placed)) * size)
                             samples += size
         finally:
             stream.close()
             self._model.train(was_training)
-        return total, samples
+        return losses, samples

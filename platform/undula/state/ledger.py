@@ -42,6 +42,7 @@ STEP_SCHEMA = pa.schema(
         ("sample_digest", pa.uint64()),  # undula.plan.keys.multiset_digest of the step's sample ids
         ("time", pa.float64()),  # seconds since the epoch, at the commit
         ("logged", pa.string()),  # JSON object of step.log(...)
+        ("weights_digest", pa.uint64()),  # after the step, every few steps of a deterministic run; else null
     ]
 )
 EVENT_SCHEMA = pa.schema(
@@ -74,6 +75,7 @@ class StepRow:
     sample_digest: int
     time: float
     logged: str = "{}"
+    weights_digest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -222,4 +224,4 @@ def _concat(store: Store, names: list[str], schema: pa.Schema) -> pa.Table:
     for name in names:
         with store.open(name) as file:
             tables.append(pq.read_table(file))
-    return pa.concat_tables(tables) if tables else schema.empty_table()
+    return pa.concat_tables(tables, promote_options="default") if tables else schema.empty_table()

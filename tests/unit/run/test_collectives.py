@@ -1,5 +1,6 @@
 """What ranks agree on, over real gloo between real processes: sums of a step, buffers, gradients, at any cut of the work."""
 
+import math
 import multiprocessing
 import socket
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from undula.plan.plan import assign
 from undula.run.buffers import BufferMean
-from undula.run.engine import TorchEngine
+from undula.run.engine import ExactEngine, TorchEngine
 from undula.run.stats import LocalStats, StepReducer
 
 
@@ -46,8 +47,8 @@ def _rank(
 
 def _reduce(rank: int, world_size: int) -> list[dict[str, Any]]:
     reducer = StepReducer(dist.group.WORLD)
-    first = LocalStats(loss_sum=rank + 1.0, sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": (3.0, 2.0)})
-    second = LocalStats(loss_sum=0.0, sample_digest=0, logged={"shared": (float(rank), 1.0)})
+    first = LocalStats(losses=[rank + 1.0], sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": (3.0, 2.0)})
+    second = LocalStats(losses=[], sample_digest=0, logged={"shared": (float(rank), 1.0)})
     return [reducer.reduce(first, 6), reducer.reduce(second, 6)]
 
 
@@ -61,14 +62,16 @@ def test_sums_are_those_of_the_step_and_digests_wrap_at_64_bits() -> None:
     assert second["logged"] == {"shared": 1.0}
 
 
-def _train_step(rank: int, world_size: int, shares: tuple[int, ...]) -> tuple[list[float], list[float]]:
+def _train_step(
+    rank: int, world_size: int, shares: tuple[int, ...], dtype: torch.dtype = torch.float64, exact: bool = False
+) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    data = torch.randn(sum(shares), 5, dtype=torch.float64)
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(dtype)
+    data = torch.randn(sum(shares), 5, dtype=dtype)
     pieces = data.split(shares)
-    engine = TorchEngine(torch.device("cpu"))
+    engine = (ExactEngine if exact else TorchEngine)(torch.device("cpu"))
     model = engine.wrap(module)
-    buffers = BufferMean(module)
+    buffers = BufferMean(module, exact)
     buffers.begin_step()
     mine = assign(len(shares), world_size)[rank]
     for virtual_worker in mine:
@@ -76,7 +79,9 @@ def _train_step(rank: int, world_size: int, shares: tuple[int, ...]) -> tuple[li
         buffers.begin_micro_batch()
         loss = model(pieces[virtual_worker]).square().mean()
         (loss * shares[virtual_worker] / sum(shares)).backward()
+        engine.after_micro_batch(shares[virtual_worker])
         buffers.end_micro_batch(shares[virtual_worker])
+    engine.end_step()
     buffers.end_step(sum(shares))
     gradient = [float(value) for parameter in module.parameters() for value in parameter.grad.flatten()]
     return gradient, [float(value) for buffer in module.buffers() for value in buffer.flatten()]
@@ -90,6 +95,31 @@ def test_gradients_and_buffers_do_not_depend_on_the_world_size() -> None:
         for gradient, buffers in on_ranks(world_size, _train_step, shares):
             torch.testing.assert_close(torch.tensor(gradient), alone[0], rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(torch.tensor(buffers), alone[1], rtol=1e-12, atol=1e-14)
+
+
+def test_exact_gradients_and_buffers_are_the_same_bit_for_bit_at_any_world_size() -> None:
+    shares = (4, 4, 3, 3, 2)
+    alone = on_ranks(1, _train_step, shares, torch.float32, True)[0]
+    rounded = on_ranks(1, _train_step, shares, torch.float32)[0]
+    torch.testing.assert_close(torch.tensor(alone[0]), torch.tensor(rounded[0]), rtol=1e-4, atol=1e-6)
+    for world_size in (2, 3, 4):
+        assert on_ranks(world_size, _train_step, shares, torch.float32, True) == [alone] * world_size
+
+
+def _losses_in_parts(rank: int, world_size: int, losses: list[float]) -> float:
+    reducer = StepReducer(dist.group.WORLD)
+    own = assign(len(losses), world_size)[rank]
+    return float(reducer.reduce(LocalStats(losses=[losses[place] for place in own]), 7)["loss"])
+
+
+def test_the_loss_of_a_step_is_the_same_bit_for_bit_at_any_world_size() -> None:
+    losses = [0.1, 1e17, -1e17, 3e-9, 2.7, 1 / 3]
+    (alone,) = on_ranks(1, _losses_in_parts, losses)
+    assert alone == math.fsum(losses) / 7
+    for world_size in (2, 3, 4):
+        assert on_ranks(world_size, _losses_in_parts, losses) == [alone] * world_size
+    assert str(on_ranks(2, _losses_in_parts, [1.0, float("nan")])) == "[nan, nan]"
+    assert on_ranks(2, _losses_in_parts, [1e300, 1e300]) == [2e300 / 7] * 2
 
 
 def _constant_buffers(rank: int, world_size: int) -> list[Tensor]:

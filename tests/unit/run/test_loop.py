@@ -43,6 +43,7 @@ def job(tmp_path: Path) -> Job:
         run_url=str(tmp_path / "run"),
         data=DataSpec(train=str(tmp_path / "data")),
         plan=PlanSpec(global_batch=12, virtual_workers=4),
+        deterministic=False,
         schedule=ScheduleSpec(base_lr=0.1),
         gradient=GradientSpec(),
         validation=ValidationSpec(),
