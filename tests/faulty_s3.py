@@ -28,8 +28,8 @@ class FaultyS3(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, upstream: str):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, upstream: str, port: int = 0):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.upstream = urlsplit(upstream)
         self.faults: deque[Fault] = deque()
         self.ranges: list[tuple[int, int]] = []
@@ -45,8 +45,8 @@ class FaultyS3(ThreadingHTTPServer):
 
 
 @contextmanager
-def faulty_s3(upstream: str) -> Iterator[FaultyS3]:
-    server = FaultyS3(upstream)
+def faulty_s3(upstream: str, port: int = 0) -> Iterator[FaultyS3]:
+    server = FaultyS3(upstream, port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

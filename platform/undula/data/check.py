@@ -29,6 +29,10 @@ class Finding:
     message: str
 
 
+ORDERED = NUMBER_TYPES - {"halffloat"}
+"""Types of which Arrow finds the smallest and largest."""
+
+
 def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups: None) -> list[Finding]:
     """Read every row group, and tell what is wrong with the data set.
 
@@ -62,6 +66,9 @@ def _about_columns(manifest: Manifest) -> Iterator[Finding]:
 
 def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
     sizes = np.array([size for file in manifest.files for size in file.row_group_bytes])
+    if not manifest.num_rows:
+        yield Finding("error", f"{manifest.url} has no rows")
+        return
     median = float(np.median(sizes))
     write_again = "write them again with `undula data convert`"
     if large := int((sizes > LARGE_BYTES).sum()):
@@ -104,7 +111,7 @@ def _about_row_group(manifest: Manifest, shard: Shard, metadata: pq.FileMetaData
                 "error", f"{where}: column {column.name!r} has {nulls} nulls, which no tensor holds: fill them"
             )
         statistics = told.get(column.name)
-        if statistics is not None and statistics.has_min_max and not column.shape and column.type in NUMBER_TYPES:
+        if statistics is not None and statistics.has_min_max and not column.shape and column.type in ORDERED:
             yield from _about_statistics(where, column.name, values, statistics)
 
 

@@ -1,5 +1,6 @@
 """Sources of other formats as tables of the columns that a batch can hold, and a shuffle of all rows on their way."""
 
+import itertools
 import json
 import tarfile
 import tempfile
@@ -54,6 +55,8 @@ def open_source(url: str, columns: tuple[str, ...] | None = None) -> Source:
     first = next(raw(), None)
     if first is None or not first.num_rows:
         raise ManifestError(f"{url} holds no rows: nothing to convert")
+    if columns and (missing := [name for name in columns if name not in first.column_names]):
+        raise ManifestError(f"{url} has no column {missing[0]!r}: it has {', '.join(first.column_names)}")
     schema = _target(first.select(columns) if columns else first, url)
 
     def tables() -> Iterator[pa.Table]:
@@ -98,7 +101,15 @@ def _with_pyarrow(kind: str) -> Callable[[str, list[str]], Callable[[], Iterator
         store = open_store(url)
         paths = [store.path(name) for name in files] if store.list() else [store.path()]
         data = pyarrow.dataset.dataset(paths, format=kind, filesystem=store.filesystem)
-        return lambda: (pa.Table.from_batches([batch]) for batch in data.to_batches() if batch.num_rows)
+
+        def tables() -> Iterator[pa.Table]:
+            try:
+                yield from (pa.Table.from_batches([batch]) for batch in data.to_batches() if batch.num_rows)
+            except pa.ArrowInvalid as error:
+                detail = " ".join(str(error).split())
+                raise ManifestError(f"{url} does not hold what its first rows promise: {detail}") from error
+
+        return tables
 
     return reader
 
@@ -134,29 +145,36 @@ def _tars(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
                     if sample and sample["key"] != key:
                         yield sample
                         sample = {}
-                    sample |= {"key": key, column.replace(".", "_"): _member(column, content.read())}
+                    sample |= {column.replace(".", "_"): _member(f"{name}: {member.name}", content.read()), "key": key}
                 if sample:
                     yield sample
 
     def tables() -> Iterator[pa.Table]:
-        batch = []
-        for sample in samples():
-            batch.append(sample)
-            if len(batch) == TAR_BATCH:
-                yield pa.Table.from_pylist(batch)
-                batch = []
-        if batch:
-            yield pa.Table.from_pylist(batch)
+        left = samples()
+        names: dict[str, None] = {}
+        while batch := list(itertools.islice(left, TAR_BATCH)):
+            found = {name: sample["key"] for sample in reversed(batch) for name in sample}
+            new = [name for name in found if name not in names]
+            if names and new:
+                raise ManifestError(
+                    f"sample {found[new[0]]!r} of {url} has a member {new[0]!r}, which none of the first {TAR_BATCH} has: "
+                    "give every sample the same members"
+                )
+            names = names or {name: None for sample in batch for name in sample}
+            yield pa.table({name: [sample.get(name) for sample in batch] for name in names})
 
     return tables
 
 
-def _member(column: str, data: bytes) -> bytes | int | str:
+def _member(name: str, data: bytes) -> bytes | int | str:
     """A member's content: numbers and texts as what they are, the rest as bytes."""
-    ending = column.rpartition(".")[2]
-    if ending in ("cls", "index"):
-        return int(data)
-    return data.decode() if ending in ("txt", "text", "json") else data
+    ending = name.rpartition(".")[2]
+    try:
+        if ending in ("cls", "index"):
+            return int(data)
+        return data.decode() if ending in ("txt", "text", "json") else data
+    except ValueError as error:
+        raise ManifestError(f"{name} is not what its ending promises: {error}") from error
 
 
 _READERS: list[tuple[Callable[[str, list[str]], Callable[[], Iterator[pa.Table]]], tuple[str, ...]]] = [
@@ -172,7 +190,9 @@ def _target(table: pa.Table, url: str) -> pa.Schema:
     """The schema of what is written for tables like this one."""
     fields = []
     for field in table.schema:
-        shape, values = _shape(table[field.name].combine_chunks())
+        array = table[field.name].combine_chunks()
+        _refuse_nulls(array, field.name, url, 0)
+        shape, values = _shape(array)
         if str(values) not in NUMBER_TYPES | TEXT_TYPES or (shape and str(values) in TEXT_TYPES):
             raise ManifestError(
                 f"column {field.name!r} of {url} is {field.type}, which no batch holds: leave it out, by naming the others with "
@@ -180,6 +200,15 @@ def _target(table: pa.Table, url: str) -> pa.Schema:
             )
         fields.append(array_field(field.name, values, shape) if shape else pa.field(field.name, values))
     return pa.schema(fields)
+
+
+def _refuse_nulls(array: pa.Array, name: str, url: str, first_row: int, per_row: int = 1) -> None:
+    if array.null_count:
+        place = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0]) // per_row
+        raise ManifestError(
+            f"column {name!r} of {url} has a null in or near row {first_row + place}, which no tensor holds: fill it, or leave the column "
+            "out with --columns"
+        )
 
 
 def _shape(array: pa.Array) -> tuple[tuple[int, ...], pa.DataType]:
@@ -208,8 +237,9 @@ def _fitted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.
     arrays = []
     for field in schema:
         array = _plain(table[field.name].combine_chunks())
+        _refuse_nulls(array, field.name, url, first_row)
         shape = tuple(json.loads((field.metadata or {}).get(b"shape", b"[]")))
-        for size in shape:
+        for depth, size in enumerate(shape):
             if not pa.types.is_fixed_size_list(array.type):
                 lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
                 if (wrong := np.flatnonzero(lengths != size)).size:
@@ -218,6 +248,7 @@ def _fitted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.
                         f"{first_row + int(wrong[0])}: a batch needs one length; leave it out with --columns, or pad it"
                     )
             array = _plain(array.flatten())
+            _refuse_nulls(array, field.name, url, first_row, per_row=prod(shape[: depth + 1]))
         if shape:
             values = array.cast(field.type.value_type)
             array = pa.FixedSizeListArray.from_arrays(values, type=field.type)

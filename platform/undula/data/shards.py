@@ -79,6 +79,14 @@ class Shard:
             raise ManifestError(f"{self} cannot be read as its manifest says: {error}") from error
 
     def footer(self) -> pq.FileMetaData:
+        """What the end of the file says of it; ManifestError and StorageError as for `row_group`."""
+        try:
+            return self._footer()
+        except (pa.ArrowInvalid, OSError) as error:
+            detail = " ".join(str(error).split()).rstrip(".")
+            raise ManifestError(f"{self} is not a whole Parquet file: {detail}: restore it or index again") from error
+
+    def _footer(self) -> pq.FileMetaData:
         if not self.store.is_s3:
             return pq.read_metadata(self._source(()))
         tail = self._fetched([(max(self.bytes - FOOTER_BYTES, 0), self.bytes)])

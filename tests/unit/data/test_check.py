@@ -103,3 +103,23 @@ def test_values_that_their_statistics_deny_are_told(tmp_path: Path) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     (finding,) = check(manifest)
     assert "column 'x' goes from 0 to 5000, and its footer says 0 to 99" in finding.message
+
+
+def test_a_damaged_footer_of_the_same_size_and_time_is_told(tmp_path: Path) -> None:
+    write(tmp_path)
+    file = tmp_path / "part-00000.parquet"
+    times = file.stat()
+    data = bytearray(file.read_bytes())
+    data[-200:-8] = bytes(192)
+    file.write_bytes(bytes(data))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (finding,) = check(load_manifest(str(tmp_path)))
+    assert finding.severity == "error"
+    assert "is not a whole Parquet file" in finding.message
+
+
+def test_half_floats_and_files_without_rows_are_no_trouble(tmp_path: Path) -> None:
+    half = pa.table({"x": pa.array(np.linspace(0, 1, ROWS).astype(np.float16))})
+    assert not [finding for finding in write(tmp_path / "half", half) if finding.severity == "error"]
+    (finding,) = write(tmp_path / "empty", TABLE.slice(0, 0))
+    assert "has no rows" in finding.message

@@ -159,3 +159,54 @@ def test_a_data_set_is_not_written_over_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["data", "convert", str(tmp_path), "--out", f"{tmp_path}/"])
     assert len(list(tmp_path.glob("*.parquet"))) == 3
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([1, None, 3]),
+        pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int64(), 2)),
+        pa.array([[1, 2], [3, None], [5, 6]]),
+        pa.array(["a", None, "c"]),
+    ],
+)
+def test_nulls_are_refused_by_column_and_row(tmp_path: Path, column: pa.Array) -> None:
+    pq.write_table(pa.table({"values": column, "other": [1, 2, 3]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ManifestError, match=r"column 'values' of .* has a null in or near row 1, which no tensor holds"
+    ):
+        list(open_source(str(tmp_path)).tables())
+    assert pa.concat_tables(open_source(str(tmp_path), ("other",)).tables()).num_rows == 3
+
+
+def test_a_column_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    with pytest.raises(ManifestError, match="has no column 'nope': it has n, x, name"):
+        open_source(str(tmp_path), ("n", "nope"))
+
+
+def tar(folder: Path, samples: list[dict[str, bytes]]) -> str:
+    with tarfile.open(folder / "shard.tar", "w") as archive:
+        for number, sample in enumerate(samples):
+            for ending, data in sample.items():
+                add(archive, f"{number:06d}.{ending}", data)
+    return str(folder)
+
+
+def test_a_member_that_a_sample_lacks_is_a_null_and_told(tmp_path: Path) -> None:
+    url = tar(tmp_path, [{"cls": b"1"}, {"cls": b"2", "txt": b"two"}])
+    with pytest.raises(ManifestError, match=r"column 'txt' of .* has a null in or near row 0"):
+        open_source(url)
+    assert pa.concat_tables(open_source(url, ("cls",)).tables())["cls"].to_pylist() == [1, 2]
+
+
+def test_a_member_that_shows_up_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "TAR_BATCH", 2)
+    url = tar(tmp_path, [{"cls": b"1"}, {"cls": b"2"}, {"cls": b"3", "txt": b"three"}])
+    with pytest.raises(ManifestError, match=r"sample '000002' of .* has a member 'txt', which none of the first 2 has"):
+        open_source(url)
+
+
+def test_a_member_that_is_not_what_its_ending_says_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"000000\.cls is not what its ending promises"):
+        open_source(tar(tmp_path, [{"cls": b"cat"}]))

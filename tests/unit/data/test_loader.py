@@ -128,6 +128,14 @@ def test_a_map_that_gives_what_no_batch_holds_is_told(manifest: Manifest, functi
         next(iter(stream(manifest, PLAN, map=function)))
 
 
+def test_bytes_go_through_a_map_as_they_are(tmp_path: Path) -> None:
+    raw = [b"ab\0", b"c", b"", b"\0\0d"]
+    table = pa.table({"raw": pa.array(raw, pa.binary())})
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 4, num_shards=1)
+    plan = PlanSpec(global_batch=4, virtual_workers=1, shuffle="none")
+    assert next(iter(stream(manifest, plan, map=lambda sample, rng: sample)))["raw"] == raw
+
+
 def test_a_column_that_no_batch_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     table = pa.table({"when": pa.array([0, 1], pa.timestamp("us")), "x": [1, 2]})
     manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 2, num_shards=1)

@@ -1,7 +1,10 @@
 """Row groups over a real S3 server behind a proxy that spoils its answers: the same rows, or a refusal by name, within a time limit."""
 
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pyarrow as pa
 import pytest
 from faulty_s3 import Fault, FaultyS3, faulty_s3
 
+from undula import storage
 from undula.data import shards
 from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest, index, load_manifest
@@ -113,6 +117,49 @@ def test_neighbouring_columns_come_with_one_request_and_others_not_at_all(
     shard.row_group(0, ("a", "c"))
     assert len(proxy.ranges) == 2
     assert sum(end - begin + 1 for begin, end in proxy.ranges) < last - first
+
+
+def test_a_store_that_comes_back_is_read_on(
+    manifest: Manifest, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens for a while, as when a server is started again."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    shards._client.cache_clear()
+    storage.s3_client.cache_clear()
+    with ExitStack() as stack:
+        back = threading.Timer(1.0, lambda: stack.enter_context(faulty_s3(s3_endpoint, port)))
+        back.start()
+        assert rows_of(manifest).equals(TABLE)
+        back.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({"ContentRange": "bytes 0-9/4000"}, "does not answer range requests"),
+        ({"ETag": '"other"'}, "has changed since"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for_is_refused(
+    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], sentence: str
+) -> None:
+    client = shards._client(False)
+    honest = client.get_object
+    monkeypatch.setattr(client, "get_object", lambda **asked: {**honest(**asked), **answer})
+    shards._footer.cache_clear()
+    with pytest.raises((ManifestError, StorageError), match=sentence):
+        rows_of(manifest)
+
+
+def test_columns_with_dots_in_their_names_are_read(s3: Any) -> None:
+    table = pa.table({"a.b": np.arange(ROWS), "a": np.arange(ROWS) * 2})
+    write_shards(open_store(s3.url("dots")), [table], table.schema, ROWS, num_shards=1)
+    shard = shard_of(load_manifest(s3.url("dots")))
+    shards._client.cache_clear()
+    assert shard.row_group(0, ("a.b",))["a.b"].to_pylist() == list(range(ROWS))
 
 
 def test_what_is_in_the_cache_costs_no_request_and_another_version_is_fetched(
