@@ -134,9 +134,8 @@ class RankStream:
 
     def _order(self, epoch: int) -> EpochOrder:
         if epoch not in self._orders:
-            while len(self._orders) > 2 * len(
-                self._places
-            ):  # in a mix each virtual worker may be in a round of its own
+            # In a mix each virtual worker may be in a round of its own.
+            while len(self._orders) > 2 * len(self._places):
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = EpochOrder(self._plan, self._manifest.row_counts, epoch)
         return self._orders[epoch]
@@ -221,9 +220,8 @@ def _rows(reads: list[WindowRead], head_bytes: int, spec: DataSpec) -> Generator
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
     """The rows of the reads, in order, by tasks of Ray Data."""
     prefetch_bytes = spec.prefetch_mib * 2**20
-    source = WindowDatasource(
-        reads, prefetch_bytes // (2 * spec.read_tasks)
-    )  # the running ones bring half of what may wait
+    # The running tasks bring half of what may wait.
+    source = WindowDatasource(reads, prefetch_bytes // (2 * spec.read_tasks))
     dataset = ray.data.read_datasource(
         source,
         override_num_blocks=source.num_tasks,

@@ -1,4 +1,4 @@
-"""The rows of a window, and batches of them as torch tensors, copied at most once."""
+"""The rows of a window, and batches of them as torch tensors, gathered from the chunks in which the rows came."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor | list[str] | list[bytes]]
 
 @dataclass(frozen=True)
 class Samples:
-    """Consecutive samples of one virtual worker."""
+    """Samples in order, with their ids."""
 
     ids: NDArray[np.int64]
     batch: Batch

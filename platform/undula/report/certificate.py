@@ -68,11 +68,9 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
             )
         _check_steps(run, plan, found)
         _check_samples(run, plan, data, found)
-        _check_replayed(run, tolerance, found)
-        if against is not None and run.job.spec.get("deterministic") and against.job.spec.get("deterministic"):
-            tolerance = 0.0
+        _check_replayed(run, 0.0 if _is_exact(run) else tolerance, found)
         if against is not None:
-            _check_against(run, against, tolerance, found)
+            _check_against(run, against, 0.0 if _is_exact(run) and _is_exact(against) else tolerance, found)
     except _DifferenceError as difference:
         found.difference = str(difference)
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
@@ -80,6 +78,10 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
             "that the weights are the same: without `deterministic: true` no ledger has digests of them"
         )
     return found
+
+
+def _is_exact(run: RecordedRun) -> bool:
+    return bool(run.job.spec.get("deterministic"))
 
 
 def _part(run: RecordedRun, key: str, owner: Any) -> Any:

@@ -96,6 +96,15 @@ def test_steps_done_again_must_be_those_that_stand(manifest: Manifest) -> None:
     assert "step 4 has sample_digest 7, and the one that replaced it has" in str(other.difference)
 
 
+def test_between_deterministic_runs_no_bit_of_a_loss_may_differ(manifest: Manifest) -> None:
+    steps = rows(manifest)
+    other = [*steps[:4], replace(steps[4], loss=steps[4].loss * (1 + 1e-12)), *steps[5:]]
+    runs = [run(manifest, each) for each in (steps, other)]
+    assert certify(runs[0], manifest, against=runs[1]).holds
+    exact = [replace(each, job=replace(each.job, spec={**each.job.spec, "deterministic": True})) for each in runs]
+    assert "step 4 has loss" in str(certify(exact[0], manifest, against=exact[1]).difference)
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
