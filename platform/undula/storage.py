@@ -18,6 +18,8 @@ from pyarrow import fs
 from undula.errors import StorageError
 
 DEFAULT_REGION = "us-east-1"
+REQUEST_TIMEOUT_S = 20.0
+"""Without a byte from S3. Arrow's own 3 s are less than a busy server may take."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,11 @@ def _region() -> str:
 def _s3_filesystem(anonymous: bool) -> fs.FileSystem:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return fs.S3FileSystem(
-        region=_region(), endpoint_override=endpoint, allow_bucket_creation=False, anonymous=anonymous
+        region=_region(),
+        endpoint_override=endpoint,
+        allow_bucket_creation=False,
+        anonymous=anonymous,
+        request_timeout=REQUEST_TIMEOUT_S,
     )
 
 

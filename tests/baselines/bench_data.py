@@ -8,6 +8,8 @@ of whole passes on a warm cluster, or of their first ten seconds, from before th
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -149,26 +151,30 @@ def main() -> None:
     parser.add_argument("--places", nargs="*", default=["local", "s3"], choices=["local", "s3"])
     parser.add_argument("--without", nargs="*", default=[], choices=list(FOREIGN), help="contenders to leave out")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, s3_server() as endpoint:
+    sets = [(kind, place) for kind in options.kinds for place in options.places]
+    if len(sets) == 1:
+        measure(*sets[0], options)
+    for kind, place in sets if len(sets) > 1 else []:
+        # A process for each: moto's server grows slower with what it has held, and Ray connects to one cluster.
+        own = ["--kinds", kind, "--places", place]
+        subprocess.run([sys.executable, "-m", "tests.baselines.bench_data", *sys.argv[1:], *own], check=True)
+
+
+def measure(kind: str, place: str, options: argparse.Namespace) -> None:
+    rows = int(options.mib * 2**20 / (KINDS[kind](8).nbytes / 8)) // BATCH * BATCH
+    data = KINDS[kind](rows)
+    with tempfile.TemporaryDirectory() as folder, s3_server() as endpoint, ExitStack() as stack:
         os.environ |= endpoint
-        with local_cluster(num_cpus=2) as cluster, ExitStack() as stack:
-            os.environ |= cluster.env
-            stack.callback(disconnect)
-            connect(cluster.address)
-            for kind in options.kinds:
-                sample = KINDS[kind](8)
-                rows = int(options.mib * 2**20 / (sample.nbytes / 8)) // BATCH * BATCH
-                data = KINDS[kind](rows)
-                for place in options.places:
-                    url = f"s3://bench/{kind}" if place == "s3" else f"{folder}/{kind}"
-                    write_plain(open_store(url), data)
-                    foreign = prepare_foreign(
-                        Path(folder),
-                        url,
-                        [n for n in FOREIGN if n not in {*options.without, *(LOCAL_ONLY if place == "s3" else ())}],
-                    )
-                    rounds = [one_round(url, kind, rows, data.nbytes / rows, foreign) for _ in range(options.rounds)]
-                    print_and_write(f"data-{kind}-{place}", rounds)
+        cluster = stack.enter_context(local_cluster(num_cpus=2))
+        os.environ |= cluster.env
+        stack.callback(disconnect)
+        connect(cluster.address)
+        url = f"s3://bench/{kind}" if place == "s3" else f"{folder}/{kind}"
+        write_plain(open_store(url), data)
+        skipped = {*options.without, *(LOCAL_ONLY if place == "s3" else ())}
+        foreign = prepare_foreign(Path(folder), url, [name for name in FOREIGN if name not in skipped])
+        rounds = [one_round(url, kind, rows, data.nbytes / rows, foreign) for _ in range(options.rounds)]
+        print_and_write(f"data-{kind}-{place}", rounds)
 
 
 def connect(address: str) -> None:
