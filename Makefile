@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench bench-data clean
+.PHONY: help setup train test check format bench bench-data bench-elastic soak clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -44,6 +44,12 @@ bench: .venv/ready-to-test  ## Step throughput beside a hand-written torchrun DD
 
 bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, MosaicML Streaming and LitData; build/bench/data-*.json
 	$(BIN)/python -m tests.baselines.bench_data
+
+bench-elastic: .venv/ready-to-test  ## Outage and lost steps beside Ray Train and torchrun; build/bench/elastic-*.json
+	$(BIN)/python -m tests.baselines.bench_elastic
+
+soak: .venv/ready-to-test  ## Longer tests: more seeds of random faults
+	$(BIN)/pytest -m soak
 
 clean:  ## Remove what make made here
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis

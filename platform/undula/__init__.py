@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from undula.elastic.trainer import ElasticTorchTrainer
     from undula.entrypoint import main
-    from undula.run.loop import Run, Step
+    from undula.run.loop import Run
+    from undula.run.step import Step
 
 __all__ = ["ElasticTorchTrainer", "Run", "Step", "main"]
 
 _HOMES = {
     "ElasticTorchTrainer": "undula.elastic.trainer",
     "Run": "undula.run.loop",
-    "Step": "undula.run.loop",
+    "Step": "undula.run.step",
     "main": "undula.entrypoint",
 }
 

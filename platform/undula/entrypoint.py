@@ -5,11 +5,13 @@ import json
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -17,16 +19,18 @@ from ray.train import TrainingFailedError
 
 from undula.elastic.failures import whole_story
 from undula.elastic.spec import WorkersSpec
-from undula.elastic.trainer import ElasticTorchTrainer, run_config, scaling_config
+from undula.elastic.trainer import ElasticTorchTrainer, ray_trainer, run_config, scaling_config
 from undula.errors import ClusterError, one_sentence
 from undula.live import live_view
 from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
+from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.worker import Worker
-from undula.spec import LoadedSpec, load_spec
+from undula.spec import load_spec
 from undula.state.directory import JOB_FILE, forget, held
 from undula.state.ledger import Event, EventWriter, last_event, read_ledger
+from undula.storage import Store
 
 CONNECT_TIMEOUT_S = 10.0
 INTERRUPTED = 130
@@ -58,25 +62,44 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         hub = start_hub(prepared.store)
         if options.fresh:
             forget(prepared.store)
-        prepared.store.write(JOB_FILE, json.dumps(describe(loaded, prepared), indent=1).encode())
+        run_id = _run_id(prepared.store)
+        prepared.store.write(JOB_FILE, json.dumps({**describe(loaded, prepared), "id": run_id}, indent=1).encode())
         print(f"{prepared.store.url}: starting {_range(loaded.spec.workers)} ...", flush=True)
         with live_view(hub):
-            error = _fit(train, loaded, prepared, HubPublisher(hub))
+            job = replace(loaded.job(), run_id=run_id)
+            error = _fit(train, job, loaded.spec.workers, prepared, HubPublisher(hub), options.trainer)
         _say_result(prepared, error)
         if error:
             raise SystemExit(1)
 
 
+def _run_id(store: Store) -> str:
+    """Of the run in a directory; a new one where there is none."""
+    former = json.loads(store.read(JOB_FILE)) if store.exists(JOB_FILE) else {}
+    return former.get("id") or secrets.token_hex(8)
+
+
 def _fit(
-    train: Callable[[Run], None], loaded: LoadedSpec, prepared: Prepared, publish: HubPublisher
+    train: Callable[[Run], None],
+    job: Job,
+    workers: WorkersSpec,
+    prepared: Prepared,
+    publish: HubPublisher,
+    trainer_name: str,
 ) -> Exception | None:
-    spec = loaded.spec
-    trainer = ElasticTorchTrainer(
-        Worker(train, loaded.job(), publish),
-        scaling_config=scaling_config(spec.workers),
-        run_config=run_config(spec.workers, prepared.store),
-        on_event=TellEverywhere(prepared.store, publish),
-    )
+    loop = Worker(train, job, publish)
+    on_event = TellEverywhere(prepared.store, publish)
+    if trainer_name == "ray":
+        trainer = ray_trainer(loop, workers, prepared.store, on_event)
+    else:
+        trainer = ElasticTorchTrainer(
+            loop,
+            scaling_config=scaling_config(workers),
+            run_config=run_config(workers, prepared.store),
+            on_event=on_event,
+            grow=workers.grow,
+            hang_limit_s=workers.hang_limit_s,
+        )
     _ship_modules_beside_the_script()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
     try:
@@ -98,7 +121,6 @@ def _range(workers: WorkersSpec) -> str:
 def _connect() -> None:
     """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files."""
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")  # how soon the controller sees an end or a failure
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "")
         try:
@@ -144,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--print", action="store_true", help="print the resolved job, with where each value came from, and exit"
     )
+    text = "whose trainer runs the loop: for comparison, Ray Train's own (default: undula)"
+    parser.add_argument("--trainer", choices=["undula", "ray"], default="undula", help=text)
     parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")
     return parser

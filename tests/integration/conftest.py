@@ -1,14 +1,13 @@
 """A real Ray cluster for the session, and a small text data set."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration_kit import CONTEXT, Jobs
+from integration_kit import Jobs
+from small_text import write_text
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.data.corpora import stdlib_text
 
 
 @pytest.fixture(scope="session")
@@ -19,37 +18,8 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URL of a corpus of a few standard-library files: several shards of several row groups."""
-    source = tmp_path_factory.mktemp("source")
-    library = Path(os.__file__).parent
-    for name in (
-        "argparse",
-        "ast",
-        "base64",
-        "calendar",
-        "codecs",
-        "copy",
-        "csv",
-        "datetime",
-        "difflib",
-        "doctest",
-        "enum",
-        "ftplib",
-        "inspect",
-        "locale",
-        "mailbox",
-        "optparse",
-        "os",
-        "pdb",
-        "pickle",
-        "platform",
-        "pydoc",
-        "random",
-    ):
-        (source / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
-    out = str(tmp_path_factory.mktemp("text"))
-    stdlib_text(context=CONTEXT, root=source).write(out, num_shards=3, row_group_bytes=16 * 1024)
-    return out
+    """URL of a small corpus."""
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

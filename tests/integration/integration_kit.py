@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from small_text import MODEL, PLAN
+
 from undula.cluster.local import LocalCluster
 from undula.state.commit import find_commits
 from undula.state.ledger import Ledger, read_ledger
@@ -16,9 +18,6 @@ from undula.storage import Store, open_store
 
 ROOT = Path(__file__).parents[2]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
-CONTEXT = 32
-PLAN = ("plan.global_batch=24", "plan.virtual_workers=6", "schedule.warmup_samples=240", "validation.samples=96")
-MODEL = ("config.model.layers=2", "config.model.width=32", f"config.model.context={CONTEXT}")
 SMALL = (*MODEL, *PLAN, "data.head_mib=0")
 """Overrides that make the main job a matter of seconds, all of its data read in Ray Data's tasks."""
 

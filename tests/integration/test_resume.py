@@ -71,7 +71,7 @@ def test_a_run_killed_at_a_third_and_at_two_thirds_is_the_run_left_alone(
     assert again.ledger.steps.equals(last.ledger.steps)
 
 
-def test_a_killed_worker_costs_the_steps_since_the_checkpoint_and_no_more(left_alone, jobs: Jobs) -> None:
+def test_a_killed_worker_costs_no_step_while_another_lives(left_alone, jobs: Jobs) -> None:
     process = jobs.start("worker-killed", *SETTINGS)
     store = open_store(f"{jobs.runs}/worker-killed")
     await_checkpoint(process, store, 20)
@@ -81,6 +81,8 @@ def test_a_killed_worker_costs_the_steps_since_the_checkpoint_and_no_more(left_a
     assert "workers failed, starting again" in done.out
     kinds = done.ledger.events["kind"].to_pylist()
     assert kinds.count("crash") == 1
+    assert "resumed from the memory of a worker" in done.out
+    assert done.ledger.replaced.num_rows == 0
     assert kinds.count("end") == 1
     assert done.column("sample_digest") == left_alone.column("sample_digest")
     assert relative_difference(done.column("loss"), left_alone.column("loss")) < 1e-5
@@ -96,13 +98,14 @@ def worker_pid(rank_owner: Jobs) -> int:
                 session = os.getsid(int(folder.name))
             except (OSError, ValueError):
                 continue
-            if "RayTrainWorker" in title and rank_owner.cluster.pid in (group, session):
+            if "ElasticWorker" in title and rank_owner.cluster.pid in (group, session):
                 return int(folder.name)
     raise AssertionError("no train worker is running")
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jobs: Jobs) -> None:
-    process = jobs.start("damaged", *SETTINGS, "checkpoint.keep=3")
+    settings = (*SETTINGS, "checkpoint.snapshot_every_steps=0")
+    process = jobs.start("damaged", *settings, "checkpoint.keep=3")
     store = open_store(f"{jobs.runs}/damaged")
     await_checkpoint(process, store, 20)
     os.killpg(process.pid, signal.SIGKILL)  # the driver alone: Ray ends its workers
@@ -113,7 +116,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jo
     data[len(data) // 2] ^= 1
     store.write(victim, bytes(data))
 
-    done = jobs.run("damaged", *SETTINGS)
+    done = jobs.run("damaged", *settings)
     assert done.status == 0, done.err
     assert f"checkpoint skipped: {store.url}/{victim} is not what its checkpoint says" in done.out
     assert f"resumed from the checkpoint of step {newest.step - 10}" in done.out

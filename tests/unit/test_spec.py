@@ -126,9 +126,7 @@ def test_each_value_knows_where_it_came_from(load: Load, file: Path) -> None:
 
 
 def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
-    more = (
-        "workers: {resources: {spot: 1}, resize_interval_s: 2}\nconfig: {a: {b: {c: [1, 'x: y']}}, d: null, e: 3e-4}\n"
-    )
+    more = "workers: {resources: {spot: 1}, hang_limit_s: 2}\nconfig: {a: {b: {c: [1, 'x: y']}}, d: null, e: 3e-4}\n"
     printed = load(more, "plan.seed=5")
     file.write_text(printed.to_yaml())
     assert load_spec(file).spec == printed.spec

@@ -3,12 +3,14 @@
 import re
 
 from ray.train import WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
-from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
 from undula.errors import StorageError, UndulaError
-from undula.run.tracebacks import kept_traceback
+from undula.run.tracebacks import is_of_collective, kept_traceback
 
 BUGS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
@@ -17,12 +19,48 @@ BUGS = (
 """Exceptions that come again when the same code runs again."""
 
 
+class NotEnoughWorkersError(WorkerGroupStartupFailedError):
+    """Fewer workers than a group needs: nothing has failed, the run waits."""
+
+
 class RetryUnlessBug(DefaultFailurePolicy):
-    """Ray's policy, but for errors of the user's code that no other attempt would mend: they end the run at once."""
+    """Tries again, up to max_failures, but for errors of the user's code that no other attempt would mend.
+
+    Exceptions of the user's code count over the whole run; lost workers only as long as no step is committed between them, as a
+    cluster of spot nodes loses many.
+    """
+
+    def __init__(self, failure_config: FailureConfig):
+        super().__init__(failure_config)
+        self.step = -1
+        """Steps committed, as the controller last saw."""
+        self._exceptions = self._losses = 0
+        self._step_of_loss = -1
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        decision = super().make_decision(training_failed_error)
-        return FailureDecision.RAISE if is_bug(training_failed_error) else decision
+        if is_waiting(training_failed_error):
+            return FailureDecision.RETRY
+        if not self._is_retryable_error(training_failed_error) or is_bug(training_failed_error):
+            return FailureDecision.RAISE
+        if is_exception(training_failed_error):
+            self._exceptions += 1
+        else:
+            self._losses = self._losses + 1 if self.step <= self._step_of_loss else 1
+            self._step_of_loss = self.step
+        limit = self.failure_config.max_failures
+        is_over = limit >= 0 and max(self._exceptions, self._losses) > limit
+        return FailureDecision.RAISE if is_over else FailureDecision.RETRY
+
+
+def is_waiting(error: BaseException) -> bool:
+    """Whether there was only nobody to start with."""
+    return isinstance(error, ControllerError) and isinstance(error.controller_failure, NotEnoughWorkersError)
+
+
+def is_exception(error: BaseException) -> bool:
+    """Whether a worker failed by an exception of its own code, and not because another was lost."""
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    return any(kept_traceback(failure) is not None and not is_of_collective(failure) for failure in failures)
 
 
 def is_bug(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """The part of a job's spec that says how many workers it wants and what each needs."""
 
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -23,11 +23,15 @@ class WorkersSpec:
     """GPUs that Ray reserves for a worker; with one, gradients go over NCCL."""
     resources: dict[str, float] = field(default_factory=dict)
     """Further Ray resources that a worker needs, by name."""
-    resize_interval_s: Annotated[float, Gt(0)] = 10.0
-    """Seconds between looks at whether the cluster has room for more workers."""
+    grow: Literal["auto", "always", "never"] = "auto"
+    """When to take in more workers than train: `auto`, where the work that they would do until the cluster's next change, as expected
+    from those so far, is more than is lost in the pause, as measured; `always`; or `never`."""
+    hang_limit_s: Annotated[float, Gt(0)] | None = None
+    """Seconds after which a worker that makes no step is treated as lost; by default 10 times the longest of the last steps, and at
+    least 5."""
     max_failures: Annotated[int, Ge(-1)] = 3
-    """Failures of workers after which the job gives up; -1 for never. An exception that another attempt would not mend, such as a
-    KeyError, ends the job at once."""
+    """Failures after which the job gives up; -1 for never: exceptions of the script over the whole run, or workers lost without a step
+    between them. An exception that another attempt would not mend, such as a KeyError, ends the job at once."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:

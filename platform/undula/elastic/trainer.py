@@ -1,24 +1,27 @@
 """Undula's trainers: Ray Train's own, with the same arguments, that tell what happens to their workers."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import ray
 from ray.train import DataConfig, ValidationConfig
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import ENABLE_PREEMPTION_WATCHER_ENV_VAR
+from ray.train.v2._internal.constants import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
+    get_env_vars_to_propagate,
+)
 from ray.train.v2.api.callback import RayTrainCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from undula.elastic.backend import ElasticTorchConfig
+from undula.elastic.controller import ElasticController, PoolPolicy
 from undula.elastic.events import ControllerEvents, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
-from undula.elastic.notices import NoticeWatch
 from undula.elastic.spec import WorkersSpec
 from undula.storage import Store
 
@@ -42,11 +45,13 @@ class ElasticTorchTrainer(TorchTrainer):
         dataset_config: DataConfig | None = None,
         validation_config: ValidationConfig | None = None,
         on_event: EventSink = log_event,
+        grow: Literal["auto", "always", "never"] = "auto",
+        hang_limit_s: float | None = None,
     ):
         super().__init__(
             train_loop_per_worker,
             train_loop_config=train_loop_config,
-            torch_config=torch_config,
+            torch_config=ElasticTorchConfig(**vars(torch_config or TorchConfig())),
             scaling_config=scaling_config,
             run_config=run_config,
             datasets=datasets,
@@ -54,33 +59,30 @@ class ElasticTorchTrainer(TorchTrainer):
             validation_config=validation_config,
         )
         self._on_event = on_event
+        self._grow = grow
+        self._hang_limit_s = hang_limit_s
 
-    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
-        unneeded = self._unneeded_callbacks()
-        callbacks = [each for each in controller_init_kwargs["callbacks"] if not isinstance(each, unneeded)]
-        controller_init_kwargs["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
-        controller_init_kwargs["callbacks"] = [*callbacks, ControllerEvents(self._on_event), NoticeWatch()]
-        with _environment(ENABLE_PREEMPTION_WATCHER_ENV_VAR, "0"):  # NoticeWatch does its work
-            return cast(Result, super()._initialize_and_run_controller(**controller_init_kwargs))
+    def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
+        """As Ray's, but for the controller's class, its policies, and callbacks that would only idle or do what ours do."""
+        kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
+        controller_arguments["callbacks"] = [*kept, ControllerEvents(self._on_event)]
+        controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
+        controller_arguments["scaling_policy"] = PoolPolicy(
+            cast(ScalingConfig, self.scaling_config), self._grow, self._hang_limit_s, self._on_event
+        )
+        env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        controller_class = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": env})(ElasticController)
+        controller: Any = controller_class.remote(**controller_arguments)
+        if threading.current_thread() is threading.main_thread():
+            self._register_sigint_handler(controller)
+        ray.get(controller.run.remote())
+        return cast(Result, ray.get(controller.get_result.remote()))
 
     def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
-        """Those whose actors would only idle beside the training; an idle actor takes up to 1 % of a core."""
-        without_datasets = () if self.datasets else (DatasetsCallback,)
-        # A placement group goes with its job, so the driver's end is enough; a trial of Tune ends before its job does.
-        in_driver = (PlacementGroupCleanerCallback,) if ray.get_runtime_context().get_actor_id() is None else ()
-        return (*without_datasets, *in_driver)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    former = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if former is not None:
-            os.environ[name] = former
+        """Those whose actors would only idle beside the training, which takes up to 1 % of a core each."""
+        return (PlacementGroupCleanerCallback, *(() if self.datasets else (DatasetsCallback,)))
 
 
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:
@@ -90,7 +92,6 @@ def scaling_config(workers: WorkersSpec) -> ScalingConfig:
         num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
         use_gpu=workers.gpus > 0,
         resources_per_worker={"CPU": workers.cpus, **gpus, **workers.resources},
-        elastic_resize_monitor_interval_s=workers.resize_interval_s,
     )
 
 
@@ -102,3 +103,17 @@ def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
         storage_filesystem=store.filesystem,
         failure_config=FailureConfig(max_failures=workers.max_failures),
     )
+
+
+def ray_trainer(
+    train_loop_per_worker: Callable[[], Any], workers: WorkersSpec, store: Store, on_event: EventSink
+) -> TorchTrainer:
+    """Ray Train's own elastic trainer, which looks for more workers every second, to compare with."""
+    config = run_config(workers, store)
+    callbacks: list[Any] = [ControllerEvents(on_event)]
+    config.callbacks = callbacks
+    assert config.failure_config is not None
+    config.failure_config.max_failures = -1
+    scaling = scaling_config(workers)
+    scaling.elastic_resize_monitor_interval_s = 1
+    return TorchTrainer(train_loop_per_worker, scaling_config=scaling, run_config=config)

@@ -33,6 +33,7 @@ from undula.report.summary import (
     counted,
     downsample,
     duration,
+    goodput_words,
     logged_values,
     marks_of,
     nice_step,
@@ -374,7 +375,8 @@ def _seconds_section(summary: RunSummary) -> str:
         x += share
     return (
         f'<h2>Where the seconds of the steps went</h2><div class="card"><svg class="share" role="img" '
-        f'aria-label="seconds by class">{bars}</svg><ul class="keys">{keys}</ul></div>'
+        f'aria-label="seconds by class">{bars}</svg><ul class="keys">{keys}</ul>'
+        f"<p>Goodput: {escape(goodput_words(summary))}</p></div>"
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from undula.errors import RunError, UndulaError
+from undula.report.goodput import goodput
 from undula.state.directory import JOB_FILE
 from undula.state.ledger import Event, Ledger, read_ledger
 from undula.storage import Store
@@ -86,6 +87,10 @@ class RunSummary:
     """Seen, ascending."""
     seconds: Mapping[str, float]
     """By class of SECONDS_CLASSES, summed over committed steps, mean over ranks."""
+    rank_seconds: Mapping[str, float]
+    """By class of `undula.report.goodput`: every second of every rank."""
+    goodput: float
+    """Share of them that was useful."""
 
     def as_json(self) -> dict[str, Any]:
         """The summary for json.dumps; a loss that is not finite becomes null."""
@@ -163,6 +168,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
     told = validations(events)
     rate = throughput(steps)
     sizes = {*steps["world_size"].to_pylist(), *ledger.replaced["world_size"].to_pylist()}
+    spent = goodput(ledger, events)
     return RunSummary(
         name=job.name,
         state=_state(kinds, max(times, default=None), now),
@@ -186,6 +192,8 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
         checkpoints=kinds.count("checkpoint"),
         world_sizes=tuple(sorted(int(size) for size in sizes)),
         seconds={name: float(column(steps, f"{name}_s").sum()) for name in SECONDS_CLASSES},
+        rank_seconds=spent.seconds,
+        goodput=spent.share,
     )
 
 
@@ -344,6 +352,16 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def goodput_words(summary: RunSummary) -> str:
+    """`93 % of 1:20:11 of rank time; restarting 4 %, data 3 %`."""
+    held = sum(summary.rank_seconds.values())
+    if not held:
+        return "–"
+    others = sorted((seconds, name) for name, seconds in summary.rank_seconds.items() if name != "useful")
+    parts = [f"{name} {seconds / held:.1%}" for seconds, name in reversed(others) if seconds / held >= 0.0005]
+    return f"{summary.goodput:.1%} of {duration(held)} of rank time" + (f"; {', '.join(parts)}" if parts else "")
 
 
 def printable(text: str, limit: int = 400) -> str:

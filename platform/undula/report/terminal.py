@@ -24,6 +24,7 @@ from undula.report.summary import (
     counted,
     downsample,
     duration,
+    goodput_words,
     number,
     printable,
     read_run,
@@ -263,6 +264,7 @@ def _summary_table(summary: RunSummary) -> Table:
             "attempts",
             f"{summary.attempts}  ({counted(summary.crashes, 'crash', 'crashes')}, {counted(summary.resizes, 'resize')})",
         ),
+        ("goodput", goodput_words(summary)),
         ("checkpoints", f"{summary.checkpoints:,}"),
         ("world sizes", ", ".join(map(str, summary.world_sizes)) or "–"),
     ):

@@ -32,6 +32,11 @@ class BufferMean:
         if self._sums:
             self._sums.clear()
 
+    def undo_step(self) -> None:
+        """Back to the buffers that the unfinished step began with."""
+        for buffer, begin in zip(self._buffers, self._begin, strict=False):
+            buffer.copy_(begin)
+
     def begin_micro_batch(self) -> None:
         for buffer, begin in zip(self._buffers, self._begin, strict=True):
             buffer.copy_(begin)

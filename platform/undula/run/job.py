@@ -44,3 +44,5 @@ class Job:
     checkpoint: CheckpointSpec
     deterministic: bool
     config: Any
+    run_id: str = ""
+    """Tells this run from a former one in the same directory."""

@@ -9,9 +9,10 @@ def train(run: undula.Run) -> None:
         step.update()
 """
 
-import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,28 +21,26 @@ from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
-from undula.data.mixture import Stream, load_data, rank_stream
+from undula.data.mixture import load_data, rank_stream
 from undula.data.rows import Batch
-from undula.errors import RunError
-from undula.plan.keys import multiset_digest
-from undula.plan.plan import Plan, StepShape, assign
+from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean
-from undula.run.clock import Mark, mark_on
 from undula.run.engine import Engine, ExactEngine, TorchEngine
+from undula.run.handover import Kept, LeaveGroup, process
 from undula.run.job import Job
 from undula.run.messages import Publisher
-from undula.run.modelstate import load_state, model_and_optimizer_state, weights_digest
-from undula.run.randomness import compute_deterministically, seed_micro_batch, seed_weights
-from undula.run.stats import LocalStats, StepReducer, exact_mean
+from undula.run.modelstate import host_copy, model_and_optimizer_state
+from undula.run.randomness import compute_deterministically, seed_weights
+from undula.run.restore import Restored, restore
+from undula.run.stats import StepReducer, exact_mean
+from undula.run.step import Step
 from undula.run.telemetry import Telemetry
 from undula.run.validation import Validation
 from undula.state.checkpoint import Checkpointer
-from undula.state.commit import Commit
 from undula.state.ledger import Event, StepRow, next_attempt
+from undula.state.snapshot import SnapshotWriter, folder_of, newest_snapshot
 from undula.storage import open_store
 
-DIGEST_EVERY = 10
-"""Steps between digests of the weights in the ledger of a deterministic run."""
 Loss = Callable[[Batch], Tensor]
 """Mean loss over a batch's samples, as a scalar tensor."""
 
@@ -56,13 +55,16 @@ class Run:
         rank, world_size, device: of this process.
     """
 
-    def __init__(self, job: Job, rank: int, world_size: int, device: torch.device, publish: Publisher):
+    def __init__(
+        self, job: Job, rank: int, world_size: int, device: torch.device, publish: Publisher, local_rank: int = 0
+    ):
         self.config = job.config
         self.base_lr = job.schedule.base_lr
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self._job = job
+        self._local_rank = local_rank
         self._store = open_store(job.run_url)
         self._data = load_data(job.data)
         self.plan = Plan(job.plan, self._data.num_rows)
@@ -83,7 +85,13 @@ class Run:
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
-        self._pending: Callable[[], None] | None = None
+        self._rows: list[StepRow] = []
+        self._snapshots: SnapshotWriter | None = None
+        self._live: dict[str, Any] = {}
+        self._live_tensors = 0
+        self._blocked_s = 0.0
+        self._boundary: int | None = None
+        self._asked_to_leave = self._asked_to_save = False
         self._map: SampleFunction | None = None
         self._validation_map: SampleFunction | None = None
         self._has_started = False
@@ -127,13 +135,29 @@ class Run:
         if self._model is None or self._optimizer is None:
             raise RuntimeError("call run.model() and run.optimizer() before run.steps()")
         self._has_started = True
-        commit = self._restore()
-        start = commit.step if commit else 0
+        folder = folder_of(self._job.run_url, self._job.run_id)
+        restored = restore(
+            self._model,
+            self._optimizer,
+            self._checkpoints,
+            self._plan_digest,
+            process.kept,
+            newest_snapshot(folder, self._plan_digest),
+            self._control,
+        )
+        start = self._boundary = restored.step
+        process.kept = None
+        self._rows = list(restored.rows)
         if self.rank == 0:
             self._telemetry = Telemetry(
                 self._store, self._job.name, self._attempt, start, self.plan.total_steps, self._publish
             )
-        self._tell_start(start, commit)
+            self._telemetry.repeat(restored.rows)
+        self._tell_start(restored)
+        if (
+            self._local_rank == 0 and self._job.checkpoint.snapshot_every_steps != 0
+        ):  # the state is the same on all ranks: one copy a node
+            self._snapshots = SnapshotWriter(folder, self._plan_digest, self._job.checkpoint.snapshot_every_steps)
         validation = self._validation(validate)
         if validate is None and self._job.data.validation is not None:
             self._event(
@@ -142,6 +166,7 @@ class Run:
         stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
         try:
             stream.open()
+            process.progress.begin(start)
             if validation and start == 0:
                 self._validate(validation, 0)
             for index in range(start, self.plan.total_steps):
@@ -152,43 +177,73 @@ class Run:
                 self._after_step(index + 1, validation)
             self._end()
         finally:
-            stream.close()
+            # It may wait for Ray Data's first block, and the next group of workers for us.
+            threading.Thread(target=stream.close, name="undula-stream-close", daemon=True).start()
+            if self._snapshots:
+                self._snapshots.close()
             if self._telemetry:
                 self._telemetry.close()
 
+    def hand_over(self) -> None:
+        """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole."""
+        if self._boundary is None or self._model is None or self._optimizer is None:
+            return  # what a former group has left is still the newest
+        process.kept = None
+        self._buffers.undo_step()
+        self._optimizer.zero_grad(set_to_none=True)
+        state = host_copy(model_and_optimizer_state(self._model, self._optimizer))
+        process.kept = Kept(self._plan_digest, self._boundary, state, tuple(self._rows))
+
     def _after_step(self, done: int, validation: Validation | None) -> None:
+        process.progress.enter("other")
         last = done == self.plan.total_steps
         if validation and (last or done % self._job.validation.every_steps == 0):
             self._validate(validation, done)
-        if last or done % self._job.checkpoint.every_steps == 0:
+        began = time.perf_counter()
+        if last or done % self._job.checkpoint.every_steps == 0 or self._asked_to_save:
             self._save(done)
+        if self._asked_to_leave and not last:
+            self._finish_saving()
+            raise LeaveGroup
+        self._blocked_s += time.perf_counter() - began
 
-    def _restore(self) -> Commit | None:
-        if self.rank == 0:
-            self._checkpoints.remove_uncommitted()
-        commit, self._damaged = self._checkpoints.newest_whole()
-        if self.rank == 0:
-            self._checkpoints.remove(self._damaged)  # or they would count among those to keep
-        if commit:
-            if commit.plan_digest != self._plan_digest:
-                raise RunError(
-                    f"{self._store.url}/{commit.folder} is of another plan or other data than this job's: "
-                    "restore them, give another name, or start over with --fresh"
-                )
+    @contextmanager
+    def _changing_state(self) -> Iterator[None]:
+        """While the optimizer steps: whoever is torn out of this has a state of no step."""
+        if self._snapshots:
+            self._snapshots.wait()
+        boundary, self._boundary = self._boundary, None
+        assert boundary is not None
+        yield
+        self._boundary = boundary + 1
+
+    def _committed(self, row: StepRow) -> None:
+        self._rows.append(row)
+        if self._telemetry:
+            self._telemetry.step(row)
+        if self._snapshots and self._snapshots.is_due(row.step + 1, row.seconds):
             assert self._model is not None
             assert self._optimizer is not None
-            state = model_and_optimizer_state(self._model, self._optimizer)
-            values = self._checkpoints.load(commit, state)
-            load_state(self._model, self._optimizer, {**state, **values})
-        return commit
+            self._snapshots.begin(row.step + 1, self._live_state(), self._rows)
+            if self._snapshots.problem:
+                self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.step + 1))
 
-    def _tell_start(self, start: int, commit: Commit | None) -> None:
-        for problem in self._damaged.values():
-            self._event(Event("notice", f"checkpoint skipped: {problem}", start))
+    def _live_state(self) -> dict[str, Any]:
+        """The tensors that training changes in place, found once: to name them all takes milliseconds."""
+        assert self._model is not None
+        assert self._optimizer is not None
+        tensors = sum(len(state) for state in self._optimizer.state.values())
+        if not self._live or tensors != self._live_tensors:
+            self._live, self._live_tensors = model_and_optimizer_state(self._model, self._optimizer), tensors
+        return self._live
+
+    def _tell_start(self, restored: Restored) -> None:
+        for problem in restored.damaged.values():
+            self._event(Event("notice", f"checkpoint skipped: {problem}", restored.step))
         workers = f"{self.world_size} worker{'s' if self.world_size > 1 else ''}"
-        message = f"resumed from the checkpoint of step {start}" if commit else "started"
-        data = {"world_size": self.world_size, "attempt": self._attempt, "resumed": bool(commit)}
-        self._event(Event("start", f"{message} with {workers}", start, data))
+        message = f"resumed from {restored.origin} of step {restored.step}" if restored.origin else "started"
+        data = {"world_size": self.world_size, "attempt": self._attempt, "resumed": bool(restored.origin)}
+        self._event(Event("start", f"{message} with {workers}", restored.step, data))
 
     def _validation(self, validate: Loss | None) -> Validation | None:
         if validate is None or self._job.data.validation is None:
@@ -206,11 +261,9 @@ class Run:
 
     def _validate(self, validation: Validation, done: int) -> None:
         loss, samples = exact_mean(*validation.losses(), self._control)
-        self._commit_pending()
         self._event(Event("validation", f"validation loss {loss:.4f}", done, {"loss": loss, "samples": samples}))
 
     def _save(self, done: int) -> None:
-        self._commit_pending()
         self._finish_saving()
         assert self._model is not None
         assert self._optimizer is not None
@@ -221,23 +274,21 @@ class Run:
         self._event(Event("checkpoint", f"checkpoint of step {done} committed", done, {"seconds": seconds}))
 
     def _finish_saving(self) -> BaseException | None:
+        saved = self._checkpoints.saving_step
         error = self._checkpoints.wait()
+        if saved is not None and error is None:
+            self._rows = [row for row in self._rows if row.step >= saved]
         if error:
             reason = str(error).strip().splitlines()[-1]
             self._event(Event("notice", f"a checkpoint failed, training goes on: {reason}"))
         return error
 
     def _end(self) -> None:
-        self._commit_pending()
         if error := self._finish_saving():
             raise error
+        if self._snapshots:
+            self._snapshots.forget()
         self._event(Event("end", f"finished after {self.plan.total_steps} steps", self.plan.total_steps))
-
-    def _commit_pending(self) -> None:
-        """Bring the row of the last step to the ledger: rows are one step late, so that no step waits for a GPU."""
-        if self._pending:
-            self._pending()
-            self._pending = None
 
     def _event(self, event: Event) -> None:
         if self._telemetry:
@@ -251,160 +302,3 @@ class Run:
         box: list[Any] = [decide() if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return int(box[0])
-
-
-class Step:
-    """One optimizer step.
-
-    Attributes:
-        index: counted from 0 over the whole run.
-        lr: learning rate of the schedule at this step, for a group whose own rate is the base rate.
-    """
-
-    def __init__(self, run: Run, stream: Stream, index: int):
-        self._run = run
-        self._stream = stream
-        self._began = time.perf_counter()
-        self._data_s = 0.0
-        self._spans: list[tuple[str, Mark, Mark]] = []
-        self._losses: list[tuple[Tensor, int]] = []
-        self._local = LocalStats()
-        self._weight = 0
-        self._in_micro_batch: Mark | None = None
-        self._has_begun = self._is_in_batch = self._has_ended = False
-        self.index = index
-        self.shape: StepShape = run.plan.step(index)
-        self._multiplier = run._job.schedule.multiplier(
-            self.shape.samples_before + self.shape.samples, run.plan.total_samples
-        )
-        self.lr = run.base_lr * self._multiplier
-        self.updated = False
-        self._weights_digest: int | None = None
-
-    def batches(self) -> Iterator[Batch]:
-        """The micro-batches of this rank's virtual workers; call backward() once for each."""
-        run = self._run
-        assert run._model is not None
-        if self._has_begun:
-            raise RuntimeError("step.batches() was called twice: a step's samples come once")
-        self._has_begun = True
-        shares = [
-            (virtual_worker, number, size)
-            for virtual_worker in run._virtual_workers
-            for number, size in enumerate(run.plan.micro_batches(self.shape.step_in_epoch, virtual_worker))
-        ]
-        run._buffers.begin_step()
-        # Without a share in a short step, two rows of weight zero run instead: the ranks' collectives must match, and some layers,
-        # BatchNorm among them, cannot train on one row.
-        for place, (virtual_worker, number, size) in enumerate(shares or [(run._virtual_workers[0], 0, 0)]):
-            batch = self._next_batch(virtual_worker, size)
-            run._engine.before_micro_batch(run._model, is_last=place >= len(shares) - 1)
-            run._buffers.begin_micro_batch()
-            seed_micro_batch(run._job.plan.seed, self.index, virtual_worker, number)
-            self._weight = size
-            self._is_in_batch = True
-            self._in_micro_batch = mark_on(run.device)
-            yield batch
-            self._is_in_batch = False
-            if self._in_micro_batch is not None:
-                raise RuntimeError("a batch was left without step.backward(loss)")
-        self._has_ended = True
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of the current batch.
-
-        Args:
-            loss: mean over the batch's samples, a scalar.
-        """
-        run = self._run
-        begin, self._in_micro_batch = self._in_micro_batch, None
-        if begin is None:
-            raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
-        (loss * (self._weight / self.shape.samples)).backward()  # type: ignore[no-untyped-call]
-        end = mark_on(run.device)
-        ready = run._engine.gradients_ready or end
-        self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
-        self._losses.append((loss.detach(), self._weight))
-        run._engine.after_micro_batch(self._weight)
-        run._buffers.end_micro_batch(self._weight)
-
-    def log(self, **values: float | Tensor) -> None:
-        """Record values in the ledger, averaged over the step's samples: of the current batch, or of the rank outside of one."""
-        weight = float(self._weight if self._is_in_batch else sum(size for _, size in self._losses))
-        for name, value in values.items():
-            total, weights = self._local.logged.get(name, (0.0, 0.0))
-            self._local.logged[name] = (total + float(value) * weight, weights + weight)
-
-    def update(self) -> None:
-        """Clip, step the optimizer along the schedule, and commit the step."""
-        run = self._run
-        if not self._has_ended:
-            raise RuntimeError(
-                "step.update() comes after the loop over step.batches(), all of them: each is part of the step"
-            )
-        assert run._model is not None
-        assert run._optimizer is not None
-        begin = mark_on(run.device)
-        run._engine.end_step()
-        if run._buffers.is_needed:
-            run._buffers.end_step(self.shape.samples)
-        self._spans.append(("communication_s", begin, mark_on(run.device)))
-        if run._job.gradient.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
-        for group, base in zip(run._optimizer.param_groups, run._base_lrs, strict=True):
-            group["lr"] = base * self._multiplier
-        run._optimizer.step()
-        run._optimizer.zero_grad(set_to_none=True)
-        losses = torch.stack([loss.double() * size for loss, size in self._losses])
-        losses_on_host = losses.to("cpu", non_blocking=True)
-        copied = mark_on(run.device)
-        is_digested = (self.index + 1) % DIGEST_EVERY == 0 or self.index + 1 == run.plan.total_steps
-        if run._job.deterministic and run.rank == 0 and is_digested:
-            self._weights_digest = weights_digest(run._model)
-        run._commit_pending()
-        wall_s = time.perf_counter() - self._began
-        run._pending = lambda: self._commit(losses_on_host, copied, wall_s)
-        self.updated = True
-
-    def _next_batch(self, virtual_worker: int, size: int) -> Batch:
-        began = time.perf_counter()
-        samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
-        if size:
-            self._local.sample_digest += multiset_digest(samples.ids)
-        device = self._run.device
-        batch = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in samples.batch.items()
-        }
-        self._data_s += time.perf_counter() - began
-        return batch
-
-    def _commit(self, losses_on_host: Tensor, copied: Mark, wall_s: float) -> None:
-        run = self._run
-        copied.seconds_since(copied)  # on a GPU: wait until the copy is there
-        seconds = self._local.seconds
-        seconds["data_s"] = self._data_s
-        for name, begin, end in self._spans:
-            seconds[name] += end.seconds_since(begin)
-        seconds["other_s"] = max(wall_s - sum(seconds.values()), 0.0)
-        self._local.losses = losses_on_host.tolist()
-        self._local.sample_digest %= 2**64
-        self._local.has_saved = run._checkpoints.has_finished_here
-        reduced = run._reducer.reduce(self._local, self.shape.samples)
-        if reduced.pop("all_have_saved"):
-            run._finish_saving()
-        if run._telemetry:
-            run._telemetry.step(
-                StepRow(
-                    attempt=run._attempt,
-                    step=self.index,
-                    epoch=self.shape.epoch,
-                    samples=self.shape.samples_before + self.shape.samples,
-                    step_samples=self.shape.samples,
-                    world_size=run.world_size,
-                    lr=self.lr,
-                    time=time.time(),
-                    weights_digest=self._weights_digest,
-                    **{**reduced, "logged": json.dumps(reduced["logged"])},
-                )
-            )

@@ -31,6 +31,11 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
     set_optimizer_state_dict(model, optimizer, _below(OPTIMIZER, state), options=_FLAT)
 
 
+def host_copy(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with its tensors in host memory; those that are there already are not copied."""
+    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
 def weights_digest(model: nn.Module) -> int:
     """A 64-bit digest of every bit of a model's parameters and buffers, by name. Waits for the device."""
     digest = blake2b(digest_size=8)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from undula.run.exact import exact_total, total_value
 
-SECONDS = ("data_s", "compute_s", "communication_s", "other_s")
+SECONDS = ("data_s", "compute_s", "communication_s", "other_s", "blocked_s")
+FLAGS = 4
 _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
 
 
@@ -30,6 +31,10 @@ class LocalStats:
     """By name: weighted sum, weight."""
     has_saved: bool = False
     """Whether a checkpoint waits to be collected."""
+    leaves: bool = False
+    """Whether this rank was asked to leave the group after the step."""
+    saves: bool = False
+    """Whether it was asked for a checkpoint there."""
 
 
 class StepReducer:
@@ -46,7 +51,8 @@ class StepReducer:
         """Sum up a step.
 
         Returns:
-            loss (mean over samples), seconds (means over ranks), sample_digest, logged (weighted means) and all_have_saved.
+            loss (mean over samples), seconds (means over ranks), sample_digest, logged (weighted means), all_have_saved, and whether
+            any rank leaves and saves.
         """
         total = self._sum(local)
         if total[-1] > 0:  # some rank has logged a name that the others do not know yet
@@ -54,12 +60,14 @@ class StepReducer:
             total = self._sum(local)
         world_size = dist.get_world_size(self._group)
         odd, *rest = total.tolist()
-        digest, losses, seconds, sums = rest[:4], rest[4:12], rest[12:16], rest[16:-2]
+        digest, losses, seconds, sums = rest[:4], rest[4:12], rest[12:17], rest[17:-FLAGS]
         return {
             "loss": total_value(_joined(losses), odd) / step_samples,
             "sample_digest": _joined(digest) % 2**64,
             **{name: value / world_size for name, value in zip(SECONDS, seconds, strict=True)},
             "all_have_saved": int(total[-2]) == world_size,
+            "leaves": bool(total[-4] > 0),
+            "saves": bool(total[-3] > 0),
             "logged": {
                 name: sums[2 * place] / sums[2 * place + 1]
                 for place, name in enumerate(self._names)
@@ -73,7 +81,7 @@ class StepReducer:
         logged = [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]
         has_new = any(name not in self._names for name in local.logged)
         seconds = [local.seconds[name] for name in SECONDS]
-        flags = [float(local.has_saved), float(has_new)]
+        flags = [float(flag) for flag in (local.leaves, local.saves, local.has_saved, has_new)]
         vector = torch.tensor([odd, *limbs, *seconds, *logged, *flags], dtype=torch.float64)
         dist.all_reduce(vector, group=self._group)
         return vector

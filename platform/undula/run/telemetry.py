@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ray.util.metrics import Gauge
@@ -42,6 +43,11 @@ class Telemetry:
         self._told_at = 0.0
         self._seconds_per_step = 0.0
         self._samples_per_s = 0.0
+
+    def repeat(self, rows: Sequence[StepRow]) -> None:
+        """Rows of a former attempt that may not have reached storage, as its rank 0 may be gone."""
+        for row in rows:
+            self._ledger.step(row)
 
     def step(self, row: StepRow) -> None:
         self._ledger.step(row)

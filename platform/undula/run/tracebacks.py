@@ -2,6 +2,8 @@
 
 import traceback
 
+import torch.distributed as dist
+
 _ATTRIBUTE = "undula_traceback"
 
 
@@ -14,3 +16,8 @@ def keep_traceback(error: BaseException) -> None:
 def kept_traceback(error: BaseException) -> str | None:
     """What `keep_traceback` wrote; None where the exception is not of the user's code."""
     return getattr(error, _ATTRIBUTE, None)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether another rank is what failed: torch has no exception of its own for what gloo says."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

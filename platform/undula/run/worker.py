@@ -3,17 +3,19 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray.train
 import ray.train.torch
 
+from undula.run.handover import LeaveGroup, process
 from undula.run.hub import TeeToDriver
 from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.messages import Publisher
-from undula.run.tracebacks import keep_traceback
+from undula.run.tracebacks import is_of_collective, keep_traceback
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,20 @@ class Worker:
     def __call__(self) -> None:
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
+        process.is_run = True
         _leave_batch_scheduling()
         with TeeToDriver(sys.stdout, self.publish, rank):
+            run = Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish, context.get_local_rank())
             try:
-                self.train(Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish))
+                self.train(run)
+            except LeaveGroup:
+                run.hand_over()
+                process.progress.enter("left")
             except Exception as error:
+                process.collective_failed = is_of_collective(error)
                 keep_traceback(error)
+                with suppress(Exception):  # a GPU in error gives nothing back
+                    run.hand_over()
                 raise
 
 

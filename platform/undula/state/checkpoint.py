@@ -56,7 +56,13 @@ class Checkpointer:
         self._after_commit = after_commit
         self._saving: Future[Metadata] | None = None
         self._group = group
+        self._saving_step = 0
         self._saving_group: dist.ProcessGroup | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the run directory."""
+        return self._store.url
 
     def save(self, step: int, plan_digest: str, state: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint; the state is copied before this returns, the rest happens in a thread.
@@ -82,12 +88,17 @@ class Checkpointer:
         self._saving_group = dist.new_group(backend="gloo")
         saving = async_save(tensors, storage_writer=writer, process_group=self._saving_group)
         assert isinstance(saving, Future)
-        self._saving = saving
+        self._saving, self._saving_step = saving, step
 
     @property
     def has_finished_here(self) -> bool:
         """Whether there is a save to collect with `wait()` that this rank is done with."""
         return self._saving is not None and self._saving.done()
+
+    @property
+    def saving_step(self) -> int | None:
+        """The step of the save that is to be collected with `wait()`, if there is one; the same on every rank."""
+        return None if self._saving is None else self._saving_step
 
     def wait(self) -> BaseException | None:
         """Wait for the save under way; what went wrong with it, if anything. All ranks call it at the same step."""
@@ -131,7 +142,7 @@ class Checkpointer:
         return dict(commit.values)
 
     def remove_uncommitted(self) -> None:
-        """Delete what earlier attempts began to write and never committed. For rank 0, before the first save."""
+        """Delete what earlier attempts began to write and never committed. For rank 0, while no save is under way."""
         names = [entry.name for entry in self._store.list(CHECKPOINTS)]
         whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
         self.remove({name.rpartition("/")[0] for name in names} - whole)
@@ -144,6 +155,7 @@ class Checkpointer:
 
     def _committed(self, step: int, seconds: float) -> None:
         self._after_commit(step, seconds)
+        self.remove_uncommitted()
         commits, _ = find_commits(self._store)
         self.remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in commits], self._keep))
 

@@ -35,7 +35,7 @@ STEP_SCHEMA = pa.schema(
         ("world_size", pa.int32()),
         ("loss", pa.float64()),  # mean over the step's samples
         ("lr", pa.float64()),
-        ("data_s", pa.float64()),  # seconds, mean over ranks; the four add up to the step
+        ("data_s", pa.float64()),  # seconds, mean over ranks; the first four add up to the step
         ("compute_s", pa.float64()),
         ("communication_s", pa.float64()),
         ("other_s", pa.float64()),
@@ -43,6 +43,7 @@ STEP_SCHEMA = pa.schema(
         ("time", pa.float64()),  # seconds since the epoch, at the commit
         ("logged", pa.string()),  # JSON object of step.log(...)
         ("weights_digest", pa.uint64()),  # after the step, every few steps of a deterministic run; else null
+        ("blocked_s", pa.float64()),  # before the step, while a checkpoint held the training up
     ]
 )
 EVENT_SCHEMA = pa.schema(
@@ -76,6 +77,12 @@ class StepRow:
     time: float
     logged: str = "{}"
     weights_digest: int | None = None
+    blocked_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That the step took."""
+        return self.data_s + self.compute_s + self.communication_s + self.other_s
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ class Ledger:
 def read_ledger(store: Store) -> Ledger:
     """The ledger of the run whose directory is `store`; empty tables where it has none yet."""
     names = [entry.name for entry in store.list(LEDGER)]
-    rows = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/steps-")], STEP_SCHEMA)
+    rows = _once(_concat(store, [name for name in names if name.startswith(f"{LEDGER}/steps-")], STEP_SCHEMA))
     events = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/events-")], EVENT_SCHEMA)
     keep = committed(rows["attempt"].to_numpy(), rows["step"].to_numpy())
     return Ledger(
@@ -194,6 +201,13 @@ def read_ledger(store: Store) -> Ledger:
         replaced=rows.filter(pa.array(~keep)).sort_by([("attempt", "ascending"), ("step", "ascending")]),
         events=events.sort_by("time"),
     )
+
+
+def _once(rows: pa.Table) -> pa.Table:
+    """Without rows that a later attempt has written again, for an earlier one whose rank 0 was lost with them."""
+    keys = np.stack([rows["attempt"].to_numpy(), rows["step"].to_numpy()])
+    _, first = np.unique(keys, axis=1, return_index=True)
+    return rows.take(pa.array(np.sort(first)))
 
 
 def committed(attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -4,6 +4,9 @@ import inspect
 
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
@@ -19,6 +22,14 @@ def test_the_private_api_that_is_overridden_is_there() -> None:
         "self",
         "controller_init_kwargs",
     ]
+    assert WorkerGroup._assign_worker_ranks
+    assert TrainController.worker_group_cls is WorkerGroup
+    create = inspect.signature(WorkerGroup.create).parameters
+    assert list(create) == ["train_run_context", "worker_group_context", "callbacks"]
+    for name in ("_poll_workers", "_step", "_shutdown"):
+        assert inspect.iscoroutinefunction(getattr(TrainController, name)), name
+    for name in ("poll_status", "init_train_context", "run_train_fn", "shutdown", "get_metadata", "mark_preempt"):
+        assert hasattr(RayTrainWorker, name), name
     assert list(inspect.signature(ControllerCallback.after_controller_state_update).parameters) == [
         "self",
         "previous_state",

@@ -1,0 +1,39 @@
+"""What the cluster has room for, as Ray's head knows it this second."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that is alive."""
+
+    id: str
+    slots: int
+    """Workers that fit on it when nothing else runs there."""
+    free: int
+    """Workers that fit on it beside what runs there now."""
+    deadline: float | None
+    """When it goes, in seconds since the epoch: infinity where that is not known, None where it stays."""
+
+
+def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
+    """How many workers a node's resources are enough for; a worker that needs nothing fits once."""
+    needs = {name: amount for name, amount in per_worker.items() if amount > 0}
+    # Ray counts in units of 1e-4; 0.3 from 0.9 goes three times.
+    return int(min((resources.get(name, 0.0) / amount + 1e-4 for name, amount in needs.items()), default=1))
+
+
+def look(per_worker: Mapping[str, float]) -> dict[str, Node]:
+    """The nodes that are alive, by id."""
+    state: Any = ray._private.state.state
+    free, total = state.available_resources_per_node(), state.total_resources_per_node()
+    draining = state.get_draining_nodes()
+    deadlines = {node: deadline_ms / 1e3 if deadline_ms else float("inf") for node, deadline_ms in draining.items()}
+    return {
+        node: Node(node, workers_that_fit(total[node], per_worker), workers_that_fit(free[node], per_worker), deadlines.get(node))
+        for node in total.keys() & free.keys()
+    }  # fmt: skip

@@ -1,0 +1,179 @@
+"""The worker processes of a run: started beside the training that goes on, kept from one worker group to the next."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
+from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
+
+from undula.elastic.actor import ElasticWorker
+from undula.elastic.capacity import Node, look
+from undula.elastic.policy import Seat
+
+LOOK_INTERVAL_S = 0.25
+RETRY_S = 2.0
+"""Between attempts to start workers on one node: Ray's head learns of a change with a delay."""
+START_TIMEOUT_S = 60.0
+ANSWER_S = 0.5
+"""A worker whose process does not say within this time that it is there is gone, as its whole node may be."""
+PATIENCE_S = 12.0
+"""For a worker to end what its group has left running, a rendezvous that fails included."""
+
+
+@dataclass
+class PooledWorker:
+    """A worker process, from its start on."""
+
+    actor: Any
+    node: str
+    preparing: Any
+    """The answer of `prepare`, to come."""
+    started: float
+    metadata: ActorMetadata | None = None
+    """Once it is ready."""
+    in_group: bool = False
+
+    @property
+    def id(self) -> str:
+        return str(self.actor._actor_id.hex())
+
+
+@dataclass
+class WorkerPool:
+    """Starts as many workers as the cluster has room for, up to `high`, and keeps them.
+
+    Each is an actor of its own, pinned to its node: no placement group, as a group is only ever made of workers that are ready.
+    """
+
+    train_fn_ref: ObjectRefWrapper[Any]
+    resources: dict[str, float]
+    runtime_env: dict[str, Any]
+    high: int
+    nodes: dict[str, Node] = field(default_factory=dict)
+    notices: dict[str, float] = field(default_factory=dict)
+    """When the notice of each node that will go was first seen, in seconds since the epoch."""
+    workers: dict[str, PooledWorker] = field(default_factory=dict)
+    _looked: float = float("-inf")
+    _tried: dict[str, float] = field(default_factory=dict)
+    _sync_actor: Any = None
+
+    def tick(self) -> None:
+        """Look around, and start and drop workers accordingly; never waits."""
+        now = time.monotonic()
+        if now - self._looked >= LOOK_INTERVAL_S:
+            self._looked = now
+            self.nodes = look(self.resources)
+            going = [node.id for node in self.nodes.values() if node.deadline is not None]
+            self.notices = {node: self.notices.get(node, time.time()) for node in going}
+        self._collect_prepared()
+        for worker in [worker for worker in self.workers.values() if not worker.in_group]:
+            is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
+            if worker.node not in self.nodes or worker.node in self.notices or is_late:
+                self.drop(worker.id)
+        self._start_missing(now)
+
+    def ready(self) -> list[PooledWorker]:
+        """Workers that can be in a group, those that have been in one first: they hold the state."""
+        found = [worker for worker in self.workers.values() if worker.metadata and worker.node not in self.notices]
+        return sorted(found, key=lambda worker: worker.started)
+
+    @property
+    def preparing(self) -> int:
+        """Workers that will be ready."""
+        return sum(worker.metadata is None for worker in self.workers.values())
+
+    def seats(self) -> list[Seat]:
+        """For the policy."""
+        return [Seat(worker.id, worker.node, worker.in_group) for worker in self.workers.values() if worker.metadata]
+
+    def sync_actor(self) -> Any:
+        """The actor that Ray Train's reports meet in; one for all groups."""
+        if self._sync_actor is None:
+            here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+            actor_class: Any = SynchronizationActor
+            self._sync_actor = actor_class.options(label_selector=here).remote()
+        else:
+            self._sync_actor.reset.remote()
+        return self._sync_actor
+
+    def take_back(self, ids: Sequence[str]) -> None:
+        """End a group: its workers stay where they can; those that do not answer, or cannot be in another group, go."""
+        members = [self.workers[each] for each in ids if each in self.workers]
+        answering = _those_that_say_yes({worker.actor.answer.remote(): worker for worker in members}, ANSWER_S)
+        leaving = {worker.actor.leave.remote(PATIENCE_S / 2): worker for worker in answering}
+        left = [worker.id for worker in _those_that_say_yes(leaving, PATIENCE_S)]
+        for worker in members:
+            worker.in_group = False
+            if worker.id not in left:
+                self.drop(worker.id)
+
+    def drop(self, worker: str) -> None:
+        """End a worker's process; at once, where it is stopped and another of its machine can."""
+        gone = self.workers.pop(worker, None)
+        if gone is None:
+            return
+        ray.kill(gone.actor)
+        for other in self.workers.values():
+            if gone.metadata and other.metadata and other.metadata.hostname == gone.metadata.hostname:
+                other.actor.kill.remote(gone.metadata.pid)
+                return
+
+    def close(self) -> None:
+        for worker in list(self.workers):
+            ray.kill(self.workers.pop(worker).actor)
+        if self._sync_actor is not None:
+            ray.kill(self._sync_actor)
+
+    def _collect_prepared(self) -> None:
+        waiting = {worker.preparing: worker for worker in self.workers.values() if worker.metadata is None}
+        done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0) if waiting else ([], [])
+        for answer in done:
+            worker = waiting[answer]
+            try:
+                worker.metadata = ray.get(answer)
+            except RayError as error:
+                self.workers.pop(worker.id)
+                self._tried[worker.node] = time.monotonic()
+                logging.getLogger("undula").warning("a worker could not be started on node %s: %s", worker.node, error)
+
+    def _start_missing(self, now: float) -> None:
+        staying = [worker for worker in self.workers.values() if worker.node not in self.notices]
+        missing = self.high - len(staying)
+        for node in sorted(self.nodes.values(), key=lambda node: -node.free):
+            if missing <= 0:
+                return
+            own = sum(worker.node == node.id for worker in self.workers.values())
+            count = min(node.free, node.slots - own, missing)
+            if node.deadline is None and count > 0 and now - self._tried.get(node.id, float("-inf")) >= RETRY_S:
+                self._tried[node.id] = now
+                missing -= count
+                for _ in range(count):
+                    self._start(node.id, now)
+
+    def _start(self, node: str, now: float) -> None:
+        options = bundle_to_remote_args(self.resources)
+        actor_class = ray.remote(runtime_env=self.runtime_env, label_selector={"ray.io/node-id": node}, **options)
+        actor: Any = actor_class(ElasticWorker).remote()
+        worker = PooledWorker(actor, node, actor.prepare.remote(self.train_fn_ref), now)
+        self.workers[worker.id] = worker
+
+
+def _those_that_say_yes(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
+    """Whose answer comes within the time, and is neither False nor an error."""
+    if not answers:
+        return []
+    done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=timeout_s)
+    return [answers[answer] for answer in done if _is_yes(answer)]
+
+
+def _is_yes(answer: Any) -> bool:
+    try:
+        return ray.get(answer) is not False
+    except RayError:
+        return False

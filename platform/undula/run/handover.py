@@ -1,0 +1,95 @@
+"""What a worker process keeps between two worker groups: the state at its last step boundary, and what the controller asks of it.
+
+The controller ends a group by asking its ranks to leave at a step boundary, or a lost rank ends it for all of them. Either way the
+process stays, with its imports and its device context, and hands its state to the next group, where it may have another rank.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from undula.state.ledger import StepRow
+
+STEP_TIMES_KEPT = 8
+
+
+class LeaveGroup(BaseException):
+    """Ends the user's train function at a step boundary; no Exception, so that no `except Exception` of a script holds it up."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run as of a step boundary."""
+
+    plan_digest: str
+    step: int
+    """Steps that are in the state."""
+    state: dict[str, Any]
+    """As `model_and_optimizer_state` gives it; of the tensors of a former group, which nothing changes any more."""
+    rows: tuple[StepRow, ...]
+    """Rows of the ledger that may not have reached storage."""
+
+
+@dataclass(frozen=True)
+class ProgressView:
+    """Where a rank stands."""
+
+    step: int
+    """Steps committed; -1 before the loop has begun."""
+    phase: str
+    """"starting", "data", "compute", "reduce" (in the step's collectives), "other" or "left"."""
+    phase_s: float
+    """Seconds since it entered the phase."""
+    longest_step_s: float
+    """Of the last few steps; 0 before there are any."""
+
+
+class Progress:
+    """Where this process's rank stands; written by the loop, read by the controller's polls."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._entered: tuple[str, float] = ("starting", time.monotonic())
+        self._step_times: list[float] = []
+
+    def enter(self, phase: str) -> None:
+        self._entered = (phase, time.monotonic())
+
+    def begin(self, step: int) -> None:
+        """The loop stands before `step`."""
+        self._step = step
+
+    def committed(self, step: int, seconds: float) -> None:
+        self._step = step
+        self._step_times = [*self._step_times[1 - STEP_TIMES_KEPT :], seconds]
+
+    def view(self) -> ProgressView:
+        phase, since = self._entered
+        return ProgressView(self._step, phase, time.monotonic() - since, max(self._step_times, default=0.0))
+
+
+@dataclass
+class Process:
+    """The state of this worker process that outlives a worker group."""
+
+    kept: Kept | None = None
+    progress: Progress = field(default_factory=Progress)
+    leave: threading.Event = field(default_factory=threading.Event)
+    """Set when the controller wants the group to end at the next step boundary."""
+    save: threading.Event = field(default_factory=threading.Event)
+    """Set when it wants a durable checkpoint there."""
+    is_run: bool = False
+    """Whether the train function is a Run's, which can leave at a step boundary."""
+    collective_failed: bool = False
+    """Whether the last group ended here because another rank was lost: this process is as good as before."""
+
+    def join_group(self) -> None:
+        """Called before each train function."""
+        self.progress = Progress()
+        self.is_run = self.collective_failed = False
+        self.leave.clear()
+        self.save.clear()
+
+
+process = Process()

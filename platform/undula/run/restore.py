@@ -1,0 +1,151 @@
+"""Where a worker group begins: at the newest state that one of its ranks has kept, else at the newest whole checkpoint, else at step 0."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undula.errors import RunError
+from undula.run.handover import Kept
+from undula.run.modelstate import load_state, model_and_optimizer_state
+from undula.state.checkpoint import Checkpointer
+from undula.state.commit import Commit
+from undula.state.ledger import StepRow
+from undula.state.snapshot import Snapshot
+
+BUCKET_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a group began with."""
+
+    step: int = 0
+    """Steps that are in the state."""
+    origin: str = ""
+    """In words, for "resumed from {origin} of step 12"; empty for a fresh start."""
+    rows: tuple[StepRow, ...] = ()
+    """Rows of the ledger that may not have reached storage."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """What is wrong with newer checkpoints, by folder."""
+
+
+def restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: Checkpointer,
+    plan_digest: str,
+    kept: Kept | None,
+    snapshot: Snapshot | None,
+    group: dist.ProcessGroup,
+) -> Restored:
+    """Bring model and optimizer to the newest state there is, the same on every rank. All ranks call it.
+
+    Args:
+        kept: what this process has of the run.
+        snapshot: what this node has.
+
+    Raises:
+        RunError: the newest checkpoint is of another plan.
+    """
+    mine = kept if kept and kept.plan_digest == plan_digest else None
+    steps = _gathered(mine.step if mine else -1, group)
+    if max(steps) >= 0:
+        return _from_ranks(model, optimizer, mine, steps, "the memory of a worker", group)
+    found = _gathered(snapshot.step if snapshot else -1, group)
+    commit, damaged = _newest_checkpoint(checkpoints, group)
+    if max(found) > (commit.step if commit else 0):
+        if snapshot and snapshot.step == max(found):
+            mine = Kept(plan_digest, snapshot.step, snapshot.load(), snapshot.rows)
+        return _from_ranks(model, optimizer, mine, found, "the memory of a node", group)
+    return _from_checkpoint(model, optimizer, checkpoints, plan_digest, commit, damaged)
+
+
+def _from_ranks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    kept: Kept | None,
+    steps: Sequence[int],
+    origin: str,
+    group: dist.ProcessGroup,
+) -> Restored:
+    """Survivors may stand one step apart, where one had committed a step before the group broke: the newest state counts."""
+    step = max(steps)
+    source = steps.index(step)
+    rank = dist.get_rank(group)
+    if steps[rank] == step:
+        assert kept is not None
+        load_state(model, optimizer, kept.state)
+    if min(steps) < step:
+        _share(model, optimizer, source, group)
+    rows: list[Any] = [kept.rows if rank == source and kept else None]
+    dist.broadcast_object_list(rows, src=source, group=group)
+    return Restored(step, origin, rows[0])
+
+
+def _share(model: nn.Module, optimizer: torch.optim.Optimizer, source: int, group: dist.ProcessGroup) -> None:
+    """Give every rank the state of one."""
+    state = model_and_optimizer_state(model, optimizer)
+    tensors = {name: value.detach() for name, value in sorted(state.items()) if isinstance(value, Tensor)}
+    values: list[Any] = [{name: value for name, value in state.items() if name not in tensors}]
+    dist.broadcast_object_list(values, src=source, group=group)
+    for bucket in _buckets(list(tensors.values())):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.broadcast(flat, src=source, group=group if flat.device.type == "cpu" else None)
+        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    load_state(model, optimizer, {**tensors, **values[0]})
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one type and device together, up to BUCKET_BYTES or one tensor in each; the same on every rank."""
+    buckets: list[list[Tensor]] = []
+    sizes: dict[tuple[torch.dtype, str], int] = {}
+    last: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device.type)
+        if kind not in last or sizes[kind] + tensor.nbytes > BUCKET_BYTES:
+            last[kind], sizes[kind] = [], 0
+            buckets.append(last[kind])
+        last[kind].append(tensor)
+        sizes[kind] += tensor.nbytes
+    return buckets
+
+
+def _newest_checkpoint(checkpoints: Checkpointer, group: dist.ProcessGroup) -> tuple[Commit | None, dict[str, str]]:
+    is_first = dist.get_rank(group) == 0
+    if is_first:
+        checkpoints.remove_uncommitted()
+    commit, damaged = checkpoints.newest_whole()
+    if is_first:
+        checkpoints.remove(damaged)  # or they would count among those to keep
+    return commit, damaged
+
+
+def _from_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoints: Checkpointer,
+    plan_digest: str,
+    commit: Commit | None,
+    damaged: dict[str, str],
+) -> Restored:
+    if commit is None:
+        return Restored(damaged=damaged)
+    if commit.plan_digest != plan_digest:
+        raise RunError(
+            f"{checkpoints.url}/{commit.folder} is of another plan or other data than this job's: "
+            "restore them, give another name, or start over with --fresh"
+        )
+    state = model_and_optimizer_state(model, optimizer)
+    load_state(model, optimizer, {**state, **checkpoints.load(commit, state)})
+    return Restored(commit.step, "the checkpoint", (), damaged)
+
+
+def _gathered(value: int, group: dist.ProcessGroup) -> list[int]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -1,0 +1,195 @@
+"""One optimizer step as the user's loop sees it: micro-batches, their backward passes, and the commit point."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from undula.data.mixture import Stream
+from undula.data.rows import Batch
+from undula.plan.keys import multiset_digest
+from undula.plan.plan import StepShape
+from undula.run.clock import Mark, mark_on
+from undula.run.handover import process
+from undula.run.modelstate import weights_digest
+from undula.run.randomness import seed_micro_batch
+from undula.run.stats import LocalStats
+from undula.state.ledger import StepRow
+
+if TYPE_CHECKING:
+    from undula.run.loop import Run
+
+STEP_SECONDS = ("data_s", "compute_s", "communication_s")
+DIGEST_EVERY = 10
+"""Steps between digests of the weights in the ledger of a deterministic run."""
+
+
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        index: counted from 0 over the whole run.
+        lr: learning rate of the schedule at this step, for a group whose own rate is the base rate.
+    """
+
+    def __init__(self, run: "Run", stream: Stream, index: int):
+        self._run = run
+        self._stream = stream
+        self._began = time.perf_counter()
+        self._data_s = 0.0
+        self._spans: list[tuple[str, Mark, Mark]] = []
+        self._losses: list[tuple[Tensor, int]] = []
+        self._local = LocalStats()
+        self._weight = 0
+        self._in_micro_batch: Mark | None = None
+        self._has_begun = self._is_in_batch = self._has_ended = self._is_last = False
+        self.index = index
+        self.shape: StepShape = run.plan.step(index)
+        self._multiplier = run._job.schedule.multiplier(
+            self.shape.samples_before + self.shape.samples, run.plan.total_samples
+        )
+        self.lr = run.base_lr * self._multiplier
+        self.updated = False
+
+    def batches(self) -> Iterator[Batch]:
+        """The micro-batches of this rank's virtual workers; call backward() once for each."""
+        run = self._run
+        assert run._model is not None
+        if self._has_begun:
+            raise RuntimeError("step.batches() was called twice: a step's samples come once")
+        self._has_begun = True
+        shares = [
+            (virtual_worker, number, size)
+            for virtual_worker in run._virtual_workers
+            for number, size in enumerate(run.plan.micro_batches(self.shape.step_in_epoch, virtual_worker))
+        ]
+        run._buffers.begin_step()
+        # Without a share in a short step, two rows of weight zero run instead: the ranks' collectives must match, and some layers,
+        # BatchNorm among them, cannot train on one row.
+        for place, (virtual_worker, number, size) in enumerate(shares or [(run._virtual_workers[0], 0, 0)]):
+            batch = self._next_batch(virtual_worker, size)
+            self._is_last = place >= len(shares) - 1
+            run._engine.before_micro_batch(run._model, is_last=self._is_last)
+            run._buffers.begin_micro_batch()
+            seed_micro_batch(run._job.plan.seed, self.index, virtual_worker, number)
+            self._weight = size
+            self._is_in_batch = True
+            self._in_micro_batch = mark_on(run.device)
+            process.progress.enter("compute")
+            yield batch
+            self._is_in_batch = False
+            if self._in_micro_batch is not None:
+                raise RuntimeError("a batch was left without step.backward(loss)")
+        self._has_ended = True
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of the current batch.
+
+        Args:
+            loss: mean over the batch's samples, a scalar.
+        """
+        run = self._run
+        begin, self._in_micro_batch = self._in_micro_batch, None
+        if begin is None:
+            raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
+        if self._is_last:
+            process.progress.enter("reduce")
+        (loss * (self._weight / self.shape.samples)).backward()  # type: ignore[no-untyped-call]
+        end = mark_on(run.device)
+        ready = run._engine.gradients_ready or end
+        self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
+        self._losses.append((loss.detach(), self._weight))
+        run._engine.after_micro_batch(self._weight)
+        run._buffers.end_micro_batch(self._weight)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Record values in the ledger, averaged over the step's samples: of the current batch, or of the rank outside of one."""
+        weight = float(self._weight if self._is_in_batch else sum(size for _, size in self._losses))
+        for name, value in values.items():
+            total, weights = self._local.logged.get(name, (0.0, 0.0))
+            self._local.logged[name] = (total + float(value) * weight, weights + weight)
+
+    def update(self) -> None:
+        """Clip, step the optimizer along the schedule, and commit the step."""
+        run = self._run
+        if not self._has_ended:
+            raise RuntimeError(
+                "step.update() comes after the loop over step.batches(), all of them: each is part of the step"
+            )
+        assert run._model is not None
+        assert run._optimizer is not None
+        process.progress.enter("reduce")
+        begin = mark_on(run.device)
+        run._engine.end_step()
+        if run._buffers.is_needed:
+            run._buffers.end_step(self.shape.samples)
+        self._spans.append(("communication_s", begin, mark_on(run.device)))
+        if run._job.gradient.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
+        for group, base in zip(run._optimizer.param_groups, run._base_lrs, strict=True):
+            group["lr"] = base * self._multiplier
+        reduced = self._reduced()  # the commit point: where a rank is lost up to here, the others stand before the step
+        with run._changing_state():
+            run._optimizer.step()
+        run._optimizer.zero_grad(set_to_none=True)
+        self._commit(reduced)
+        self.updated = True
+
+    def _next_batch(self, virtual_worker: int, size: int) -> Batch:
+        process.progress.enter("data")
+        began = time.perf_counter()
+        samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
+        if size:
+            self._local.sample_digest += multiset_digest(samples.ids)
+        device = self._run.device
+        batch = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in samples.batch.items()
+        }
+        self._data_s += time.perf_counter() - began
+        return batch
+
+    def _reduced(self) -> dict[str, Any]:
+        """What the step was, over all ranks. On a GPU this waits for the backward pass."""
+        run = self._run
+        losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist()
+        seconds = self._local.seconds
+        seconds["data_s"] = self._data_s
+        for name, begin, end in self._spans:
+            seconds[name] += end.seconds_since(begin)
+        seconds["blocked_s"], run._blocked_s = run._blocked_s, 0.0
+        seconds["other_s"] = max(time.perf_counter() - self._began - sum(seconds[name] for name in STEP_SECONDS), 0.0)
+        self._local.losses = losses
+        self._local.sample_digest %= 2**64
+        self._local.has_saved = run._checkpoints.has_finished_here
+        self._local.saves = process.save.is_set()
+        # A checkpoint that is being written is not torn down for a resize that can wait for it.
+        self._local.leaves = process.leave.is_set() and (self._local.saves or run._checkpoints.saving_step is None)
+        return run._reducer.reduce(self._local, self.shape.samples)
+
+    def _commit(self, reduced: dict[str, Any]) -> None:
+        run = self._run
+        assert run._model is not None
+        run._asked_to_leave, run._asked_to_save = reduced.pop("leaves"), reduced.pop("saves")
+        all_have_saved = reduced.pop("all_have_saved")
+        is_digested = (self.index + 1) % DIGEST_EVERY == 0 or self.index + 1 == run.plan.total_steps
+        digest = weights_digest(run._model) if run._job.deterministic and is_digested else None
+        row = StepRow(
+            attempt=run._attempt,
+            step=self.index,
+            epoch=self.shape.epoch,
+            samples=self.shape.samples_before + self.shape.samples,
+            step_samples=self.shape.samples,
+            world_size=run.world_size,
+            lr=self.lr,
+            time=time.time(),
+            weights_digest=digest,
+            **{**reduced, "logged": json.dumps(reduced["logged"])},
+        )
+        run._committed(row)
+        process.progress.committed(self.index + 1, time.perf_counter() - self._began)
+        if all_have_saved:
+            run._finish_saving()

@@ -1,0 +1,213 @@
+"""Snapshots: the state of a run in the memory of its nodes, in files that outlive the worker that writes them.
+
+A node holds two slots in `/dev/shm`, written in turn, so that one is whole whenever the writer is killed. A slot is `data`, the
+tensors' bytes one after another, and `meta.json`, which is taken away before the bytes change and put back after: without it there
+is no snapshot. Nothing is unpickled.
+"""
+
+import json
+import math
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undula.state.ledger import StepRow
+
+MEMORY = Path("/dev/shm")
+COST = 0.01
+"""Share of a step's time that snapshots may take."""
+KEPT_S = 86_400.0
+"""A run that is not finished may be gone on with for so long after its last snapshot."""
+FREE_SHARE = 0.5
+"""Of the memory that is free, at most this goes to snapshots."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole snapshot on this node."""
+
+    slot: Path
+    step: int
+    """Steps that are in it."""
+    rows: tuple[StepRow, ...]
+    """Rows of the ledger that may not have reached storage."""
+
+    def load(self) -> dict[str, Any]:
+        """Tensors and values by name; the tensors are copies."""
+        meta = json.loads((self.slot / "meta.json").read_bytes())
+        bytes_ = bytearray((self.slot / "data").read_bytes())
+        state: dict[str, Any] = dict(meta["values"])
+        for name, place in meta["tensors"].items():
+            dtype = getattr(torch, place["dtype"])
+            count = math.prod(place["shape"])
+            state[name] = (
+                torch.frombuffer(bytes_, dtype=dtype, count=count, offset=place["offset"]).view(place["shape"])
+                if count
+                else torch.empty(place["shape"], dtype=dtype)
+            )
+        return state
+
+
+def folder_of(run_url: str, run_id: str) -> Path:
+    """Where a node keeps a run's snapshots."""
+    digest = blake2b(f"{run_url} {run_id}".encode(), digest_size=8).hexdigest()
+    return MEMORY / f"undula-{os.getuid()}" / digest
+
+
+def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
+    """The newest whole snapshot of a plan in this node's memory."""
+    found = []
+    for slot in ("a", "b"):
+        try:
+            meta = json.loads((folder / slot / "meta.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        if meta["plan_digest"] == plan_digest:
+            found.append(Snapshot(folder / slot, meta["step"], tuple(StepRow(**row) for row in meta["rows"])))
+    return max(found, key=lambda snapshot: snapshot.step, default=None)
+
+
+class SnapshotWriter:
+    """Takes snapshots of one model and optimizer, in a thread, while the next step computes its gradients.
+
+    Between two steps of the optimizer nothing changes the tensors, but for buffers, which are copied at once.
+    """
+
+    def __init__(self, folder: Path, plan_digest: str, every_steps: int | None = None):
+        self._folder = folder
+        self._plan_digest = plan_digest
+        self._fixed_interval = every_steps
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-snapshot")
+        self._taking: Future[float] | None = None
+        self._slots: list[_Slot] = []
+        self._next = 0
+        self._cost_s = 0.0
+        self._step_s = 0.0
+        self._last_step: int | None = None
+        self.problem: str | None = None
+        """Why there are no snapshots."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the snapshots take on this node."""
+        return sum(slot.bytes for slot in self._slots)
+
+    @property
+    def every_steps(self) -> int:
+        """Steps between snapshots, so many that they cost less than COST of the time."""
+        if self._fixed_interval is not None:
+            return self._fixed_interval
+        if not self._cost_s or not self._step_s:
+            return 1
+        return max(math.ceil(self._cost_s / (COST * self._step_s)), 1)
+
+    def is_due(self, step: int, step_s: float) -> bool:
+        """Whether a snapshot is to be taken after `step` steps, of which the last took `step_s`."""
+        self._step_s = 0.9 * self._step_s + 0.1 * step_s if self._step_s else step_s
+        return self.problem is None and (self._last_step is None or step - self._last_step >= self.every_steps)
+
+    def begin(self, step: int, state: Mapping[str, Any], rows: Sequence[StepRow]) -> None:
+        """Begin to copy; `wait()` comes before the tensors change."""
+        self.wait()
+        self._last_step = step
+        tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+        values = {name: value for name, value in state.items() if name not in tensors}
+        if not self._slots and not self._make_slots(tensors):
+            return
+        slot, self._next = self._slots[self._next], 1 - self._next
+        meta = {"plan_digest": self._plan_digest, "step": step, "values": values, "rows": [asdict(row) for row in rows]}
+        self._taking = self._thread.submit(slot.write, tensors, meta)
+
+    def wait(self) -> None:
+        """Wait until the snapshot under way is whole."""
+        if self._taking:
+            taken_s, self._taking = self._taking.result(), None
+            self._cost_s = 0.7 * self._cost_s + 0.3 * taken_s if self._cost_s else taken_s
+
+    def forget(self) -> None:
+        """Free the memory: the run is over."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave the snapshots for whoever comes."""
+        self.wait()
+        self._thread.shutdown()
+        for slot in self._slots:
+            slot.close()
+
+    def _make_slots(self, tensors: Mapping[str, Tensor]) -> bool:
+        size = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+        try:
+            _forget_old(self._folder.parent)
+            room = os.statvfs(MEMORY)
+            if 2 * size > FREE_SHARE * room.f_bavail * room.f_frsize:
+                self.problem = f"two copies of {size / 2**20:.0f} MiB are more than half of what {MEMORY} has free"
+                return False
+            self._slots = [_Slot(self._folder / name, size) for name in ("a", "b")]
+        except OSError as error:
+            self.problem = str(error)
+            return False
+        return True
+
+
+class _Slot:
+    """One of the two places for a snapshot."""
+
+    def __init__(self, folder: Path, size: int):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+        self.bytes = size
+        descriptor = os.open(folder / "data", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(descriptor).st_size != size:  # of another model
+                (folder / "meta.json").unlink(missing_ok=True)
+                os.ftruncate(descriptor, size)
+            self._map = mmap.mmap(descriptor, max(size, 1))
+        finally:
+            os.close(descriptor)
+
+    def write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> float:
+        """Copy the tensors; the seconds that it took."""
+        began = time.perf_counter()
+        (self._folder / "meta.json").unlink(missing_ok=True)
+        places: dict[str, Any] = {}
+        offset = 0
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                target = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+                target.view(tensor.shape).copy_(tensor)
+            places[name] = {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "offset": offset,
+            }
+            offset += _aligned(tensor.nbytes)
+        partial = self._folder / "meta.partial"
+        partial.write_bytes(json.dumps({**meta, "tensors": places}).encode())
+        partial.replace(self._folder / "meta.json")
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def _forget_old(folder: Path) -> None:
+    """Free the memory of runs that nobody went on with."""
+    for slot in folder.glob("*/*") if folder.name.startswith("undula-") else []:
+        if time.time() - slot.stat().st_mtime > KEPT_S:
+            shutil.rmtree(slot.parent, ignore_errors=True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,157 @@
+"""Several Ray nodes on one machine: added, drained with a notice, and killed as a whole, as a cloud takes a machine away."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from undula.cluster.local import LocalCluster, free_ports, local_cluster
+from undula.errors import ClusterError
+
+START_TIMEOUT_S = 20.0
+ATTEMPTS = 4
+
+
+class Nodes:
+    """A cluster whose nodes come and go.
+
+    Attributes:
+        nodes: ids of those that were added and not killed, those that are still starting included, in order.
+    """
+
+    def __init__(self, cluster: LocalCluster, env: Mapping[str, str]):
+        self.cluster = cluster
+        self.nodes: list[str] = []
+        self._env = {**os.environ, **cluster.env, **env}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._asking = threading.Lock()
+        self._head = subprocess.Popen(
+            [sys.executable, "-m", "undula.testing.gcs", cluster.address],
+            env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        # One after another: of two that start at once on a machine, one may never get to its end.
+        self._to_start: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
+        self._starter = threading.Thread(target=self._start_all, name="undula-nodes", daemon=True)
+        self._starter.start()
+
+    def add(self, num_cpus: int = 1) -> str:
+        """Start a node; its id. It joins within seconds."""
+        node = secrets.token_hex(28)
+        self.nodes.append(node)
+        self._to_start.put((node, num_cpus))
+        return node
+
+    def await_all(self) -> None:
+        """Wait until every node has joined; ClusterError where one does not."""
+        deadline = time.monotonic() + ATTEMPTS * START_TIMEOUT_S
+        while not set(self.nodes) <= set(self.alive()):
+            if time.monotonic() > deadline:
+                raise ClusterError(f"not all of {len(self.nodes)} nodes came up")
+            time.sleep(0.1)  # paces the looks
+
+    def alive(self) -> list[str]:
+        """Ids of the nodes that the head takes for alive, its own included."""
+        return list(self._ask("alive"))
+
+    def drain(self, node: str, deadline_s: float) -> None:
+        """Tell the cluster that a node will go in so many seconds, as a cloud's notice of preemption does."""
+        accepted, why = self._ask(f"drain {node} {int((time.time() + deadline_s) * 1e3)}")
+        if not accepted:
+            raise ClusterError(f"node {node} cannot be drained: {why}")
+
+    def kill(self, node: str) -> None:
+        """SIGKILL everything on a node at once."""
+        if node in self.nodes:
+            self.nodes.remove(node)
+        if process := self._processes.pop(node, None):
+            _kill_tree(process)
+
+    def processes_of(self, node: str) -> list[int]:
+        """Everything that runs on a node."""
+        return descendants(self._processes[node].pid) if node in self._processes else []
+
+    def close(self) -> None:
+        self._to_start.put(None)
+        for node in list(self.nodes):
+            self.kill(node)
+        self._starter.join(timeout=START_TIMEOUT_S)
+        for process in self._processes.values():
+            _kill_tree(process)
+        self._head.kill()
+        self._head.wait()
+
+    def _ask(self, command: str) -> Any:
+        assert self._head.stdin is not None
+        assert self._head.stdout is not None
+        with self._asking:
+            self._head.stdin.write(f"{command}\n")
+            self._head.stdin.flush()
+            line = self._head.stdout.readline()
+        if not line:
+            raise ClusterError(f"the head of the cluster at {self.cluster.address} does not answer")
+        return json.loads(line)
+
+    def _start_all(self) -> None:
+        while (wanted := self._to_start.get()) is not None:
+            node, num_cpus = wanted
+            for _ in range(ATTEMPTS):
+                if node not in self.nodes or self._starts(node, num_cpus):
+                    break
+
+    def _starts(self, node: str, num_cpus: int) -> bool:
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.cluster.address}"),
+            *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
+            *("--include-log-monitor=False", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
+        ]
+        process = subprocess.Popen(
+            command, env={**self._env, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": node},
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self._processes[node] = process
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while node in self.nodes and process.poll() is None and time.monotonic() < deadline:
+            with suppress(ClusterError, OSError, ValueError):
+                if node in self.alive():
+                    return True
+            time.sleep(0.1)  # paces the looks
+        _kill_tree(process)
+        return False
+
+
+@contextmanager
+def nodes(head_cpus: int = 0, env: Mapping[str, str] | None = None) -> Iterator[Nodes]:
+    """A cluster for this block, whose head trains nothing by default; nodes are added to it."""
+    settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {})}
+    with local_cluster(num_cpus=head_cpus, env=env) as cluster:
+        found = Nodes(cluster, settings)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, as Linux's /proc tells."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+def _kill_tree(process: "subprocess.Popen[bytes]") -> None:
+    for pid in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,242 @@
+"""Outage and steps lost when workers and nodes come and go: Undula, plain Ray Train, and torchrun for a killed worker.
+
+    make bench-elastic
+
+The main job's model, two nodes of one CPU each, the same faults one after another in one job. Outage: the longest time without a step
+from the fault until the group of the new size has made five; a planned change counts from its notice, and so does its own pause alone.
+Steps lost: those that were done twice. Ray Train and torchrun save a checkpoint every 10 steps.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tests.baselines.result import print_and_write
+from undula.data.corpora import stdlib_text
+from undula.state.ledger import read_ledger
+from undula.storage import open_store
+from undula.testing.nodes import Nodes, descendants, nodes
+
+ROOT = Path(__file__).parents[2]
+STEPS_AFTER = 5
+LIMIT_S = 240.0
+SETTLE_STEPS = 15
+"""Made in between, so that one fault's end is not the next one's beginning, and a checkpoint is not always fresh."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that was made."""
+
+    step: int
+    time: float
+    world: int
+
+
+class Job:
+    """A job of a contender, and the steps that it has made so far."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], made: Callable[[], list[Made]]):
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self.made = made
+
+    def await_steps(self, count: int, world: int, since: float) -> list[Made]:
+        """Wait until the last `count` steps after a time were made by a group of this size."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            made = sorted(self.made(), key=lambda each: each.time)
+            last = [each for each in made if each.time > since][-count:]
+            if len(last) == count and all(each.world == world for each in last):
+                return made
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the job ended with {self.process.returncode}")
+            time.sleep(0.25)  # paces the looks
+        raise TimeoutError(f"no group of {world} within {LIMIT_S:.0f} s")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def undula_job(cluster: Nodes, data: str, folder: str) -> Job:
+    command = [
+        *(sys.executable, str(ROOT / "jobs" / "language_model.py"), "name=job", f"runs={folder}"),
+        *(f"data.train={data}/train", "data.validation=null", "plan.max_steps=100000", "schedule.decay=constant"),
+        *("schedule.base_lr=3e-4", "workers.min=1", "workers.max=2", "checkpoint.every_steps=200"),
+    ]
+    store = open_store(f"{folder}/job")
+
+    def made() -> list[Made]:
+        ledger = read_ledger(store)
+        rows = ledger.steps.to_pylist() + ledger.replaced.to_pylist()
+        return [Made(row["step"], row["time"], row["world_size"]) for row in rows]
+
+    return Job(command, client_env(cluster), lambda: made() if store.exists("ledger") else [])
+
+
+def ray_job(cluster: Nodes, data: str, folder: str) -> Job:
+    out = Path(folder) / "steps.jsonl"
+    script = str(ROOT / "tests" / "baselines" / "elastic_ray.py")
+    return Job([sys.executable, script, f"{data}/train", str(out), folder], client_env(cluster), lambda: lines(out))
+
+
+def client_env(cluster: Nodes) -> dict[str, str]:
+    return {**os.environ, **cluster.cluster.env, "RAY_ADDRESS": cluster.cluster.address}
+
+
+def lines(out: Path) -> list[Made]:
+    text = out.read_text() if out.exists() else ""
+    return [Made(**json.loads(line)) for line in text.splitlines()]
+
+
+def measured(job: Job, world: int, fault: Callable[[], None]) -> tuple[float, int]:
+    """Let a fault happen; the outage in seconds until there is a group of `world`, and the steps that were lost."""
+    before = sorted(job.made(), key=lambda each: each.time)
+    began = time.time()
+    fault()
+    made = job.await_steps(STEPS_AFTER, world, began)
+    last_before = max((each.time for each in made if each.time <= began), default=began)
+    window = [each.time for each in made if each.time >= last_before]
+    twice = len(made) - len({each.step for each in made}) - (len(before) - len({each.step for each in before}))
+    return max(later - earlier for earlier, later in pairwise(window)), max(twice, 0)
+
+
+def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, nodes() as cluster, ExitStack() as stack:
+        for _ in range(2):
+            cluster.add()
+        cluster.await_all()
+        job = start(cluster, data, folder)
+        stack.callback(job.stop)
+
+        def fault(name: str, world: int, happens: Callable[[], object]) -> None:
+            job.await_steps(SETTLE_STEPS, 3 - world, time.time())
+            seconds, lost = measured(job, world, happens)
+            figures[f"{name}, s"], figures[f"{name}, steps lost"] = seconds, lost
+            print(f"{name}: {seconds:.2f} s, {lost} steps lost", flush=True)
+
+        job.await_steps(SETTLE_STEPS, 2, time.time())
+        fault("worker killed", 1, lambda: kill_worker(cluster, cluster.nodes[1]))
+        job.await_steps(STEPS_AFTER, 2, time.time())
+        fault("hang", 1, lambda: stop_worker(cluster, cluster.nodes[1]))
+        job.await_steps(STEPS_AFTER, 2, time.time())
+        fault("notice", 1, lambda: drain_and_kill(cluster, cluster.nodes[1], stack))
+        fault("node added", 2, cluster.add)
+        fault("notice to the node of rank 0", 1, lambda: drain_and_kill(cluster, cluster.nodes[0], stack))
+        fault("node added again", 2, cluster.add)
+        fault("node killed", 1, lambda: cluster.kill(cluster.nodes[1]))
+    return figures
+
+
+def kill_worker(cluster: Nodes, node: str) -> None:
+    os.kill(worker_of(cluster, node), signal.SIGKILL)
+
+
+def stop_worker(cluster: Nodes, node: str) -> None:
+    os.kill(worker_of(cluster, node), signal.SIGSTOP)
+
+
+def drain_and_kill(cluster: Nodes, node: str, stack: ExitStack, deadline_s: float = 20.0) -> None:
+    """A notice, and the end of the node when it is over."""
+    cluster.drain(node, deadline_s)
+    killer = subprocess.Popen(["sleep", str(deadline_s)])
+    stack.callback(killer.kill)
+
+    import threading
+
+    def end() -> None:
+        killer.wait()
+        cluster.kill(node)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def worker_of(cluster: Nodes, node: str) -> int:
+    """The process on a node that trains: of Ray's actors there, the one that has used the most CPU."""
+
+    def cpu(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    workers = [pid for pid in cluster.processes_of(node) if is_actor(pid)]
+    return max(workers, key=cpu)
+
+
+def is_actor(pid: int) -> bool:
+    try:
+        return b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def torchrun_round(data: str) -> dict[str, float]:
+    """torchrun restarts all of a job's processes when one is killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "steps.jsonl"
+        script = str(ROOT / "tests" / "baselines" / "elastic_torchrun.py")
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=2",
+                "--standalone",
+                "--max-restarts=100",
+            ),
+            *(script, f"{data}/train", str(out), folder),
+        ]
+        job = Job(command, {**os.environ, "OMP_NUM_THREADS": "1"}, lambda: lines(out))
+        try:
+            job.await_steps(SETTLE_STEPS, 2, time.time())
+            children = [
+                pid
+                for pid in descendants(job.process.pid)
+                if script.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+            seconds, lost = measured(job, 2, lambda: os.kill(children[-1], signal.SIGKILL))
+        finally:
+            job.stop()
+        print(f"worker killed: {seconds:.2f} s, {lost} steps lost", flush=True)
+        return {"worker killed, s": seconds, "worker killed, steps lost": lost}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    contenders = {
+        "undula": lambda data: one_round(undula_job, data),
+        "ray": lambda data: one_round(ray_job, data),
+        "torchrun": torchrun_round,
+    }
+    parser.add_argument("--contenders", nargs="*", default=list(contenders), choices=list(contenders))
+    options = parser.parse_args()
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in options.contenders}
+    with tempfile.TemporaryDirectory() as folder:
+        stdlib_text().write(folder)
+        for number in range(options.rounds):
+            for name in options.contenders:
+                print(f"round {number + 1}, {name}", flush=True)
+                rounds[name].append(contenders[name](folder))
+    for name, figures in rounds.items():
+        print_and_write(f"elastic-{name}", figures)
+
+
+if __name__ == "__main__":
+    main()

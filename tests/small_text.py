@@ -1,0 +1,25 @@
+"""A small text data set, and the overrides that make the main job a matter of seconds on it."""
+
+import os
+from pathlib import Path
+
+from undula.data.corpora import stdlib_text
+
+CONTEXT = 32
+PLAN = ("plan.global_batch=24", "plan.virtual_workers=6", "schedule.warmup_samples=240", "validation.samples=96")
+MODEL = ("config.model.layers=2", "config.model.width=32", f"config.model.context={CONTEXT}")
+MODULES = (
+    "argparse ast base64 calendar codecs copy csv datetime difflib doctest enum "
+    "ftplib inspect locale mailbox optparse os pdb pickle platform pydoc random"
+)
+
+
+def write_text(folder: Path) -> str:
+    """A corpus of a few standard-library files: several shards of several row groups; its URL."""
+    source = folder / "source"
+    source.mkdir()
+    library = Path(os.__file__).parent
+    for name in MODULES.split():
+        (source / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
+    stdlib_text(context=CONTEXT, root=source).write(str(folder / "text"), num_shards=3, row_group_bytes=16 * 1024)
+    return str(folder / "text")

@@ -1,0 +1,135 @@
+"""Decisions about the group of workers."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.elastic.policy import (
+    HANG_FLOOR_S,
+    START_LIMIT_S,
+    Growth,
+    Hold,
+    Resize,
+    Save,
+    Seat,
+    View,
+    decide,
+    hang_limit_s,
+    lost_ranks,
+)
+from undula.run.handover import ProgressView
+
+NOW = 1_000_000.0
+SEATS = st.lists(
+    st.builds(Seat, st.uuids().map(str), st.sampled_from("abcd"), st.booleans()),
+    unique_by=lambda seat: seat.worker,
+    max_size=8,
+)
+
+
+def seats(group: str, ready: str = "") -> list[Seat]:
+    """One worker a letter, named by its node: those that train, and those that could."""
+    return [Seat(f"{node}{number}", node, number < len(group)) for number, node in enumerate(group + ready)]
+
+
+def test_a_group_without_news_trains_on() -> None:
+    assert decide(View(NOW, seats("ab")), 1, 2) == Hold()
+
+
+def test_a_ready_worker_is_taken_in() -> None:
+    decision = decide(View(NOW, seats("a", "b")), 1, 2)
+    assert isinstance(decision, Resize)
+    assert decision.workers == ("a0", "b1")
+
+
+def test_the_most_workers_are_never_exceeded() -> None:
+    assert decide(View(NOW, seats("ab", "c")), 1, 2) == Hold()
+
+
+def test_growth_that_would_not_pay_waits_unless_it_is_wanted_anyway() -> None:
+    view = View(NOW, seats("a", "b"), growth=Growth(interval_s=5.0, cost_s=4.0))  # 1 x 5 s won, 2 x 4 s lost
+    assert decide(view, 1, 2) == Hold()
+    assert isinstance(decide(view, 1, 2, grow="always"), Resize)
+    assert decide(View(NOW, seats("a", "b")), 1, 2, grow="never") == Hold()
+
+
+def test_a_notice_shrinks_the_group_at_once() -> None:
+    view = View(NOW, seats("ab"), {"b": NOW + 20}, noticed=NOW - 2)
+    decision = decide(view, 1, 2)
+    assert isinstance(decision, Resize)
+    assert decision.workers == ("a0",)
+
+
+def test_a_notice_for_rank_0s_node_is_like_any_other() -> None:
+    decision = decide(View(NOW, seats("ab"), {"a": NOW + 20}, noticed=NOW - 2), 1, 2)
+    assert isinstance(decision, Resize)
+    assert decision.workers == ("b1",)
+
+
+def test_a_worker_that_is_ready_takes_the_place_of_a_doomed_one() -> None:
+    decision = decide(View(NOW, seats("ab", "c"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2)
+    assert isinstance(decision, Resize)
+    assert decision.workers == ("a0", "c2")
+
+
+def test_two_notices_close_together_cost_one_resize() -> None:
+    both = {"b": NOW + 60, "c": NOW + 60}
+    assert decide(View(NOW, seats("abc"), {"b": NOW + 60}, noticed=NOW - 0.1), 1, 3) == Hold()
+    decision = decide(View(NOW + 2, seats("abc"), both, noticed=NOW), 1, 3)
+    assert isinstance(decision, Resize)
+    assert decision.workers == ("a0",)
+
+
+def test_a_short_notice_is_not_waited_over() -> None:
+    decision = decide(View(NOW, seats("ab"), {"b": NOW + 3}, noticed=NOW), 1, 2)
+    assert isinstance(decision, Resize)
+
+
+def test_below_the_fewest_a_checkpoint_is_saved_before_the_deadline() -> None:
+    assert isinstance(decide(View(NOW, seats("ab"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2), Save)
+
+
+@given(SEATS, st.sets(st.sampled_from("abcd")), st.integers(1, 4), st.integers(0, 4))
+def test_no_decision_trains_on_a_node_that_will_go_or_with_too_many(
+    chosen: list[Seat], doomed: set[str], low: int, more: int
+) -> None:
+    view = View(NOW, chosen, dict.fromkeys(doomed, math.inf), noticed=NOW - 10)
+    decision = decide(view, low, low + more)
+    if isinstance(decision, Resize):
+        nodes = {seat.worker: seat.node for seat in chosen}
+        assert low <= len(decision.workers) <= low + more or len(decision.workers) > sum(s.in_group for s in chosen)
+        assert len(decision.workers) <= low + more
+        assert not doomed & {nodes[worker] for worker in decision.workers}
+        assert len(set(decision.workers)) == len(decision.workers)
+
+
+def rank(phase: str, phase_s: float, longest_step_s: float = 0.5) -> ProgressView:
+    return ProgressView(10, phase, phase_s, longest_step_s)
+
+
+def test_the_limit_of_a_hang_follows_the_steps() -> None:
+    assert hang_limit_s(3.0, None) == pytest.approx(30)
+    assert hang_limit_s(0.01, None) == HANG_FLOOR_S
+    assert hang_limit_s(0.0, None) == START_LIMIT_S
+    assert hang_limit_s(3.0, 7.0) == 7.0
+
+
+def test_a_process_that_does_not_answer_is_lost_and_those_that_wait_for_it_are_not() -> None:
+    assert lost_ranks([rank("reduce", 9), rank("compute", 1)], [0.0, 9.0], limit_s=5) == [1]
+
+
+def test_a_rank_stuck_in_the_users_code_is_lost_and_those_that_wait_for_it_are_not() -> None:
+    assert lost_ranks([rank("reduce", 9), rank("compute", 9), rank("reduce", 9)], [0, 0, 0], limit_s=5) == [1]
+
+
+def test_where_all_wait_for_each_other_all_are_lost() -> None:
+    assert lost_ranks([rank("reduce", 9), rank("reduce", 8)], [0, 0], limit_s=5) == [0, 1]
+    assert lost_ranks([rank("reduce", 9), rank("reduce", 1)], [0, 0], limit_s=5) == []
+
+
+def test_slow_data_and_validation_are_no_hang() -> None:
+    assert lost_ranks([rank("reduce", 50), rank("data", 50)], [0, 0], limit_s=5) == []
+    assert lost_ranks([rank("other", 50), rank("other", 50)], [0, 0], limit_s=5) == []
+    assert lost_ranks([rank("data", START_LIMIT_S + 1)], [0], limit_s=5) == [0]

@@ -1,0 +1,76 @@
+"""Every second of every rank in exactly one class."""
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.report.goodput import CLASSES, goodput
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Event, Ledger, StepRow
+
+
+def row(step: int, time: float, attempt: int, world: int, data_s: float = 0.1, blocked_s: float = 0.0) -> StepRow:
+    return StepRow(
+        attempt, step, 0, step + 1, 1, world, 0.5, 0.1, data_s, 0.9 - data_s, 0.1, 0.0, 0, time, blocked_s=blocked_s
+    )
+
+
+def group(time: float, workers: int) -> Event:
+    return Event("group", "", data={"workers": [{"rank": rank} for rank in range(workers)]}, time=time)
+
+
+def ledger(steps: list[StepRow], replaced: list[StepRow], events: list[Event]) -> Ledger:
+    def table(rows: list[StepRow]) -> pa.Table:
+        return pa.Table.from_pylist([vars(each) for each in rows], schema=STEP_SCHEMA)
+
+    return Ledger(table(steps), table(replaced), pa.Table.from_pylist([e.row() for e in events], schema=EVENT_SCHEMA))
+
+
+def test_a_run_without_trouble_is_useful_but_for_its_start_and_its_waits() -> None:
+    events = [group(0.0, 2), Event("end", "", time=13.0)]
+    spent = goodput(ledger([row(step, 4.0 + step, 1, 2) for step in range(10)], [], events), events)
+    # 3 s until the first step begins, ten steps of 1 s with 0.1 s of waiting each; two ranks.
+    assert spent.seconds["restarting"] == pytest.approx(6)
+    assert spent.seconds["data"] == pytest.approx(2)
+    assert spent.seconds["useful"] == pytest.approx(18)
+    assert spent.held_s == pytest.approx(26)
+    assert spent.share == pytest.approx(18 / 26)
+
+
+def test_steps_done_again_are_not_useful_and_waiting_for_nodes_is_told_apart() -> None:
+    events = [
+        group(0.0, 2),
+        Event("waiting", "", data={"ready": 1}, time=5.0),
+        group(9.0, 1),
+        Event("end", "", time=13.0),
+    ]
+    first = [row(step, 2.0 + step, 1, 2, data_s=0.0) for step in range(3)]
+    again = [row(step, 11.0 + step - 1, 2, 1, data_s=0.0) for step in range(1, 4)]
+    spent = goodput(ledger([first[0], *again], first[1:], events), events)
+    assert spent.seconds["replayed"] == pytest.approx(4)  # two steps of 1 s on two ranks
+    assert spent.seconds["useful"] == pytest.approx(2 + 3)
+    assert spent.seconds["capacity"] == pytest.approx(4)  # one worker was ready
+    assert spent.held_s == pytest.approx(5 * 2 + 4 * 1 + 4 * 1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.floats(0, 5), st.integers(0, 6), st.floats(0, 3)), min_size=1, max_size=5)
+)
+def test_the_classes_add_up_to_what_was_held(groups: list[tuple[int, float, int, float]]) -> None:
+    now, step, held = 0.0, 0, 0.0
+    events, rows = [], []
+    for attempt, (workers, start_s, steps, end_s) in enumerate(groups):
+        events.append(group(now, workers))
+        began = now
+        now += start_s
+        for _ in range(steps):
+            now += 1.2  # a step of 1 s after 0.2 s at a checkpoint
+            rows.append(row(step, now, attempt, workers, blocked_s=0.2))
+            step += 1
+        now += end_s + 0.01
+        held += workers * (now - began)
+    events.append(Event("end", "", time=now))
+    spent = goodput(ledger(rows, [], events), events)
+    assert set(spent.seconds) == set(CLASSES)
+    assert spent.held_s == pytest.approx(held, rel=0.01)
+    assert min(spent.seconds.values()) >= -1e-6 - 0.2 * len(groups) * 4

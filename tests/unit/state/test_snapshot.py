@@ -1,0 +1,104 @@
+"""Snapshots in a node's memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from undula.state import snapshot
+from undula.state.ledger import StepRow
+from undula.state.snapshot import SnapshotWriter, newest_snapshot
+
+
+def row(step: int) -> StepRow:
+    return StepRow(1, step, 0, step + 1, 1, 2, 0.5, 0.1, 0.0, 0.1, 0.0, 0.0, 7, 1.0)
+
+
+def state(value: float) -> dict[str, object]:
+    return {
+        "model.w": torch.full((3, 5), value),
+        "model.half": torch.full((7,), value, dtype=torch.bfloat16),
+        "model.none": torch.empty(0, 4),
+        "optimizer.step": torch.tensor(value),
+        "optimizer.lr": 0.25,
+    }
+
+
+def take(writer: SnapshotWriter, step: int) -> None:
+    writer.begin(step, state(float(step)), [row(step - 1)])
+    writer.wait()
+
+
+def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    for step in (1, 2, 3):
+        take(writer, step)
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    assert (found.step, found.rows) == (3, (row(2),))
+    loaded = found.load()
+    assert loaded.keys() == state(3).keys()
+    for name, value in state(3.0).items():
+        assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
+
+
+def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    take(writer, 2)
+
+    def killed(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        take(writer, 3)
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    assert found.step == 2
+    assert torch.equal(found.load()["model.w"], torch.full((3, 5), 2.0))
+
+
+def test_a_new_writer_does_not_begin_by_losing_what_is_there(tmp_path: Path) -> None:
+    take(SnapshotWriter(tmp_path, "plan"), 5)
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 6)
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    assert found.step == 6
+
+
+def test_another_plans_snapshot_is_none(tmp_path: Path) -> None:
+    take(SnapshotWriter(tmp_path, "plan"), 1)
+    assert newest_snapshot(tmp_path, "other plan") is None
+    assert newest_snapshot(tmp_path / "nowhere", "plan") is None
+
+
+def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "FREE_SHARE", 0.0)
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    assert writer.problem is not None
+    assert not writer.is_due(2, 1.0)
+    assert writer.bytes == 0
+
+
+def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    assert writer.is_due(1, step_s=0.1)
+    take(writer, 1)
+    writer._cost_s = 0.0025
+    assert writer.every_steps == 3
+    assert not writer.is_due(3, step_s=0.1)
+    assert writer.is_due(4, step_s=0.1)
+
+
+def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    writer = SnapshotWriter(folder, "plan")
+    take(writer, 1)
+    assert writer.bytes > 0
+    writer.forget()
+    assert not folder.exists()
