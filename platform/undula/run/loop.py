@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
-from undula.data.mixture import load_data, rank_stream
+from undula.data.mixture import Stream, load_data, rank_stream
 from undula.data.rows import Batch
 from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean
-from undula.run.engine import Engine, ExactEngine, TorchEngine
+from undula.run.engine import Engine, ExactEngine, TorchEngine, unwrapped
 from undula.run.handover import Kept, LeaveGroup, process
 from undula.run.job import Job
 from undula.run.messages import Publisher
-from undula.run.modelstate import host_copy, model_and_optimizer_state
+from undula.run.modelstate import MODEL, host_copy, model_and_optimizer_state
 from undula.run.randomness import compute_deterministically, seed_weights
 from undula.run.restore import Restored, restore
 from undula.run.stats import StepReducer, exact_mean
@@ -79,6 +79,7 @@ class Run:
         self._attempt = self._agreed(lambda: next_attempt(self._store))
         self._publish = publish
         self._telemetry: Telemetry | None = None
+        self._stream: Stream | None = None
         self._checkpoints = Checkpointer(
             self._store, self._control, self._attempt, job.checkpoint.keep, self._flush_telemetry, self._tell_saved
         )
@@ -154,16 +155,16 @@ class Run:
             )
             self._telemetry.repeat(restored.rows)
         self._tell_start(restored)
-        if (
-            self._local_rank == 0 and self._job.checkpoint.snapshot_every_steps != 0
-        ):  # the state is the same on all ranks: one copy a node
-            self._snapshots = SnapshotWriter(folder, self._plan_digest, self._job.checkpoint.snapshot_every_steps)
+        every = self._job.checkpoint.snapshot_every_steps
+        if self._local_rank == 0 and every != 0:  # the state is the same on all ranks: one copy a node
+            self._snapshots = SnapshotWriter(folder, self._plan_digest, every)
         validation = self._validation(validate)
         if validate is None and self._job.data.validation is not None:
             self._event(
                 Event("notice", "data.validation is given, and run.steps() has no validate=: nothing is validated")
             )
         stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
+        self._stream = stream
         try:
             stream.open()
             process.progress.begin(start)
@@ -177,15 +178,22 @@ class Run:
                 self._after_step(index + 1, validation)
             self._end()
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        """End what works beside the loop. A loop that an exception has left is not there to do it until its frame has gone."""
+        if self._stream:
             # It may wait for Ray Data's first block, and the next group of workers for us.
-            threading.Thread(target=stream.close, name="undula-stream-close", daemon=True).start()
-            if self._snapshots:
-                self._snapshots.close()
-            if self._telemetry:
-                self._telemetry.close()
+            threading.Thread(target=self._stream.close, name="undula-stream-close", daemon=True).start()
+        if self._snapshots:
+            self._snapshots.close()
+        if self._telemetry:
+            self._telemetry.close()
+        self._stream = self._snapshots = self._telemetry = None
 
     def hand_over(self) -> None:
         """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole."""
+        self._close()
         if self._boundary is None or self._model is None or self._optimizer is None:
             return  # what a former group has left is still the newest
         process.kept = None
@@ -217,14 +225,18 @@ class Run:
         yield
         self._boundary = boundary + 1
 
-    def _committed(self, row: StepRow) -> None:
-        self._rows.append(row)
+    def _committed(self, row: StepRow, stored_steps: int) -> None:
+        self._rows = [*(each for each in self._rows if each.step >= stored_steps), row]
         if self._telemetry:
             self._telemetry.step(row)
         if self._snapshots and self._snapshots.is_due(row.step + 1, row.seconds):
             assert self._model is not None
             assert self._optimizer is not None
-            self._snapshots.begin(row.step + 1, self._live_state(), self._rows)
+            # The next forward pass changes buffers; everything else stays until the optimizer's next step.
+            buffers = {f"{MODEL}{name}": value.clone() for name, value in unwrapped(self._model).named_buffers()}
+            live = self._live_state()
+            state = live | {name: value for name, value in buffers.items() if name in live}
+            self._snapshots.begin(row.step + 1, state, self._rows)
             if self._snapshots.problem:
                 self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.step + 1))
 
@@ -274,10 +286,7 @@ class Run:
         self._event(Event("checkpoint", f"checkpoint of step {done} committed", done, {"seconds": seconds}))
 
     def _finish_saving(self) -> BaseException | None:
-        saved = self._checkpoints.saving_step
         error = self._checkpoints.wait()
-        if saved is not None and error is None:
-            self._rows = [row for row in self._rows if row.step >= saved]
         if error:
             reason = str(error).strip().splitlines()[-1]
             self._event(Event("notice", f"a checkpoint failed, training goes on: {reason}"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from undula.run.exact import exact_total, total_value
 
 SECONDS = ("data_s", "compute_s", "communication_s", "other_s", "blocked_s")
-FLAGS = 4
+FLAGS = 5
 _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
 
 
@@ -33,6 +33,8 @@ class LocalStats:
     """Whether a checkpoint waits to be collected."""
     leaves: bool = False
     """Whether this rank was asked to leave the group after the step."""
+    stored_steps: int = 0
+    """Steps whose rows of the ledger have reached storage; of rank 0, and 0 of the others."""
     saves: bool = False
     """Whether it was asked for a checkpoint there."""
 
@@ -51,8 +53,8 @@ class StepReducer:
         """Sum up a step.
 
         Returns:
-            loss (mean over samples), seconds (means over ranks), sample_digest, logged (weighted means), all_have_saved, and whether
-            any rank leaves and saves.
+            loss (mean over samples), seconds (means over ranks), sample_digest, logged (weighted means), all_have_saved,
+            stored_steps, and whether any rank leaves and saves.
         """
         total = self._sum(local)
         if total[-1] > 0:  # some rank has logged a name that the others do not know yet
@@ -66,6 +68,7 @@ class StepReducer:
             "sample_digest": _joined(digest) % 2**64,
             **{name: value / world_size for name, value in zip(SECONDS, seconds, strict=True)},
             "all_have_saved": int(total[-2]) == world_size,
+            "stored_steps": int(total[-5]),
             "leaves": bool(total[-4] > 0),
             "saves": bool(total[-3] > 0),
             "logged": {
@@ -82,7 +85,7 @@ class StepReducer:
         has_new = any(name not in self._names for name in local.logged)
         seconds = [local.seconds[name] for name in SECONDS]
         flags = [float(flag) for flag in (local.leaves, local.saves, local.has_saved, has_new)]
-        vector = torch.tensor([odd, *limbs, *seconds, *logged, *flags], dtype=torch.float64)
+        vector = torch.tensor([odd, *limbs, *seconds, *logged, local.stored_steps, *flags], dtype=torch.float64)
         dist.all_reduce(vector, group=self._group)
         return vector
 

@@ -165,6 +165,7 @@ class Step:
         self._local.losses = losses
         self._local.sample_digest %= 2**64
         self._local.has_saved = run._checkpoints.has_finished_here
+        self._local.stored_steps = run._telemetry.stored_steps if run._telemetry else 0
         self._local.saves = process.save.is_set()
         # A checkpoint that is being written is not torn down for a resize that can wait for it.
         self._local.leaves = process.leave.is_set() and (self._local.saves or run._checkpoints.saving_step is None)
@@ -174,7 +175,7 @@ class Step:
         run = self._run
         assert run._model is not None
         run._asked_to_leave, run._asked_to_save = reduced.pop("leaves"), reduced.pop("saves")
-        all_have_saved = reduced.pop("all_have_saved")
+        all_have_saved, stored_steps = reduced.pop("all_have_saved"), reduced.pop("stored_steps")
         is_digested = (self.index + 1) % DIGEST_EVERY == 0 or self.index + 1 == run.plan.total_steps
         digest = weights_digest(run._model) if run._job.deterministic and is_digested else None
         row = StepRow(
@@ -189,7 +190,7 @@ class Step:
             weights_digest=digest,
             **{**reduced, "logged": json.dumps(reduced["logged"])},
         )
-        run._committed(row)
+        run._committed(row, stored_steps)
         process.progress.committed(self.index + 1, time.perf_counter() - self._began)
         if all_have_saved:
             run._finish_saving()

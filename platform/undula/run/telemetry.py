@@ -44,6 +44,11 @@ class Telemetry:
         self._seconds_per_step = 0.0
         self._samples_per_s = 0.0
 
+    @property
+    def stored_steps(self) -> int:
+        """Steps whose rows have reached storage."""
+        return self._ledger.stored_steps
+
     def repeat(self, rows: Sequence[StepRow]) -> None:
         """Rows of a former attempt that may not have reached storage, as its rank 0 may be gone."""
         for row in rows:

@@ -109,6 +109,7 @@ class SegmentWriter:
         self._rows: list[dict[str, Any]] = []
         self._segment = 0
         self._flushed = 0
+        self.last_flushed: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -125,7 +126,7 @@ class SegmentWriter:
             sink = pa.BufferOutputStream()
             pq.write_table(pa.Table.from_pylist(rows, schema=self._schema), sink, compression="zstd")
             self._store.write(f"{LEDGER}/{self._prefix}-{self._segment:05d}.parquet", sink.getvalue().to_pybytes())
-            self._flushed = len(rows)
+            self._flushed, self.last_flushed = len(rows), rows[-1]
             if len(rows) >= SEGMENT_ROWS:
                 with self._lock:
                     self._rows = self._rows[len(rows) :]
@@ -148,16 +149,26 @@ class LedgerWriter:
 
     def event(self, event: Event) -> None:
         self._events.append(event.row())
-        self._events.flush()
+        with suppress(StorageError):  # a full disk ends no training; the next flush writes it too
+            self._events.flush()
+
+    @property
+    def stored_steps(self) -> int:
+        """Steps whose rows have reached storage."""
+        last = self._steps.last_flushed
+        return int(last["step"]) + 1 if last else 0
 
     def flush(self) -> None:
+        """Bring all rows to storage; StorageError where it takes none."""
         self._steps.flush()
         self._events.flush()
 
     def close(self) -> None:
+        """Flush once more, where the storage takes it: what a checkpoint covers is there since its commit."""
         self._closed.set()
         self._thread.join()
-        self.flush()
+        with suppress(StorageError):
+            self.flush()
 
     def _flush_regularly(self) -> None:
         while not self._closed.wait(FLUSH_INTERVAL_S):
@@ -175,7 +186,8 @@ class EventWriter:
 
     def event(self, event: Event) -> None:
         self._events.append(event.row())
-        self._events.flush()
+        with suppress(StorageError):
+            self._events.flush()
 
 
 @dataclass(frozen=True)

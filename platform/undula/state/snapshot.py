@@ -131,7 +131,12 @@ class SnapshotWriter:
     def wait(self) -> None:
         """Wait until the snapshot under way is whole."""
         if self._taking:
-            taken_s, self._taking = self._taking.result(), None
+            taking, self._taking = self._taking, None
+            try:
+                taken_s = taking.result()
+            except OSError as error:
+                self.problem = str(error)
+                return
             self._cost_s = 0.7 * self._cost_s + 0.3 * taken_s if self._cost_s else taken_s
 
     def forget(self) -> None:
@@ -170,9 +175,11 @@ class _Slot:
         self.bytes = size
         descriptor = os.open(folder / "data", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if os.fstat(descriptor).st_size != size:  # of another model
+            if os.fstat(descriptor).st_size != max(size, 1):  # of another model
                 (folder / "meta.json").unlink(missing_ok=True)
-                os.ftruncate(descriptor, size)
+                os.ftruncate(descriptor, 0)
+                # Pages that are not there when they are written end the process; here they end the snapshots.
+                os.posix_fallocate(descriptor, 0, max(size, 1))
             self._map = mmap.mmap(descriptor, max(size, 1))
         finally:
             os.close(descriptor)
