@@ -108,3 +108,37 @@ def test_committed_steps_are_each_step_once_from_the_attempt_that_came_last(span
         reached = start + length
     keep = committed(np.array(attempts), np.array(steps))
     assert {(s, a) for s, a, k in zip(steps, attempts, keep, strict=True) if k} == set(owner.items())
+
+
+def test_a_full_disk_holds_rows_back_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    ledger = LedgerWriter(store, 1)
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object) -> None:
+            raise StorageError("cannot write: No space left on device")
+
+        full.setattr(Store, "write", refuse)
+        ledger.event(Event("start", "started", 0))
+        with pytest.raises(StorageError):  # what a checkpoint's commit must know
+            ledger.flush()
+    ledger.close()
+    assert read_ledger(store).events["message"].to_pylist() == ["started"]
+
+
+def test_rows_that_another_attempt_has_written_again_count_once(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    first, second = LedgerWriter(store, 1), LedgerWriter(store, 2)
+    for step in range(3):
+        first.step(row(1, step))
+    first.flush()
+    assert first.stored_steps == 3
+    second.event(Event("start", "resumed", 4))
+    for step in (2, 3):  # the last that the first attempt's other ranks had; its rank 0 was lost with step 3
+        second.step(row(1, step))
+    second.step(row(2, 4))
+    second.close()
+    ledger = read_ledger(store)
+    assert ledger.steps["step"].to_pylist() == [0, 1, 2, 3, 4]
+    assert ledger.steps["attempt"].to_pylist() == [1, 1, 1, 1, 2]
+    assert ledger.replaced.num_rows == 0

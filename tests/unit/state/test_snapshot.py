@@ -85,6 +85,20 @@ def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeyp
     assert writer.bytes == 0
 
 
+def test_memory_that_is_full_ends_the_snapshots_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot.os, "posix_fallocate", full)
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    assert writer.problem is not None
+    assert "No space left" in writer.problem
+    assert newest_snapshot(tmp_path, "plan") is None
+
+
 def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     assert writer.is_due(1, step_s=0.1)
