@@ -79,6 +79,10 @@ class Nodes:
         """Everything that runs on a node."""
         return descendants(self._processes[node].pid) if node in self._processes else []
 
+    def head_processes(self) -> list[int]:
+        """Everything that runs on the head."""
+        return descendants(self.cluster.pid)
+
     def close(self) -> None:
         self._to_start.put(None)
         for node in list(self.nodes):

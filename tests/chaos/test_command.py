@@ -1,0 +1,46 @@
+"""`undula chaos`, as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_text import MODEL, PLAN, write_text
+
+JOB = Path(__file__).parents[2] / "jobs" / "language_model.yaml"
+pytestmark = pytest.mark.timeout(400)
+
+
+def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "undula.cli", "chaos", str(JOB), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"})
+
+
+def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"metadata": {"gap_seconds": 300}, "data": [1, 1, 2, 2, 1]}))
+    data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=traced")
+    done = chaos(
+        *("--trace", str(trace), "--speedup", "30", "--notice", "5"),
+        *(*data, *MODEL, *PLAN, "config.model.width=128", "plan.max_steps=100000", "workers.grow=always"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 faults," in done.stdout
+    assert " 0 of them lost and done again" in done.stdout
+    assert "of an oracle that resizes in no time" in done.stdout
+    assert "certificate: holds" in done.stdout
+    assert "resizing from 1 to 2 workers" in done.stdout
+    assert "resizing from 2 to 1 workers" in done.stdout
+
+
+def test_what_is_no_schedule_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.txt"
+    faults.write_text("at step 4: explode\n")
+    done = chaos("--faults", str(faults))
+    assert done.returncode == 2
+    assert "faults.txt:1: 'at step 4: explode' is no fault" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert chaos().returncode == 2

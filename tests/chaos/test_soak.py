@@ -1,0 +1,82 @@
+"""Half an hour of nodes that come and go: at the end no process holds more than it did, and nothing is left over."""
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_text import MODEL, PLAN, write_text
+
+from undula.testing.chaos import start_driver
+from undula.testing.nodes import Nodes, nodes
+
+MINUTES = float(os.environ.get("UNDULA_SOAK_MINUTES", "30"))
+PERIOD_S = 30.0
+SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
+
+
+def held(pid: int) -> tuple[float, int]:
+    """Resident MiB and open files of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def long_lived(cluster: Nodes, driver: int, kept: str) -> dict[str, int]:
+    """Processes that are there all the time: the driver, and on the node that stays its raylet and its worker; the controller."""
+    found = {"driver": driver}
+    everything = [*cluster.processes_of(kept), *cluster.head_processes()]
+    for pid in everything:
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        for name, text in (
+            ("worker", "ray::ElasticWorker"),
+            ("controller", "ray::ElasticController"),
+            ("gcs", "gcs_server"),
+        ):
+            if text in title:
+                found.setdefault(name, pid)
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * MINUTES + 600)
+def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=soak")
+    settings = (*MODEL, *PLAN, "config.model.width=128", "plan.max_steps=10000000", "workers.min=1", "workers.max=2")
+    command = [sys.executable, str(SCRIPT), *data, *settings, "workers.grow=always"]
+    samples: list[dict[str, tuple[float, int]]] = []
+    processes: list[int] = []
+    with nodes() as cluster:
+        kept = cluster.add()
+        cluster.await_all()
+        driver = start_driver(command, cluster, lambda line: None)
+        try:
+            end = time.monotonic() + 60 * MINUTES
+            while time.monotonic() < end:
+                other = cluster.add()
+                time.sleep(PERIOD_S)  # what is measured is time
+                cluster.drain(other, deadline_s=10)
+                time.sleep(PERIOD_S / 2)
+                cluster.kill(other)
+                time.sleep(PERIOD_S / 2)
+                assert driver.process.poll() is None, driver.lines[-5:]
+                named = long_lived(cluster, driver.process.pid, kept)
+                samples.append({name: held(pid) for name, pid in named.items()})
+                processes.append(len(cluster.processes_of(kept)) + len(cluster.head_processes()))
+                print({name: f"{mib:.0f} MiB, {files} files" for name, (mib, files) in samples[-1].items()}, flush=True)
+        finally:
+            driver.stop()
+    third = len(samples) // 3
+    for name in samples[0]:
+        early = [sample[name] for sample in samples[third : 2 * third]]
+        late = [sample[name] for sample in samples[2 * third :]]
+        for place, what in ((0, "MiB"), (1, "files")):
+            before, after = (statistics.median(each[place] for each in part) for part in (early, late))
+            assert after <= 1.05 * before + 5, f"{name}: {before} -> {after} {what}"
+    assert max(processes[2 * third :]) <= max(processes[third : 2 * third]) + 1
