@@ -42,6 +42,9 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Nodes]:
     with nodes() as running:
+        for _ in range(2):
+            running.add()
+        running.await_all()
         yield running
 
 
