@@ -32,6 +32,8 @@ FAST_POLL_S = 0.02
 FAST_FOR_S = 1.0
 """After a worker has called, and while a group ends."""
 TELL_INTERVAL_S = 30.0
+START_S = 15.0
+"""In which workers that are being started are expected."""
 FIRST_START_PATIENCE_S = 30.0
 """How long a job with fewer workers than there could be waits at its start for those that are being started."""
 
@@ -49,6 +51,7 @@ class PoolPolicy(ScalingPolicy):
     _has_run: bool = False
     _began: float = field(default_factory=time.monotonic)
     _told: float = float("-inf")
+    _waits_since: float | None = None
     _changes: int = 0
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
@@ -73,6 +76,7 @@ class PoolPolicy(ScalingPolicy):
         ready, low = len(pool.ready()), self.scaling_config.min_workers
         is_filling = not self._has_run and pool.preparing and time.monotonic() - self._began < FIRST_START_PATIENCE_S
         if ready >= low and not (is_filling and ready < self.scaling_config.max_workers):
+            self._waits_since = None
             return self._resize(min(ready, self.scaling_config.max_workers))
         self._tell_waiting(ready, low, pool.preparing)
         return NoopDecision()
@@ -189,7 +193,9 @@ class PoolPolicy(ScalingPolicy):
 
     def _tell_waiting(self, ready: int, low: int, preparing: int) -> None:
         now = time.monotonic()
-        if now - self._told < TELL_INTERVAL_S or now - self._began < 1:
+        self._waits_since = self._waits_since or now
+        is_early = now - self._waits_since < (START_S if preparing else 1.0)  # workers that start are no news
+        if now - self._told < TELL_INTERVAL_S or is_early:
             return
         self._told = now
         need = ", ".join(f"{amount:g} {name}" for name, amount in self._pool().resources.items() if amount)
