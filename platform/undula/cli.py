@@ -238,7 +238,9 @@ def _chaos(options: argparse.Namespace) -> int:
         else from_faults(options.faults, workers.max)
     )
     as_ray = ["checkpoint.every_steps=10", "checkpoint.snapshot_every_steps=0"] if options.baseline else []
-    overrides = [*options.overrides, *_absolute_paths(loaded.spec), *as_ray]
+    name = f"{loaded.spec.name}-chaos{f'-{options.baseline}' if options.baseline else ''}"  # never the run of that name itself
+    overrides = [*options.overrides, *_absolute_paths(loaded.spec), *as_ray, f"name={name}"]
+    loaded = load_spec(options.job, overrides)
     command = script_command(script, str(options.job.absolute()), overrides, options.baseline or "undula")
     store = open_store(loaded.spec.run_url)
     found = undergo(ordeal, command, script.parent, store, workers.min, options.limit, print)

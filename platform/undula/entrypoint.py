@@ -20,7 +20,7 @@ from ray.train import TrainingFailedError
 from undula.elastic.failures import whole_story
 from undula.elastic.spec import WorkersSpec
 from undula.elastic.trainer import ElasticTorchTrainer, ray_trainer, run_config, scaling_config
-from undula.errors import ClusterError, one_sentence
+from undula.errors import ClusterError, StorageError, one_sentence
 from undula.live import live_view
 from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
@@ -75,8 +75,10 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
 
 def _run_id(store: Store) -> str:
     """Of the run in a directory; a new one where there is none."""
-    former = json.loads(store.read(JOB_FILE)) if store.exists(JOB_FILE) else {}
-    return former.get("id") or secrets.token_hex(8)
+    try:
+        return str(json.loads(store.read(JOB_FILE))["id"])
+    except (StorageError, ValueError, KeyError, TypeError):  # none yet, or one that is about to be written anew
+        return secrets.token_hex(8)
 
 
 def _fit(

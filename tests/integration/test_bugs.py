@@ -42,3 +42,31 @@ def test_a_bug_ends_the_job_at_once_with_its_traceback(session_jobs: Jobs, tmp_p
     assert [event["kind"] for event in events].count("start") == 1
     assert "nothing is validated" in done.out
     assert re.search(r"stopped after \d of \d+ steps", done.out)
+
+
+LOST_IMPORT = """
+import undula
+
+class OnlyHere:
+    def __reduce__(self):
+        return __import__, ("a_module_that_no_worker_has",)
+
+only_here = OnlyHere()
+
+def train(run):
+    print(only_here)
+
+if __name__ == "__main__":
+    undula.main(train)
+"""
+
+
+def test_a_script_that_no_worker_can_import_ends_the_job_and_says_why(session_jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(LOST_IMPORT)
+    script.with_suffix(".yaml").write_text(
+        "name: lost\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8}\n"
+    )
+    done = replace(session_jobs, script=script, runs=str(tmp_path), settings=()).run("lost", *session_jobs.workers(1))
+    assert done.status == 1
+    assert "a_module_that_no_worker_has" in done.err

@@ -78,6 +78,8 @@ class PoolPolicy(ScalingPolicy):
         if ready >= low and not (is_filling and ready < self.scaling_config.max_workers):
             self._waits_since = None
             return self._resize(min(ready, self.scaling_config.max_workers))
+        if pool.failure and not pool.preparing:
+            raise pool.failure
         self._tell_waiting(ready, low, pool.preparing)
         return NoopDecision()
 

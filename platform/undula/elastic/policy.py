@@ -1,4 +1,4 @@
-"""When to change the group of workers, and to which workers. Pure: what is seen, now -> Hold | Resize | Save | Lost."""
+"""When to change the group of workers, and to which workers. Pure: what is seen, now -> Hold | Resize | Save."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

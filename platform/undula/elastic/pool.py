@@ -1,13 +1,12 @@
 """The worker processes of a run: started beside the training that goes on, kept from one worker group to the next."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
@@ -19,7 +18,7 @@ from undula.elastic.policy import Seat
 LOOK_INTERVAL_S = 0.25
 RETRY_S = 2.0
 """Between attempts to start workers on one node: Ray's head learns of a change with a delay."""
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 ANSWER_S = 0.5
 """A worker whose process does not say within this time that it is there is gone, as its whole node may be."""
 PATIENCE_S = 12.0
@@ -59,6 +58,8 @@ class WorkerPool:
     notices: dict[str, float] = field(default_factory=dict)
     """When the notice of each node that will go was first seen, in seconds since the epoch."""
     workers: dict[str, PooledWorker] = field(default_factory=dict)
+    failure: RayTaskError | None = None
+    """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")
     _tried: dict[str, float] = field(default_factory=dict)
     _sync_actor: Any = None
@@ -136,11 +137,11 @@ class WorkerPool:
         for answer in done:
             worker = waiting[answer]
             try:
-                worker.metadata = ray.get(answer)
+                worker.metadata, self.failure = ray.get(answer), None
             except RayError as error:
-                self.workers.pop(worker.id)
+                self.drop(worker.id)
                 self._tried[worker.node] = time.monotonic()
-                logging.getLogger("undula").warning("a worker could not be started on node %s: %s", worker.node, error)
+                self.failure = error if isinstance(error, RayTaskError) else self.failure
 
     def _start_missing(self, now: float) -> None:
         staying = [worker for worker in self.workers.values() if worker.node not in self.notices]

@@ -49,7 +49,7 @@ STEP_SCHEMA = pa.schema(
 EVENT_SCHEMA = pa.schema(
     [
         ("time", pa.float64()),
-        ("kind", pa.string()),  # start, validation, checkpoint, resize, crash, notice, stop, end
+        ("kind", pa.string()),  # group, start, validation, checkpoint, resize, crash, notice, waiting, stop, end
         ("step", pa.int64()),  # steps committed when it happened; null where that is not known
         ("message", pa.string()),
         ("data", pa.string()),  # JSON object

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from undula.errors import SpecError
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store
 from undula.testing.chaos import Chaos, Done, Driver, replay, start_driver
-from undula.testing.faults import Fault, Trace, oracle_rank_s, parse_faults, parse_trace
+from undula.testing.faults import Fault, oracle_rank_s, parse_faults, parse_trace
 from undula.testing.nodes import nodes
 
 FIRST_STEP_LIMIT_S = 180.0
@@ -82,10 +81,6 @@ def from_trace(
     except (OSError, ValueError) as error:
         raise SpecError(f"{path} cannot be read as a trace: {error}") from None
     trace = trace.window(changes, most) if changes else trace
-    return trace_ordeal(trace, speedup, most, notice_s, no_notice_share)
-
-
-def trace_ordeal(trace: Trace, speedup: float, most: int, notice_s: float, no_notice_share: float) -> Ordeal:
     found = trace.changes(speedup, most)
     return Ordeal((), found, len(trace.counts) * trace.gap_s / speedup, notice_s, no_notice_share, found[0][1])
 
@@ -143,12 +138,11 @@ def outcome(ledger: Ledger, done: tuple[Done, ...], ordeal: Ordeal, began: float
     times = np.sort(np.concatenate([ledger.steps["time"].to_numpy(), ledger.replaced["time"].to_numpy()]))
     ends = [each.time for each in done[1:]] + [float("inf")]
     outages = tuple(_longest_gap(times, each.time, end) for each, end in zip(done, ends, strict=True))
-    end_s = min(ordeal.end_s, float(times[-1]) - began) if len(times) else 0.0
     oracle = oracle_rank_s(ordeal.changes, ordeal.end_s, low) if ordeal.changes else 0.0
     steps = ledger.steps
     within = (steps["time"].to_numpy() >= began) & (steps["time"].to_numpy() <= began + ordeal.end_s)
     seconds = sum(steps[f"{name}_s"].to_numpy() for name in ("compute", "communication", "other"))
-    useful = float((seconds * steps["world_size"].to_numpy())[within].sum()) if end_s else 0.0
+    useful = float((seconds * steps["world_size"].to_numpy())[within].sum())
     return Outcome(done, len(steps), len(ledger.replaced), outages, useful, oracle)
 
 
@@ -161,8 +155,7 @@ def _longest_gap(times: "np.ndarray[Any, Any]", begin: float, end: float) -> flo
 def _await_first_step(driver: Driver) -> None:
     deadline = time.monotonic() + FIRST_STEP_LIMIT_S
     while driver.step < 0 and driver.process.poll() is None and time.monotonic() < deadline:
-        with suppress(InterruptedError):
-            time.sleep(0.1)  # paces the looks
+        time.sleep(0.1)  # paces the looks
 
 
 def script_command(script: Path, config: str, overrides: Sequence[str], trainer: str) -> list[str]:
