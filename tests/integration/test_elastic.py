@@ -7,6 +7,7 @@ from pathlib import Path
 
 from integration_kit import Jobs, relative_difference
 
+from undula.state.commit import find_commits
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
 from undula.testing.nodes import nodes
@@ -57,3 +58,37 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
     assert alone.status == 0, alone.err
     assert alone.column("sample_digest") == moved["sample_digest"].to_pylist()
     assert relative_difference(moved["loss"].to_pylist(), alone.column("loss")) < 1e-4
+
+
+def test_below_the_fewest_workers_the_step_is_saved_and_the_run_waits(session_jobs: Jobs, tmp_path: Path) -> None:
+    with nodes() as cluster:
+        cluster.add()
+        doomed = cluster.add()
+        cluster.await_all()
+        jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
+        process = jobs.start("waits", *SETTINGS, "plan.max_steps=3000", "workers.min=2", "workers.max=2")
+        store = open_store(f"{tmp_path}/waits")
+
+        def told(kind: str, words: str = "") -> bool:
+            events = read_ledger(store).events.to_pylist() if store.exists("ledger") else []
+            return any(event["kind"] == kind and words in event["message"] for event in events)
+
+        def wait_for(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 120
+            while not condition():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.2)  # paces the looks
+
+        wait_for(lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 0)
+        cluster.drain(doomed, deadline_s=20)
+        wait_for(lambda: told("checkpoint"))
+        wait_for(lambda: told("waiting", "waiting for 1 more worker of 1 CPU"))
+        saved = find_commits(store)[0][0].step
+        cluster.kill(doomed)
+        cluster.add()
+        wait_for(lambda: told("start", f"of step {saved} with 2 workers"))
+        process.terminate()
+        process.communicate()
+    assert told("notice", "saving, then waiting: 1 of 2 workers on nodes that will go, 1 left, at least 2 needed")
+    assert read_ledger(store).replaced.num_rows == 0
