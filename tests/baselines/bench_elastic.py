@@ -1,4 +1,4 @@
-"""Outage and steps lost when workers and nodes come and go: Undula, plain Ray Train, and torchrun for a killed worker.
+"""Outage and steps lost when workers and nodes come and go: Undula, plain Ray Train; torchrun and torchft for a killed worker.
 
     make bench-elastic
 
@@ -9,11 +9,13 @@ Steps lost: those that were done twice. Ray Train and torchrun save a checkpoint
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,13 +23,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from tests.baselines.foreign import torchft_path
 from tests.baselines.result import print_and_write
 from undula.data.corpora import stdlib_text
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, descendants, nodes
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 STEPS_AFTER = 5
 LIMIT_S = 240.0
 SETTLE_STEPS = 15
@@ -52,13 +56,13 @@ class Job:
         )
         self.made = made
 
-    def await_steps(self, count: int, world: int, since: float) -> list[Made]:
-        """Wait until the last `count` steps after a time were made by a group of this size."""
+    def await_steps(self, count: int, world: int | None, since: float) -> list[Made]:
+        """Wait until the last `count` steps after a time were made by a group of this size; None for any."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             made = sorted(self.made(), key=lambda each: each.time)
             last = [each for each in made if each.time > since][-count:]
-            if len(last) == count and all(each.world == world for each in last):
+            if len(last) == count and all(each.world == (world or each.world) for each in last):
                 return made
             if self.process.poll() is not None:
                 raise RuntimeError(f"the job ended with {self.process.returncode}")
@@ -92,7 +96,7 @@ def undula_job(cluster: Nodes, data: str, folder: str) -> Job:
 
 def ray_job(cluster: Nodes, data: str, folder: str) -> Job:
     out = Path(folder) / "steps.jsonl"
-    script = str(ROOT / "tests" / "baselines" / "elastic_ray.py")
+    script = str(HERE / "elastic_ray.py")
     return Job([sys.executable, script, f"{data}/train", str(out), folder], client_env(cluster), lambda: lines(out))
 
 
@@ -105,8 +109,8 @@ def lines(out: Path) -> list[Made]:
     return [Made(**json.loads(line)) for line in text.splitlines()]
 
 
-def measured(job: Job, world: int, fault: Callable[[], None]) -> tuple[float, int]:
-    """Let a fault happen; the outage in seconds until there is a group of `world`, and the steps that were lost."""
+def measured(job: Job, world: int | None, fault: Callable[[], object]) -> tuple[float, int]:
+    """Let a fault happen; the outage in seconds until there is a group of `world` (None: any), and the steps that were lost."""
     before = sorted(job.made(), key=lambda each: each.time)
     began = time.time()
     fault()
@@ -126,57 +130,48 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
         job = start(cluster, data, folder)
         stack.callback(job.stop)
 
-        def fault(name: str, world: int, happens: Callable[[], object]) -> None:
-            job.await_steps(SETTLE_STEPS, 3 - world, time.time())
-            seconds, lost = measured(job, world, happens)
+        def fault(name: str, before: int, after: int | None, happens: Callable[[], object]) -> None:
+            job.await_steps(SETTLE_STEPS, before, time.time())
+            seconds, lost = measured(job, after, happens)
             figures[f"{name}, s"], figures[f"{name}, steps lost"] = seconds, lost
             print(f"{name}: {seconds:.2f} s, {lost} steps lost", flush=True)
 
-        job.await_steps(SETTLE_STEPS, 2, time.time())
-        fault("worker killed", 1, lambda: kill_worker(cluster, cluster.nodes[1]))
-        job.await_steps(STEPS_AFTER, 2, time.time())
-        fault("hang", 1, lambda: stop_worker(cluster, cluster.nodes[1]))
-        job.await_steps(STEPS_AFTER, 2, time.time())
-        fault("notice", 1, lambda: drain_and_kill(cluster, cluster.nodes[1], stack))
-        fault("node added", 2, cluster.add)
-        fault("notice to the node of rank 0", 1, lambda: drain_and_kill(cluster, cluster.nodes[0], stack))
-        fault("node added again", 2, cluster.add)
-        fault("node killed", 1, lambda: cluster.kill(cluster.nodes[1]))
+        fault("worker killed", 2, None, lambda: os.kill(worker_of(cluster, cluster.nodes[1]), signal.SIGKILL))
+        fault("notice", 2, 1, lambda: drain_and_kill(cluster, cluster.nodes[1]))
+        fault("node added", 1, 2, cluster.add)
+        fault("notice to the node of rank 0", 2, 1, lambda: drain_and_kill(cluster, cluster.nodes[0]))
+        fault("node added again", 1, 2, cluster.add)
+        fault("node killed", 2, 1, lambda: cluster.kill(cluster.nodes[1]))
+        cluster.add()
+        try:
+            fault("hang", 2, None, lambda: os.kill(worker_of(cluster, cluster.nodes[1]), signal.SIGSTOP))
+        except TimeoutError:
+            figures["hang, s"], figures["hang, steps lost"] = math.inf, math.inf
+            print(f"hang: no step for {LIMIT_S:.0f} s", flush=True)
     return figures
 
 
-def kill_worker(cluster: Nodes, node: str) -> None:
-    os.kill(worker_of(cluster, node), signal.SIGKILL)
-
-
-def stop_worker(cluster: Nodes, node: str) -> None:
-    os.kill(worker_of(cluster, node), signal.SIGSTOP)
-
-
-def drain_and_kill(cluster: Nodes, node: str, stack: ExitStack, deadline_s: float = 20.0) -> None:
+def drain_and_kill(cluster: Nodes, node: str, deadline_s: float = 20.0) -> None:
     """A notice, and the end of the node when it is over."""
     cluster.drain(node, deadline_s)
-    killer = subprocess.Popen(["sleep", str(deadline_s)])
-    stack.callback(killer.kill)
-
-    import threading
-
-    def end() -> None:
-        killer.wait()
-        cluster.kill(node)
-
-    threading.Thread(target=end, daemon=True).start()
+    ender = threading.Timer(deadline_s, cluster.kill, [node])
+    ender.daemon = True
+    ender.start()
 
 
 def worker_of(cluster: Nodes, node: str) -> int:
-    """The process on a node that trains: of Ray's actors there, the one that has used the most CPU."""
+    """The process on a node that trains."""
+    return busiest(cluster.processes_of(node))
+
+
+def busiest(pids: list[int]) -> int:
+    """Of Ray's actors among these processes, the one that has used the most CPU: it trains."""
 
     def cpu(pid: int) -> int:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
-    workers = [pid for pid in cluster.processes_of(node) if is_actor(pid)]
-    return max(workers, key=cpu)
+    return max((pid for pid in pids if is_actor(pid)), key=cpu)
 
 
 def is_actor(pid: int) -> bool:
@@ -190,31 +185,36 @@ def torchrun_round(data: str) -> dict[str, float]:
     """torchrun restarts all of a job's processes when one is killed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps.jsonl"
-        script = str(ROOT / "tests" / "baselines" / "elastic_torchrun.py")
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node=2",
-                "--standalone",
-                "--max-restarts=100",
-            ),
-            *(script, f"{data}/train", str(out), folder),
-        ]
+        script = str(HERE / "elastic_torchrun.py")
+        options = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=100")
+        command = [sys.executable, *options, script, f"{data}/train", str(out), folder]
         job = Job(command, {**os.environ, "OMP_NUM_THREADS": "1"}, lambda: lines(out))
-        try:
-            job.await_steps(SETTLE_STEPS, 2, time.time())
-            children = [
-                pid
-                for pid in descendants(job.process.pid)
-                if script.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ]
-            seconds, lost = measured(job, 2, lambda: os.kill(children[-1], signal.SIGKILL))
-        finally:
-            job.stop()
-        print(f"worker killed: {seconds:.2f} s, {lost} steps lost", flush=True)
-        return {"worker killed, s": seconds, "worker killed, steps lost": lost}
+
+        def workers() -> list[int]:
+            pids = descendants(job.process.pid)
+            return [pid for pid in pids if script.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+        return killed_worker(job, workers)
+
+
+def torchft_round(data: str) -> dict[str, float]:
+    """Ray Train's torchft mode: the survivor of a killed worker goes on when its partner's heartbeats have stopped."""
+    env = {"PYTHONPATH": os.pathsep.join([str(torchft_path()), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    with tempfile.TemporaryDirectory() as folder, nodes(head_cpus=2, env=env) as cluster:
+        out = Path(folder) / "steps.jsonl"
+        command = [sys.executable, str(HERE / "elastic_torchft.py"), f"{data}/train", str(out), folder]
+        job = Job(command, {**client_env(cluster), **env}, lambda: lines(out))
+        return killed_worker(job, lambda: [busiest(cluster.head_processes())])
+
+
+def killed_worker(job: Job, workers: Callable[[], list[int]]) -> dict[str, float]:
+    try:
+        job.await_steps(SETTLE_STEPS, 2, time.time())
+        seconds, lost = measured(job, None, lambda: os.kill(workers()[-1], signal.SIGKILL))
+    finally:
+        job.stop()
+    print(f"worker killed: {seconds:.2f} s, {lost} steps lost", flush=True)
+    return {"worker killed, s": seconds, "worker killed, steps lost": lost}
 
 
 def main() -> None:
@@ -224,6 +224,7 @@ def main() -> None:
         "undula": lambda data: one_round(undula_job, data),
         "ray": lambda data: one_round(ray_job, data),
         "torchrun": torchrun_round,
+        "torchft": torchft_round,
     }
     parser.add_argument("--contenders", nargs="*", default=list(contenders), choices=list(contenders))
     options = parser.parse_args()

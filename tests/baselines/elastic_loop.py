@@ -19,6 +19,12 @@ CHECKPOINT_EVERY = 10
 GLOBAL_BATCH = 32
 
 
+def write_step(out: Path, step: int, world_size: int) -> None:
+    """Add {"step", "time", "world"}, `time` in seconds since the epoch."""
+    with out.open("a") as file:
+        file.write(json.dumps({"step": step, "time": time.time(), "world": world_size}) + "\n")
+
+
 def loop(
     rows: Tensor,
     out: Path,
@@ -26,7 +32,7 @@ def loop(
     load: Callable[[], Any],
     save: Callable[[Any], None],
 ) -> None:
-    """Train until the process is ended; rank 0 writes {"step", "time", "world"} for each step to `out`.
+    """Train until the process is ended; rank 0 tells of each step in `out`.
 
     Args:
         rows: [samples, context + 1] uint8.
@@ -55,8 +61,7 @@ def loop(
         optimizer.zero_grad(set_to_none=True)
         loss.item()
         if rank == 0:
-            with out.open("a") as file:
-                file.write(json.dumps({"step": step, "time": time.time(), "world": world_size}) + "\n")
+            write_step(out, step, world_size)
         step += 1
         if step % CHECKPOINT_EVERY == 0:
             save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": step})

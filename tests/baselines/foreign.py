@@ -48,6 +48,20 @@ def foreign_rate(name: str, place: Path, url: str, batch: int) -> float:
     return float(_run(name, "read", url, str(place), str(batch)).split()[-1])
 
 
+def torchft_path() -> Path:
+    """A folder for PYTHONPATH that holds torchft."""
+    place = FOLDER.parent / "torchft"
+    if not (place / "ready").exists():
+        install = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*install, "--target", str(place), "--upgrade", "torchft==0.2.0"], check=True)
+        # Imported at its top, used only where OpenTelemetry is asked for.
+        stand_in = place / "opentelemetry" / "exporter" / "otlp" / "proto" / "http" / "_log_exporter.py"
+        stand_in.parent.mkdir(parents=True, exist_ok=True)
+        stand_in.write_text("OTLPLogExporter = None\n")
+        (place / "ready").touch()
+    return place
+
+
 def _run(name: str, *arguments: str) -> str:
     command = [str(FOLDER / "bin" / "python"), "-W", "ignore", str(HERE / FOREIGN[name]), *arguments]
     env = {**os.environ, "S3_ENDPOINT_URL": os.environ["AWS_ENDPOINT_URL"], "PYTHONPATH": str(HERE)}
