@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -26,7 +27,7 @@ from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
 from undula.run.job import Job
 from undula.run.loop import Run
-from undula.run.worker import Worker
+from undula.run.worker import Worker, open_data
 from undula.spec import load_spec
 from undula.state.directory import JOB_FILE, forget, held
 from undula.state.ledger import Event, EventWriter, last_event, read_ledger
@@ -101,6 +102,7 @@ def _fit(
             on_event=on_event,
             grow=workers.grow,
             hang_limit_s=workers.hang_limit_s,
+            prepare=partial(open_data, job),
         )
     _ship_modules_beside_the_script()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))

@@ -34,6 +34,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STEPS_AFTER = 5
 LIMIT_S = 240.0
+HANG_LIMIT_S = 120.0
 SETTLE_STEPS = 15
 """Made in between, so that one fault's end is not the next one's beginning, and a checkpoint is not always fresh."""
 
@@ -56,9 +57,9 @@ class Job:
         )
         self.made = made
 
-    def await_steps(self, count: int, world: int | None, since: float) -> list[Made]:
+    def await_steps(self, count: int, world: int | None, since: float, limit_s: float = LIMIT_S) -> list[Made]:
         """Wait until the last `count` steps after a time were made by a group of this size; None for any."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             made = sorted(self.made(), key=lambda each: each.time)
             last = [each for each in made if each.time > since][-count:]
@@ -67,7 +68,7 @@ class Job:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the job ended with {self.process.returncode}")
             time.sleep(0.25)  # paces the looks
-        raise TimeoutError(f"no group of {world} within {LIMIT_S:.0f} s")
+        raise TimeoutError(f"no group of {world} within {limit_s:.0f} s")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -109,12 +110,12 @@ def lines(out: Path) -> list[Made]:
     return [Made(**json.loads(line)) for line in text.splitlines()]
 
 
-def measured(job: Job, world: int | None, fault: Callable[[], object]) -> tuple[float, int]:
+def measured(job: Job, world: int | None, fault: Callable[[], object], limit_s: float = LIMIT_S) -> tuple[float, int]:
     """Let a fault happen; the outage in seconds until there is a group of `world` (None: any), and the steps that were lost."""
     before = sorted(job.made(), key=lambda each: each.time)
     began = time.time()
     fault()
-    made = job.await_steps(STEPS_AFTER, world, began)
+    made = job.await_steps(STEPS_AFTER, world, began, limit_s)
     last_before = max((each.time for each in made if each.time <= began), default=began)
     window = [each.time for each in made if each.time >= last_before]
     twice = len(made) - len({each.step for each in made}) - (len(before) - len({each.step for each in before}))
@@ -130,9 +131,14 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
         job = start(cluster, data, folder)
         stack.callback(job.stop)
 
-        def fault(name: str, before: int, after: int | None, happens: Callable[[], object]) -> None:
+        def stop_worker() -> None:
+            os.kill(worker_of(cluster, cluster.nodes[1]), signal.SIGSTOP)
+
+        def fault(
+            name: str, before: int, after: int | None, happens: Callable[[], object], limit_s: float = LIMIT_S
+        ) -> None:
             job.await_steps(SETTLE_STEPS, before, time.time())
-            seconds, lost = measured(job, after, happens)
+            seconds, lost = measured(job, after, happens, limit_s)
             figures[f"{name}, s"], figures[f"{name}, steps lost"] = seconds, lost
             print(f"{name}: {seconds:.2f} s, {lost} steps lost", flush=True)
 
@@ -143,11 +149,12 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
         fault("node added again", 1, 2, cluster.add)
         fault("node killed", 2, 1, lambda: cluster.kill(cluster.nodes[1]))
         cluster.add()
+        job.await_steps(SETTLE_STEPS, 2, time.time())
         try:
-            fault("hang", 2, None, lambda: os.kill(worker_of(cluster, cluster.nodes[1]), signal.SIGSTOP))
+            fault("hang", 2, None, stop_worker, HANG_LIMIT_S)
         except TimeoutError:
             figures["hang, s"], figures["hang, steps lost"] = math.inf, math.inf
-            print(f"hang: no step for {LIMIT_S:.0f} s", flush=True)
+            print(f"hang: no step for {HANG_LIMIT_S:.0f} s", flush=True)
     return figures
 
 

@@ -6,12 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import Generic, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import ray.data
 
@@ -111,14 +110,26 @@ class RankStream:
         return queue[0].rows, position - queue[0].rows.start
 
     def _read_on(self, places: dict[int, tuple[int, int]]) -> Generator["_Block", None, None]:
-        """The windows from some places on, in the order in which steps need them, over the ends of epochs."""
+        """The windows from some places on, in the order in which steps need them, over the ends of epochs.
+
+        The head of them is read here. The processes of Ray Data's tasks take cores from the training while they start, so they do at
+        half of the head: a run on a cluster that changes often may never need them.
+        """
         needed = heapq.merge(*(self._needed(v, *place) for v, place in places.items()), key=lambda need: need[:2])
-        head_bytes = self._spec.head_mib * 2**20
-        while chunk := list(itertools.islice(needed, CHUNK_WINDOWS)):
-            reads = [self._read(window, epoch) for *_, epoch, window in chunk]
-            for (_, virtual_worker, epoch, _), rows in zip(chunk, _rows(reads, head_bytes, self._spec), strict=True):
-                yield _Block(virtual_worker, epoch, rows)
-            head_bytes = 0  # the processes are there
+        todo = (_Need(virtual_worker, epoch, self._read(window, epoch)) for _, virtual_worker, epoch, window in needed)
+        head = list(_first(todo, self._spec.head_mib * 2**20))
+        tail: _ReadAhead[_Block] | None = None
+        try:
+            for place, need in enumerate(head):
+                if place == len(head) // 2:
+                    tail = _ReadAhead(_by_tasks(todo, self._spec))
+                yield need.block([need.read()])
+            tail = tail or _ReadAhead(_by_tasks(todo, self._spec))
+            while True:
+                yield next(tail)
+        finally:
+            if tail:
+                tail.close()
 
     def _needed(self, virtual_worker: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, Window]]:
         """The windows of a virtual worker to the end of the run: (steps until it needs it, virtual worker, epoch, window)."""
@@ -152,6 +163,16 @@ class _Block:
     virtual_worker: int
     epoch: int
     rows: WindowRows
+
+
+@dataclass(frozen=True)
+class _Need:
+    virtual_worker: int
+    epoch: int
+    read: WindowRead
+
+    def block(self, tables: list[pa.Table]) -> _Block:
+        return _Block(self.virtual_worker, self.epoch, WindowRows(self.read, tables))
 
 
 class _ReadAhead(Generic[T]):
@@ -193,28 +214,27 @@ class _ReadAhead(Generic[T]):
             self._ready.put(error)
 
 
-def _rows(reads: list[WindowRead], head_bytes: int, spec: DataSpec) -> Generator[WindowRows, None, None]:
-    """The rows of each read, in order: the head of them, or the first at least, read here while the processes of Ray Data's tasks start."""
-    end_bytes = np.cumsum([read.num_bytes for read in reads])
-    head = max(int(np.searchsorted(end_bytes, head_bytes, side="right")), 1) if head_bytes else 0
-    tables = _ReadAhead(_tables(reads[head:], spec)) if reads[head:] else None
-    try:
-        for read in reads[:head]:
-            yield WindowRows(read, [read()])
-        rest = pa.table({})
-        for read in reads[head:]:
-            assert tables is not None
-            parts: list[pa.Table] = []
-            missing = read.num_rows
-            while missing:  # Ray Data joins and cuts tables as it sees fit
-                rest = rest if rest.num_rows else next(tables)
-                parts.append(rest.slice(0, missing))
-                missing -= parts[-1].num_rows
-                rest = rest.slice(parts[-1].num_rows)
-            yield WindowRows(read, parts)
-    finally:
-        if tables:
-            tables.close()
+def _first(needs: Iterator[_Need], num_bytes: int) -> Iterator[_Need]:
+    """The first of them, as many as `num_bytes` begin in."""
+    while num_bytes > 0 and (need := next(needs, None)):
+        num_bytes -= need.read.num_bytes
+        yield need
+
+
+def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None, None]:
+    """The windows, in order, by tasks of Ray Data."""
+    while chunk := list(itertools.islice(needs, CHUNK_WINDOWS)):
+        with closing(_tables([need.read for need in chunk], spec)) as tables:
+            rest = pa.table({})
+            for need in chunk:
+                parts: list[pa.Table] = []
+                missing = need.read.num_rows
+                while missing:  # Ray Data joins and cuts tables as it sees fit
+                    rest = rest if rest.num_rows else next(tables)
+                    parts.append(rest.slice(0, missing))
+                    missing -= parts[-1].num_rows
+                    rest = rest.slice(parts[-1].num_rows)
+                yield need.block(parts)
 
 
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:

@@ -3,13 +3,16 @@
 import gc
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ray.air._internal.device_manager import get_torch_device_manager_by_context
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
@@ -19,6 +22,11 @@ from undula.run.handover import ProgressView, process
 
 AT_ONCE_S = 0.3
 """In which a train function ends by itself after it has left, or after a collective has failed."""
+LATE_IMPORTS = ("ray.tune", "undula.elastic.backend")
+"""What Ray Train and a group's first rendezvous would import in a worker."""
+PIECE_BYTES = 8 * 2**20
+FAULT_IN_BYTES = 2**30
+"""At most; what a thread frees at the end of the heap stays there up to this size."""
 
 
 @dataclass
@@ -29,15 +37,28 @@ class ElasticStatus(WorkerStatus):
     """Where its rank stands; None where the train function is not a Run's."""
     has_left: bool = False
     """Whether it has left the group at a step boundary."""
+    resident_bytes: int = 0
+    """Memory of its process."""
 
 
 class ElasticWorker(RayTrainWorker):
     """A RayTrainWorker that can leave its group and join another."""
 
-    def prepare(self, train_fn_ref: ObjectRefWrapper[Any]) -> ActorMetadata:
-        """Everything that takes time before a group starts, beside the group that still trains: imports, device, first kernels."""
+    def prepare(
+        self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int
+    ) -> ActorMetadata:
+        """Everything that takes time before a group starts, beside the group that still trains: imports, device, first kernels, memory.
+
+        Args:
+            train_fn_ref: what will run.
+            prepare: the trainer's own preparation.
+            resident_bytes: memory of a worker that trains; 0 where it is not known, or is none of the host's.
+        """
         train_fn_ref.get()
         warm_up()
+        if prepare:
+            prepare()
+        fault_in(resident_bytes - resident())
         return self.get_metadata()
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
@@ -49,6 +70,7 @@ class ElasticWorker(RayTrainWorker):
         if not process.is_run:
             return status
         status.progress = process.progress.view()
+        status.resident_bytes = resident()
         status.has_left = status.progress.phase == "left" and not status.running and status.error is None
         if status.has_left:
             status.running = True  # or the controller would take the run for finished
@@ -89,13 +111,28 @@ def abort_collectives() -> None:
         group.abort()
 
 
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def fault_in(num_bytes: int) -> None:
+    """Make memory part of this process's heap, up to what the heap keeps (KEEP_MEMORY of undula.elastic.pool)."""
+    pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
+    held = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in pieces]
+    del held
+
+
 def warm_up() -> None:
     """One step of a tiny model: torch imports much of itself only then, and CUDA makes its context."""
+    get_torch_device_manager_by_context()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = torch.nn.Linear(2, 2).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(2, 2, device=device)).sum().backward()
     optimizer.step()
+    for module in LATE_IMPORTS:
+        import_module(module)
     from undula.run.modelstate import load_state, model_and_optimizer_state
 
     load_state(model, optimizer, model_and_optimizer_state(model, optimizer))

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ POLL_INTERVAL_S = 0.25
 FAST_POLL_S = 0.02
 FAST_FOR_S = 1.0
 """After a worker has called, and while a group ends."""
+ANSWER_S = 0.05
+"""A poll takes; a later answer is the next one's."""
 TELL_INTERVAL_S = 30.0
 START_S = 15.0
 """In which workers that are being started are expected."""
@@ -136,6 +139,7 @@ class PoolPolicy(ScalingPolicy):
             if status.progress:
                 self._is_run = True
                 self._last[rank] = status.progress
+                self._pool().worker_bytes = status.resident_bytes
         self._last = {rank: self._last[rank] for rank in range(len(statuses)) if rank in self._last}
         if self._pause_began and any(rank.longest_step_s for rank in self._last.values()):
             self._pauses.append(time.monotonic() - self._pause_began)
@@ -215,10 +219,11 @@ class PoolPolicy(ScalingPolicy):
 class ElasticController(TrainController):
     """Ray Train's controller with a pool of workers, which polls when there is something to see."""
 
-    def __init__(self, *, scaling_policy: PoolPolicy, **arguments: Any):
+    def __init__(self, *, scaling_policy: PoolPolicy, prepare: Callable[[], None] | None, **arguments: Any):
         config, context = scaling_policy.scaling_config, arguments["train_run_context"]
         self._pool = scaling_policy.pool = WorkerPool(
             train_fn_ref=arguments["train_fn_ref"],
+            prepare=prepare,
             resources=config._resources_per_worker_not_none,
             runtime_env=WorkerGroup._get_worker_runtime_env(context.run_config.worker_runtime_env),
             high=config.max_workers,
@@ -238,7 +243,7 @@ class ElasticController(TrainController):
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()
         assert self._worker_group is not None
-        status = self._worker_group.poll_status(timeout=POLL_INTERVAL_S)
+        status = self._worker_group.poll_status(timeout=ANSWER_S)
         steps = [each.progress.step for each in _elastic(status) if each.progress]
         self._retries.step = max([self._retries.step, *steps])
         return status

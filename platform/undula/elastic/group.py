@@ -53,7 +53,8 @@ class PooledState(WorkerGroupState):
     pool: WorkerPool
 
     def shutdown(self) -> None:
-        self.pool.take_back([actor_id(worker) for worker in self.workers])
+        ids = [actor_id(worker) for worker in self.workers]
+        self.pool.take_back(dict(zip(ids, self.group.silent_s(), strict=True)))
 
 
 class ElasticWorkerGroup(WorkerGroup):

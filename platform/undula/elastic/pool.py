@@ -1,7 +1,7 @@
 """The worker processes of a run: started beside the training that goes on, kept from one worker group to the next."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,18 @@ RETRY_S = 2.0
 """Between attempts to start workers on one node: Ray's head learns of a change with a delay."""
 START_TIMEOUT_S = 300.0
 ANSWER_S = 0.5
-"""A worker whose process does not say within this time that it is there is gone, as its whole node may be."""
+"""A worker whose process has given no sign for this time is gone, as its whole node may be."""
+ASK_S = 0.05
+"""What one gets in any case to say that it is there."""
 PATIENCE_S = 12.0
 """For a worker to end what its group has left running, a rendezvous that fails included."""
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+}
+"""For glibc, of workers that train on a CPU: each group's train function has a thread of its own, and would fault its activations in
+anew, which takes as long as the first step itself. So all threads share one heap, whose memory is kept."""
 
 
 @dataclass
@@ -51,6 +60,7 @@ class WorkerPool:
     """
 
     train_fn_ref: ObjectRefWrapper[Any]
+    prepare: Callable[[], None] | None
     resources: dict[str, float]
     runtime_env: dict[str, Any]
     high: int
@@ -58,6 +68,8 @@ class WorkerPool:
     notices: dict[str, float] = field(default_factory=dict)
     """When the notice of each node that will go was first seen, in seconds since the epoch."""
     workers: dict[str, PooledWorker] = field(default_factory=dict)
+    worker_bytes: int = 0
+    """Memory of a worker that trains, as last seen."""
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")
@@ -103,10 +115,15 @@ class WorkerPool:
             self._sync_actor.reset.remote()
         return self._sync_actor
 
-    def take_back(self, ids: Sequence[str]) -> None:
-        """End a group: its workers stay where they can; those that do not answer, or cannot be in another group, go."""
-        members = [self.workers[each] for each in ids if each in self.workers]
-        answering = _those_that_say_yes({worker.actor.answer.remote(): worker for worker in members}, ANSWER_S)
+    def take_back(self, silent_s: Mapping[str, float]) -> None:
+        """End a group: its workers stay where they can; those that do not answer, or cannot be in another group, go.
+
+        Args:
+            silent_s: for how long each worker of the group has given no sign.
+        """
+        members = [self.workers[each] for each in silent_s if each in self.workers]
+        answers = {worker.actor.answer.remote(): worker for worker in members}
+        answering = _answering(answers, {worker.id: max(ANSWER_S - silent_s[worker.id], ASK_S) for worker in members})
         leaving = {worker.actor.leave.remote(PATIENCE_S / 2): worker for worker in answering}
         left = [worker.id for worker in _those_that_say_yes(leaving, PATIENCE_S)]
         for worker in members:
@@ -159,10 +176,27 @@ class WorkerPool:
 
     def _start(self, node: str, now: float) -> None:
         options = bundle_to_remote_args(self.resources)
-        actor_class = ray.remote(runtime_env=self.runtime_env, label_selector={"ray.io/node-id": node}, **options)
+        own = {} if self.resources.get("GPU") else KEEP_MEMORY
+        runtime_env = {**self.runtime_env, "env_vars": {**own, **self.runtime_env.get("env_vars", {})}}
+        actor_class = ray.remote(runtime_env=runtime_env, label_selector={"ray.io/node-id": node}, **options)
         actor: Any = actor_class(ElasticWorker).remote()
-        worker = PooledWorker(actor, node, actor.prepare.remote(self.train_fn_ref), now)
+        worker_bytes = 0 if self.resources.get("GPU") else self.worker_bytes
+        preparing = actor.prepare.remote(self.train_fn_ref, self.prepare, worker_bytes)
+        worker = PooledWorker(actor, node, preparing, now)
         self.workers[worker.id] = worker
+
+
+def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:
+    """Those that answer, each within its own time."""
+    asked, found = time.monotonic(), []
+    while answers:
+        left = max(patience_s[worker.id] for worker in answers.values()) - (time.monotonic() - asked)
+        done, _ = ray.wait(list(answers), num_returns=1, timeout=max(left, 0))
+        if not done:
+            break
+        worker = answers.pop(done[0])
+        found += [worker] if _is_yes(done[0]) else []
+    return found
 
 
 def _those_that_say_yes(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:

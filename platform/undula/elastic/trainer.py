@@ -30,7 +30,8 @@ class ElasticTorchTrainer(TorchTrainer):
     """A TorchTrainer whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
 
     Takes TorchTrainer's arguments but for those that it deprecates, and `on_event`: called in the controller's process with each
-    resize, crash and notice; it must be picklable. By default events go to the logger "undula".
+    resize, crash and notice; it must be picklable. By default events go to the logger "undula". And `prepare`: called in each worker's
+    process before it joins its first group, beside the group that trains.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ElasticTorchTrainer(TorchTrainer):
         on_event: EventSink = log_event,
         grow: Literal["auto", "always", "never"] = "auto",
         hang_limit_s: float | None = None,
+        prepare: Callable[[], None] | None = None,
     ):
         super().__init__(
             train_loop_per_worker,
@@ -61,6 +63,7 @@ class ElasticTorchTrainer(TorchTrainer):
         self._on_event = on_event
         self._grow = grow
         self._hang_limit_s = hang_limit_s
+        self._prepare = prepare
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
         """As Ray's, but for the controller's class, its policies, and callbacks that would only idle or do what ours do."""
@@ -74,7 +77,7 @@ class ElasticTorchTrainer(TorchTrainer):
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         controller_class = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": env})(ElasticController)
-        controller: Any = controller_class.remote(**controller_arguments)
+        controller: Any = controller_class.remote(prepare=self._prepare, **controller_arguments)
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())

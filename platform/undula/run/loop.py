@@ -144,6 +144,7 @@ class Run:
             self._plan_digest,
             process.kept,
             newest_snapshot(folder, self._plan_digest),
+            self._open_stream,
             self._control,
         )
         start = self._boundary = restored.step
@@ -163,15 +164,13 @@ class Run:
             self._event(
                 Event("notice", "data.validation is given, and run.steps() has no validate=: nothing is validated")
             )
-        stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
-        self._stream = stream
         try:
-            stream.open()
             process.progress.begin(start)
             if validation and start == 0:
                 self._validate(validation, 0)
             for index in range(start, self.plan.total_steps):
-                step = Step(self, stream, index)
+                assert self._stream is not None
+                step = Step(self, self._stream, index)
                 yield step
                 if not step.updated:
                     raise RuntimeError(f"step {index} was left without step.update()")
@@ -179,6 +178,10 @@ class Run:
             self._end()
         finally:
             self._close()
+
+    def _open_stream(self, start: int) -> None:
+        self._stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
+        self._stream.open()
 
     def _close(self) -> None:
         """End what works beside the loop. A loop that an exception has left is not there to do it until its frame has gone."""

@@ -1,6 +1,6 @@
 """Where a worker group begins: at the newest state that one of its ranks has kept, else at the newest whole checkpoint, else at step 0."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ def restore(
     plan_digest: str,
     kept: Kept | None,
     snapshot: Snapshot | None,
+    begin: Callable[[int], None],
     group: dist.ProcessGroup,
 ) -> Restored:
     """Bring model and optimizer to the newest state there is, the same on every rank. All ranks call it.
@@ -47,6 +48,7 @@ def restore(
     Args:
         kept: what this process has of the run.
         snapshot: what this node has.
+        begin: called with the step as soon as it is known, for what can be done while the state is on its way.
 
     Raises:
         RunError: the newest checkpoint is of another plan.
@@ -54,14 +56,27 @@ def restore(
     mine = kept if kept and kept.plan_digest == plan_digest else None
     steps = _gathered(mine.step if mine else -1, group)
     if max(steps) >= 0:
+        begin(max(steps))
         return _from_ranks(model, optimizer, mine, steps, "the memory of a worker", group)
     found = _gathered(snapshot.step if snapshot else -1, group)
     commit, damaged = _newest_checkpoint(checkpoints, group)
     if max(found) > (commit.step if commit else 0):
+        begin(max(found))
         if snapshot and snapshot.step == max(found):
             mine = Kept(plan_digest, snapshot.step, snapshot.load(), snapshot.rows)
         return _from_ranks(model, optimizer, mine, found, "the memory of a node", group)
-    return _from_checkpoint(model, optimizer, checkpoints, plan_digest, commit, damaged)
+    if commit is None:
+        begin(0)
+        return Restored(damaged=damaged)
+    if commit.plan_digest != plan_digest:
+        raise RunError(
+            f"{checkpoints.url}/{commit.folder} is of another plan or other data than this job's: "
+            "restore them, give another name, or start over with --fresh"
+        )
+    begin(commit.step)
+    state = model_and_optimizer_state(model, optimizer)
+    load_state(model, optimizer, {**state, **checkpoints.load(commit, state)})
+    return Restored(commit.step, "the checkpoint", (), damaged)
 
 
 def _from_ranks(
@@ -123,26 +138,6 @@ def _newest_checkpoint(checkpoints: Checkpointer, group: dist.ProcessGroup) -> t
     if is_first:
         checkpoints.remove(damaged)  # or they would count among those to keep
     return commit, damaged
-
-
-def _from_checkpoint(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    checkpoints: Checkpointer,
-    plan_digest: str,
-    commit: Commit | None,
-    damaged: dict[str, str],
-) -> Restored:
-    if commit is None:
-        return Restored(damaged=damaged)
-    if commit.plan_digest != plan_digest:
-        raise RunError(
-            f"{checkpoints.url}/{commit.folder} is of another plan or other data than this job's: "
-            "restore them, give another name, or start over with --fresh"
-        )
-    state = model_and_optimizer_state(model, optimizer)
-    load_state(model, optimizer, {**state, **checkpoints.load(commit, state)})
-    return Restored(commit.step, "the checkpoint", (), damaged)
 
 
 def _gathered(value: int, group: dist.ProcessGroup) -> list[int]:

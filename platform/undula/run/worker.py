@@ -10,6 +10,9 @@ from pathlib import Path
 import ray.train
 import ray.train.torch
 
+from undula.data.mixture import load_data, rank_stream
+from undula.errors import UndulaError
+from undula.plan.plan import Plan
 from undula.run.handover import LeaveGroup, process
 from undula.run.hub import TeeToDriver
 from undula.run.job import Job
@@ -44,6 +47,13 @@ class Worker:
                 with suppress(Exception):  # a GPU in error gives nothing back
                     run.hand_over()
                 raise
+
+
+def open_data(job: Job) -> None:
+    """Read a window of a job's data, so that connections are there and memory is by the time that the first batch is asked for."""
+    with suppress(UndulaError, OSError):  # the run itself will tell
+        data = load_data(job.data)
+        rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)
 
 
 def _leave_batch_scheduling() -> None:
