@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 from ray.train.v2._internal.execution.context import get_train_context
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 RENDEZVOUS_TIMEOUT_S = 10.0
 
@@ -27,6 +27,11 @@ class Rendezvous:
     port: int
     backend: str
     timeout_s: float
+
+    def store(self, rank: int, world_size: int) -> TCPStore:
+        """Where ranks find each other; rank 0 serves it."""
+        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        return TCPStore(self.address, self.port, world_size, is_master=rank == 0, timeout=timeout)
 
 
 _rendezvous: Rendezvous | None = None
@@ -46,20 +51,16 @@ class InProcessGroup(AbstractContextManager[None]):
     def __enter__(self) -> None:
         assert _rendezvous is not None
         context = ray.train.get_context()
+        rank, world_size = context.get_world_rank(), context.get_world_size()
         if torch.cuda.is_available():
             torch.cuda.set_device(ray.train.torch.get_device())
-        store = TCPStore(
-            _rendezvous.address,
-            _rendezvous.port,
-            context.get_world_size(),
-            is_master=context.get_world_rank() == 0,
-            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
-        )
+        # A rank that is alone meets nobody, and saves the 15 ms of a server.
+        store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)
         dist.init_process_group(
             _rendezvous.backend,
             store=store,
-            rank=context.get_world_rank(),
-            world_size=context.get_world_size(),
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=_rendezvous.timeout_s),
         )
 

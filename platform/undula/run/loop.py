@@ -176,6 +176,9 @@ class Run:
                     raise RuntimeError(f"step {index} was left without step.update()")
                 self._after_step(index + 1, validation)
             self._end()
+        except LeaveGroup:
+            self._close(wait=False)  # rows that are not stored yet go to the next group with the state
+            raise
         finally:
             self._close()
 
@@ -183,15 +186,22 @@ class Run:
         self._stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
         self._stream.open()
 
-    def _close(self) -> None:
-        """End what works beside the loop. A loop that an exception has left is not there to do it until its frame has gone."""
+    def _close(self, wait: bool = True) -> None:
+        """End what works beside the loop. A loop that an exception has left is not there to do it until its frame has gone.
+
+        Args:
+            wait: for storage to have what was told.
+        """
         if self._stream:
-            # It may wait for Ray Data's first block, and the next group of workers for us.
-            threading.Thread(target=self._stream.close, name="undula-stream-close", daemon=True).start()
+            _in_thread(
+                self._stream.close
+            )  # it may wait for Ray Data's first block, and the next group of workers for us
         if self._snapshots:
             self._snapshots.close()
-        if self._telemetry:
+        if self._telemetry and wait:
             self._telemetry.close()
+        elif self._telemetry:
+            _in_thread(self._telemetry.close)
         self._stream = self._snapshots = self._telemetry = None
 
     def hand_over(self) -> None:
@@ -314,3 +324,7 @@ class Run:
         box: list[Any] = [decide() if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return int(box[0])
+
+
+def _in_thread(close: Callable[[], None]) -> None:
+    threading.Thread(target=close, name="undula-close", daemon=True).start()
