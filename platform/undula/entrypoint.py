@@ -90,13 +90,12 @@ def _fit(
     publish: HubPublisher,
     trainer_name: str,
 ) -> Exception | None:
-    loop = Worker(train, job, publish)
     on_event = TellEverywhere(prepared.store, publish)
     if trainer_name == "ray":
-        trainer = ray_trainer(loop, workers, prepared.store, on_event)
+        trainer = ray_trainer(Worker(train, job, publish), workers, prepared.store, on_event)
     else:
         trainer = ElasticTorchTrainer(
-            loop,
+            Worker(train, job, publish),
             scaling_config=scaling_config(workers),
             run_config=run_config(workers, prepared.store),
             on_event=on_event,

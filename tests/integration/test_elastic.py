@@ -1,14 +1,21 @@
 """Nodes come and go while a job runs: no step is lost or repeated, and the losses stay those of a run left alone."""
 
 import json
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from integration_kit import Jobs, relative_difference
+import pytest
+from integration_kit import Jobs, job_json, relative_difference
 
+from undula.report.certificate import certify, data_of
+from undula.report.summary import read_run
 from undula.state.commit import find_commits
 from undula.state.ledger import read_ledger
+from undula.state.snapshot import folder_of
 from undula.storage import open_store
 from undula.testing.nodes import nodes
 
@@ -16,6 +23,14 @@ SETTINGS = (
     *("checkpoint.every_steps=1000", "data.validation=null", "workers.grow=always", "schedule.decay=constant"),
     *("schedule.base_lr=3e-4", "config.model.width=128", "config.model.layers=4"),
 )
+
+
+def wait_for(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)  # paces the looks
 
 
 def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_loss(
@@ -31,18 +46,11 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
         def sizes() -> list[int]:
             return read_ledger(store).steps["world_size"].to_pylist() if store.exists("ledger") else []
 
-        def wait_for(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 120
-            while not condition():
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.2)  # paces the looks
-
-        wait_for(lambda: len(sizes()) > 0)
+        wait_for(process, lambda: len(sizes()) > 0)
         second = cluster.add()
-        wait_for(lambda: 2 in sizes())
+        wait_for(process, lambda: 2 in sizes())
         cluster.drain(first, deadline_s=60)
-        wait_for(lambda: sizes()[-1] == 1)
+        wait_for(process, lambda: sizes()[-1] == 1)
         assert set(cluster.nodes) == {first, second}  # the group has left before the node has gone
         process.terminate()
         process.communicate()
@@ -73,22 +81,89 @@ def test_below_the_fewest_workers_the_step_is_saved_and_the_run_waits(session_jo
             events = read_ledger(store).events.to_pylist() if store.exists("ledger") else []
             return any(event["kind"] == kind and words in event["message"] for event in events)
 
-        def wait_for(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 120
-            while not condition():
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline
-                time.sleep(0.2)  # paces the looks
-
-        wait_for(lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 0)
+        wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 0)
         cluster.drain(doomed, deadline_s=20)
-        wait_for(lambda: told("checkpoint"))
-        wait_for(lambda: told("waiting", "waiting for 1 more worker of 1 CPU"))
+        wait_for(process, lambda: told("checkpoint"))
+        wait_for(process, lambda: told("waiting", "waiting for 1 more worker of 1 CPU"))
         saved = find_commits(store)[0][0].step
         cluster.kill(doomed)
         cluster.add()
-        wait_for(lambda: told("start", f"of step {saved} with 2 workers"))
+        wait_for(process, lambda: told("start", f"of step {saved} with 2 workers"))
         process.terminate()
         process.communicate()
     assert told("notice", "saving, then waiting: 1 of 2 workers on nodes that will go, 1 left, at least 2 needed")
     assert read_ledger(store).replaced.num_rows == 0
+
+
+def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_copy(
+    session_jobs: Jobs, tmp_path: Path
+) -> None:
+    with nodes() as cluster:
+        only = cluster.add()
+        cluster.await_all()
+        jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
+        process = jobs.start("copied", *SETTINGS, "plan.max_steps=30000", *jobs.workers(1))
+        store = open_store(f"{tmp_path}/copied")
+        wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 50)
+        cluster.kill(only)
+        shutil.rmtree(folder_of(store.url, job_json(store)["id"]))  # the nodes of this machine share its memory
+        reached = read_ledger(store).steps.num_rows
+        cluster.add()
+
+        def resumed() -> list[str]:
+            return [event["message"] for event in read_ledger(store).events.to_pylist() if event["kind"] == "start"][1:]
+
+        wait_for(process, lambda: len(resumed()) > 0)
+        wait_for(process, lambda: read_ledger(store).steps.num_rows > reached + 50)
+        process.terminate()
+        process.communicate()
+    assert resumed()[0].startswith("resumed from the memory of the head of step ")
+    run = read_run(store)
+    certificate = certify(run, data_of(run))
+    assert certificate.holds, certificate.difference
+
+
+def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
+    session_jobs: Jobs, tmp_path: Path
+) -> None:
+    batch = (
+        "plan.batch=elastic",
+        "schedule.batch_rule=linear",
+        "schedule.rewarm_samples=240",
+        "schedule.warmup_samples=0",
+    )
+    with nodes() as cluster:
+        first = cluster.add()
+        cluster.await_all()
+        jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
+        process = jobs.start("follows", *SETTINGS, *batch, "plan.max_steps=30000", "workers.min=1", "workers.max=2")
+        store = open_store(f"{tmp_path}/follows")
+
+        def rows() -> list[dict[str, Any]]:
+            return read_ledger(store).steps.to_pylist() if store.exists("ledger") else []
+
+        wait_for(process, lambda: len(rows()) > 0)
+        cluster.add()
+        wait_for(process, lambda: sum(row["world_size"] == 2 for row in rows()) > 10)
+        cluster.drain(first, deadline_s=60)
+        wait_for(process, lambda: rows()[-1]["world_size"] == 1)
+        process.terminate()
+        process.communicate()
+    run = read_run(store)
+    certificate = certify(run, data_of(run))
+    assert certificate.holds, certificate.difference
+    grown = rows()
+    first_grown = next(place for place, row in enumerate(grown) if row["world_size"] == 2)
+    before = grown[first_grown - 1]["samples"]
+    assert {row["step_samples"] for row in grown if row["world_size"] == 1 and row["span"] == 1} == {24}
+    assert any(row["step_samples"] == 48 for row in grown)
+    for row in grown:
+        climbed = min((row["samples"] - before) / 240, 1.0)
+        factor = 1.0 + climbed if row["world_size"] == 2 else 1.0
+        assert row["lr"] == pytest.approx(3e-4 * factor)
+    told = [event.message for event in run.events if event.kind == "batch"]
+    assert told[:3] == [
+        "steps of 24 samples, learning rate times 1",
+        "steps of 48 samples, learning rate times 2 after 240 samples",
+        "steps of 24 samples, learning rate times 1",
+    ]

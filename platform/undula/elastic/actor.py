@@ -45,7 +45,7 @@ class ElasticWorker(RayTrainWorker):
     """A RayTrainWorker that can leave its group and join another."""
 
     def prepare(
-        self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int
+        self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str
     ) -> ActorMetadata:
         """Everything that takes time before a group starts, beside the group that still trains: imports, device, first kernels, memory.
 
@@ -53,7 +53,9 @@ class ElasticWorker(RayTrainWorker):
             train_fn_ref: what will run.
             prepare: the trainer's own preparation.
             resident_bytes: memory of a worker that trains; 0 where it is not known, or is none of the host's.
+            home: the controller's node.
         """
+        process.home = home
         train_fn_ref.get()
         warm_up()
         if prepare:
@@ -64,6 +66,7 @@ class ElasticWorker(RayTrainWorker):
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         process.join_group()
         super().init_train_context(*arguments, **more)
+        process.controller = get_train_context().controller_actor
 
     def poll_status(self) -> ElasticStatus:
         status = ElasticStatus(**vars(super().poll_status()))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import RunningState
 from ray.train.v2._internal.execution.scaling_policy import (
@@ -27,6 +28,7 @@ from undula.elastic.policy import Decision, Growth, Hold, Resize, Save, View, de
 from undula.elastic.pool import WorkerPool
 from undula.run.handover import ProgressView
 from undula.state.ledger import Event
+from undula.state.snapshot import FREE_SHARE, available_memory
 
 POLL_INTERVAL_S = 0.25
 FAST_POLL_S = 0.02
@@ -230,6 +232,7 @@ class ElasticController(TrainController):
         )
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
+        self._snapshot: tuple[dict[str, Any], np.ndarray[Any, Any]] | None = None
         self._fast_until = float("-inf")
         self._elastic_policy = scaling_policy
         self._retries: RetryUnlessBug = arguments["failure_policy"]
@@ -239,6 +242,17 @@ class ElasticController(TrainController):
         """A worker has something to tell."""
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
+
+    async def keep_snapshot(self, meta: dict[str, Any], data: np.ndarray[Any, Any]) -> bool:
+        """Keep a copy of a node's snapshot; False where it takes more than half of the memory that is free here."""
+        if self._snapshot is None and data.nbytes > FREE_SHARE * available_memory():
+            return False
+        self._snapshot = meta, await asyncio.to_thread(data.copy)
+        return True
+
+    async def kept_snapshot(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]] | None:
+        """The newest that was kept."""
+        return self._snapshot
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()

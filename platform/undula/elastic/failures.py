@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
@@ -17,6 +18,13 @@ BUGS = (
     *(SyntaxError, TypeError, ValueError, UndulaError),
 )
 """Exceptions that come again when the same code runs again."""
+
+LOSSES = (
+    ("NODE_OUT_OF_MEMORY|running low on memory", "out of memory: Ray ended the process as its node had little left"),
+    ("node (has )?died|node is dead", "its node is gone"),
+    ("worker process has died", "its process has crashed or was killed, perhaps by the system as memory ran out"),
+)
+"""What Ray says of a lost worker -> what is told."""
 
 
 class NotEnoughWorkersError(WorkerGroupStartupFailedError):
@@ -92,9 +100,14 @@ def whole_story(error: BaseException) -> str:
 def _one_line(failure: BaseException) -> str:
     text = kept_traceback(failure)
     if text is None:
-        return (str(failure).strip().splitlines() or [type(failure).__name__])[-1]
+        said = str(failure).strip()
+        known = (words for pattern, words in LOSSES if re.search(pattern, said))
+        return next(known, (said.splitlines() or [type(failure).__name__])[-1])
+    if is_of_collective(failure):
+        return "a collective broke, as another rank is gone"
     message = (str(failure).strip().splitlines() or [""])[0]
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
     at = f" at {own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
-    return f"{type(failure).__name__}: {message}{at}"
+    kind = "out of memory: " if isinstance(failure, MemoryError | torch.OutOfMemoryError) else ""
+    return f"{kind}{type(failure).__name__}: {message}{at}"

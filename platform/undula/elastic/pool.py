@@ -181,7 +181,8 @@ class WorkerPool:
         actor_class = ray.remote(runtime_env=runtime_env, label_selector={"ray.io/node-id": node}, **options)
         actor: Any = actor_class(ElasticWorker).remote()
         worker_bytes = 0 if self.resources.get("GPU") else self.worker_bytes
-        preparing = actor.prepare.remote(self.train_fn_ref, self.prepare, worker_bytes)
+        home = ray.get_runtime_context().get_node_id()
+        preparing = actor.prepare.remote(self.train_fn_ref, self.prepare, worker_bytes, home)
         worker = PooledWorker(actor, node, preparing, now)
         self.workers[worker.id] = worker
 

@@ -22,6 +22,12 @@ class PlanSpec:
 
     global_batch: Positive = 64
     """Samples per optimizer step; must be a multiple of virtual_workers."""
+    batch: Literal["fixed", "elastic"] = "fixed"
+    """Whether a step's samples stay the same, whatever the cluster, or follow the number of workers; the learning rate then follows by
+    schedule.batch_rule."""
+    batch_workers: Positive = 1
+    """Workers that one global_batch is for, where the batch is elastic: twice as many take twice as many samples in a step, and fewer
+    than this no fewer."""
     virtual_workers: Positive = 4
     """Logical data-parallel shards of a step. At most this many workers can share the work."""
     micro_batch: Positive | None = None
@@ -125,6 +131,15 @@ class Plan:
             samples=min(self.spec.global_batch, self.samples_per_epoch - first),
             samples_before=epoch * self.samples_per_epoch + first,
         )
+
+    def batch_factor(self, world_size: int) -> int:
+        """Global batches that a step takes with so many workers."""
+        return max(world_size // self.spec.batch_workers, 1) if self.spec.batch == "elastic" else 1
+
+    def span(self, index: int, world_size: int) -> int:
+        """Steps of the plan from `index` on that so many workers take in one step of the optimizer: none beyond an epoch or the run."""
+        left = min(self.steps_per_epoch - index % self.steps_per_epoch, self.total_steps - index)
+        return min(self.batch_factor(world_size), left)
 
     def share(self, step_in_epoch: int, virtual_worker: int) -> int:
         """Samples of one virtual worker in a step. A short step is shared as evenly as it goes, so some may get none."""

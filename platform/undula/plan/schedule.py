@@ -7,6 +7,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.plan.plan import STRICT
+from undula.plan.rules import RuleName
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -21,6 +22,10 @@ class ScheduleSpec:
     """What follows the warmup: half a cosine down to the end of the run, or the top rate held."""
     final_fraction: Annotated[float, Ge(0), Le(1)] = 0.1
     """Where the cosine ends, as a fraction of the top rate."""
+    batch_rule: RuleName = "linear"
+    """How the learning rate follows an elastic batch (plan.batch): not at all, in proportion, or with the square root."""
+    rewarm_samples: Annotated[int, Ge(0)] = 0
+    """Samples over which it climbs where an elastic batch has grown; it falls at once."""
 
     def multiplier(self, samples: int, total_samples: int) -> float:
         """Factor on the learning rate of the step that brings the run to `samples` samples, in [0, 1].

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -99,32 +100,39 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
     numbers = steps["step"].to_numpy()
     if not len(numbers):
         raise _DifferenceError("no step is committed")
-    gaps = np.flatnonzero(numbers != np.arange(len(numbers)))
+    ends = np.cumsum(steps["span"].to_numpy())
+    expected = np.concatenate([[0], ends[:-1]])
+    gaps = np.flatnonzero(numbers != expected)
     if len(gaps):
-        raise _DifferenceError(f"step {gaps[0]} is not in the ledger, or is there twice")
-    if len(numbers) > plan.total_steps:
+        raise _DifferenceError(f"step {expected[gaps[0]]} is not in the ledger, or is there twice")
+    done = int(ends[-1])
+    if done > plan.total_steps:
         raise _DifferenceError(f"step {plan.total_steps} is in the ledger, and the plan ends before it")
-    rows = zip(*(steps[name].to_pylist() for name in ("epoch", "step_samples", "samples")), strict=True)
-    for step, row in enumerate(rows):
-        shape = plan.step(step)
-        planned = (shape.epoch, shape.samples, shape.samples_before + shape.samples)
+    names = ("step", "world_size", "span", "epoch", "step_samples", "samples")
+    for step, world_size, *row in zip(*(steps[name].to_pylist() for name in names), strict=True):
+        span = plan.span(step, world_size)
+        shapes = [plan.step(index) for index in range(step, step + span)]
+        samples = sum(shape.samples for shape in shapes)
+        planned = [span, shapes[0].epoch, samples, shapes[0].samples_before + samples]
         if row != planned:
             raise _DifferenceError(
-                f"step {step} has (epoch, samples, samples so far) {row}, and the plan says {planned}"
+                f"step {step} has (steps at once, epoch, samples, samples so far) {row}, and the plan says {planned}"
             )
-    found.proved.append(f"{counted(len(numbers), 'step')}, each there once, with the samples that the plan says")
-    if len(numbers) < plan.total_steps:
-        found.not_proved.append(f"anything of the {counted(plan.total_steps - len(numbers), 'step')} still to come")
+    found.proved.append(f"{counted(done, 'step')}, each there once, with the samples that the plan says")
+    if done < plan.total_steps:
+        found.not_proved.append(f"anything of the {counted(plan.total_steps - done, 'step')} still to come")
 
 
 def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate) -> None:
     """Each step consumed just the samples that the plan says, and so each epoch those it should."""
-    digests = run.ledger.steps["sample_digest"].to_numpy()
+    steps = run.ledger.steps
     planned = PlannedSamples(data, plan)
     times = np.zeros(data.num_rows, dtype=np.uint16) if data.num_rows <= COUNTED_ROWS else None
-    whole = len(digests) // plan.steps_per_epoch
-    for step, digest in enumerate(digests.tolist()):
-        ids = planned.step_ids(step)
+    whole = int(steps["span"].to_numpy().sum()) // plan.steps_per_epoch
+    for step, span, digest in zip(
+        *(steps[name].to_pylist() for name in ("step", "span", "sample_digest")), strict=True
+    ):
+        ids = np.concatenate([planned.step_ids(index) for index in range(step, step + span)])
         if multiset_digest(ids) != digest:
             raise _DifferenceError(f"step {step} consumed other samples than the plan says")
         if times is not None and step < whole * plan.steps_per_epoch:
@@ -158,36 +166,57 @@ def _epochs(times: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan,
 
 def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> None:
     """Steps that were done again are the same as those that stand."""
-    replayed, steps = run.ledger.replaced, run.ledger.steps
-    if not len(replayed):
+    rows, others = _alike(run.ledger.replaced, run.ledger.steps)
+    if not len(rows):
         return
-    numbers = replayed["step"].to_numpy()
-    if numbers.max() >= len(steps):
-        numbers = numbers[numbers < len(steps)]
-        replayed = replayed.filter(pa.array(replayed["step"].to_numpy() < len(steps)))
-    largest = _compare(replayed, steps.take(pa.array(numbers)), tolerance, "the one that replaced it")
+    largest = _compare(rows, others, tolerance, "the one that replaced it")
     found.proved.append(
-        f"{counted(len(replayed), 'step')} done again consumed the same samples, losses within {largest:.1e}"
+        f"{counted(len(rows), 'step')} done again consumed the same samples, losses within {largest:.1e}"
     )
 
 
 def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found: Certificate) -> None:
     if other.job.plan_digest != run.job.plan_digest:
         raise _DifferenceError(f"{other.job.name} is of another plan or other data, so it says nothing of this run")
-    common = min(len(run.ledger.steps), len(other.ledger.steps))
-    if not common:
+    if not len(other.ledger.steps):
         raise _DifferenceError(f"{other.job.name} has no step committed")
-    largest = _compare(run.ledger.steps[:common], other.ledger.steps[:common], tolerance, other.job.name)
+    steps = run.ledger.steps
+    if run.job.spec["plan"].get("batch") == "elastic":
+        pairs = zip(_keys(steps), _keys(other.ledger.steps), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same < min(len(steps), len(other.ledger.steps)):
+            found.not_proved.append(
+                f"that the run is that of {other.job.name} from step {steps['step'][same]} on: with batch: elastic, they took "
+                "their samples in other batches"
+            )
+        steps = steps[:same]
+    rows, others = _alike(steps, other.ledger.steps)
+    if not len(rows):
+        return
+    largest = _compare(rows, others, tolerance, other.job.name)
     found.proved.append(
-        f"{counted(common, 'step')} as in {other.job.name}: the same samples and learning rates, losses within {largest:.1e}"
+        f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, losses within {largest:.1e}"
     )
-    digests = [of.ledger.steps["weights_digest"][:common].is_valid().to_numpy() for of in (run, other)]
-    if both := int((digests[0] & digests[1]).sum()):
+    if both := int(
+        (rows["weights_digest"].is_valid().to_numpy() & others["weights_digest"].is_valid().to_numpy()).sum()
+    ):
         found.proved.append(f"the weights are those of {other.job.name} bit for bit, by {counted(both, 'digest')}")
-    if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - common:
+    if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - len(rows):
         found.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
         )
+
+
+def _alike(rows: pa.Table, others: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """The rows whose very steps another table has too, and its rows of them, in the same order."""
+    places = {key: place for place, key in enumerate(_keys(others))}
+    both = [(here, places[key]) for here, key in enumerate(_keys(rows)) if key in places]
+    mine, theirs = ([pair[side] for pair in both] for side in (0, 1))
+    return rows.take(pa.array(mine, pa.int64())), others.take(pa.array(theirs, pa.int64()))
+
+
+def _keys(rows: pa.Table) -> Iterator[tuple[int, int]]:
+    return zip(rows["step"].to_pylist(), rows["span"].to_pylist(), strict=True)
 
 
 def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str) -> float:

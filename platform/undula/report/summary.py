@@ -172,7 +172,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
     return RunSummary(
         name=job.name,
         state=_state(kinds, max(times, default=None), now),
-        steps=int(steps["step"][-1].as_py()) + 1 if len(steps) else 0,
+        steps=int(steps["step"][-1].as_py() + steps["span"][-1].as_py()) if len(steps) else 0,
         total_steps=job.total_steps,
         samples=int(steps["samples"][-1].as_py()) if len(steps) else 0,
         total_samples=job.total_samples,
@@ -230,19 +230,20 @@ def throughput(steps: pa.Table) -> Floats:
 
 def places_of(steps: pa.Table, began: float) -> Places:
     """Where rows of STEP_SCHEMA lie."""
-    time, samples, step, attempt = (column(steps, name) for name in ("time", "samples", "step", "attempt"))
-    return Places(time - began, samples, step + 1, attempt)
+    time, samples, attempt = (column(steps, name) for name in ("time", "samples", "attempt"))
+    return Places(time - began, samples, column(steps, "step") + column(steps, "span"), attempt)
 
 
 def marks_of(events: Sequence[Event], steps: pa.Table, began: float) -> tuple[Mark, ...]:
     """Events of MARKED_KINDS. One without a step lies at the last step that was committed, to stay, before it."""
-    times = column(steps, "time")
+    times, done = column(steps, "time"), column(steps, "step") + column(steps, "span")
     samples = np.concatenate([[0.0], column(steps, "samples")])
     marks = []
     for event in events:
         if event.kind in MARKED_KINDS:
-            done = event.step if event.step is not None else int(np.searchsorted(times, event.time))
-            marks.append(Mark(event, event.time - began, float(samples[min(done, len(samples) - 1)])))
+            at_step, at_time = np.searchsorted(done, event.step or 0, "right"), np.searchsorted(times, event.time)
+            rows = at_time if event.step is None else at_step
+            marks.append(Mark(event, event.time - began, float(samples[rows])))
     return tuple(marks)
 
 

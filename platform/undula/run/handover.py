@@ -73,6 +73,10 @@ class Progress:
 class Process:
     """The state of this worker process that outlives a worker group."""
 
+    controller: Any = None
+    """The actor that keeps copies of snapshots; None under a controller of Ray's own."""
+    home: str | None = None
+    """Its node."""
     kept: Kept | None = None
     progress: Progress = field(default_factory=Progress)
     leave: threading.Event = field(default_factory=threading.Event)
@@ -81,6 +85,8 @@ class Process:
     """Set when it wants a durable checkpoint there."""
     is_run: bool = False
     """Whether the train function is a Run's, which can leave at a step boundary."""
+    has_told_snapshots: bool = False
+    """Whether a run's cost of snapshots was told from here."""
     collective_failed: bool = False
     """Whether the last group ended here because another rank was lost: this process is as good as before."""
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from undula.run.engine import Engine, ExactEngine, TorchEngine, unwrapped
 from undula.run.handover import Kept, LeaveGroup, process
 from undula.run.job import Job
 from undula.run.messages import Publisher
+from undula.run.mirror import Mirror
 from undula.run.modelstate import MODEL, host_copy, model_and_optimizer_state
 from undula.run.randomness import compute_deterministically, seed_weights
+from undula.run.rate import Rate, rate_for
 from undula.run.restore import Restored, restore
 from undula.run.stats import StepReducer, exact_mean
 from undula.run.step import Step
@@ -38,7 +41,7 @@ from undula.run.telemetry import Telemetry
 from undula.run.validation import Validation
 from undula.state.checkpoint import Checkpointer
 from undula.state.ledger import Event, StepRow, next_attempt
-from undula.state.snapshot import SnapshotWriter, folder_of, newest_snapshot
+from undula.state.snapshot import Snapshot, SnapshotWriter, folder_of, newest_snapshot
 from undula.storage import open_store
 
 Loss = Callable[[Batch], Tensor]
@@ -56,7 +59,14 @@ class Run:
     """
 
     def __init__(
-        self, job: Job, rank: int, world_size: int, device: torch.device, publish: Publisher, local_rank: int = 0
+        self,
+        job: Job,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        publish: Publisher,
+        local_rank: int = 0,
+        mirror: Mirror | None = None,
     ):
         self.config = job.config
         self.base_lr = job.schedule.base_lr
@@ -65,6 +75,7 @@ class Run:
         self.device = device
         self._job = job
         self._local_rank = local_rank
+        self._mirror = mirror
         self._store = open_store(job.run_url)
         self._data = load_data(job.data)
         self.plan = Plan(job.plan, self._data.num_rows)
@@ -91,6 +102,7 @@ class Run:
         self._live: dict[str, Any] = {}
         self._live_tensors = 0
         self._blocked_s = 0.0
+        self._rate = Rate(job.schedule, self.plan.total_samples)
         self._boundary: int | None = None
         self._asked_to_leave = self._asked_to_save = False
         self._map: SampleFunction | None = None
@@ -143,7 +155,7 @@ class Run:
             self._checkpoints,
             self._plan_digest,
             process.kept,
-            newest_snapshot(folder, self._plan_digest),
+            self._newest_snapshot(folder),
             self._open_stream,
             self._control,
         )
@@ -156,9 +168,14 @@ class Run:
             )
             self._telemetry.repeat(restored.rows)
         self._tell_start(restored)
+        self._rate, change = rate_for(self._job.schedule, self.plan, self.world_size, start, restored.values)
+        if change:
+            self._event(change)
         every = self._job.checkpoint.snapshot_every_steps
         if self._local_rank == 0 and every != 0:  # the state is the same on all ranks: one copy a node
-            self._snapshots = SnapshotWriter(folder, self._plan_digest, every)
+            self._snapshots = SnapshotWriter(
+                folder, self._plan_digest, every, self._mirror.send if self._mirror else None
+            )
         validation = self._validation(validate)
         if validate is None and self._job.data.validation is not None:
             self._event(
@@ -168,19 +185,28 @@ class Run:
             process.progress.begin(start)
             if validation and start == 0:
                 self._validate(validation, 0)
-            for index in range(start, self.plan.total_steps):
+            index = start
+            while index < self.plan.total_steps:
                 assert self._stream is not None
                 step = Step(self, self._stream, index)
                 yield step
                 if not step.updated:
                     raise RuntimeError(f"step {index} was left without step.update()")
-                self._after_step(index + 1, validation)
+                self._after_step(index, index + step.span, validation)
+                index += step.span
             self._end()
         except LeaveGroup:
             self._close(wait=False)  # rows that are not stored yet go to the next group with the state
             raise
         finally:
             self._close()
+
+    def _newest_snapshot(self, folder: Path) -> Snapshot | None:
+        """Of this node's; of the controller's too where rank 0 has come to the run anew, as all others may be gone."""
+        found = [newest_snapshot(folder, self._plan_digest)]
+        if self._mirror and self.rank == 0 and process.kept is None:
+            found.append(self._mirror.newest(self._plan_digest))
+        return max((each for each in found if each), key=lambda snapshot: snapshot.step, default=None)
 
     def _open_stream(self, start: int) -> None:
         self._stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
@@ -212,16 +238,19 @@ class Run:
         process.kept = None
         self._buffers.undo_step()
         self._optimizer.zero_grad(set_to_none=True)
-        state = host_copy(model_and_optimizer_state(self._model, self._optimizer))
-        process.kept = Kept(self._plan_digest, self._boundary, state, tuple(self._rows))
+        process.kept = Kept(self._plan_digest, self._boundary, host_copy(self._state()), tuple(self._rows))
 
-    def _after_step(self, done: int, validation: Validation | None) -> None:
+    def _after_step(self, before: int, done: int, validation: Validation | None) -> None:
         process.progress.enter("other")
         last = done == self.plan.total_steps
-        if validation and (last or done % self._job.validation.every_steps == 0):
+
+        def is_due(every: int) -> bool:
+            return last or done // every > before // every
+
+        if validation and is_due(self._job.validation.every_steps):
             self._validate(validation, done)
         began = time.perf_counter()
-        if last or done % self._job.checkpoint.every_steps == 0 or self._asked_to_save:
+        if is_due(self._job.checkpoint.every_steps) or self._asked_to_save:
             self._save(done)
         if self._asked_to_leave and not last:
             self._finish_saving()
@@ -229,29 +258,38 @@ class Run:
         self._blocked_s += time.perf_counter() - began
 
     @contextmanager
-    def _changing_state(self) -> Iterator[None]:
+    def _changing_state(self, span: int) -> Iterator[None]:
         """While the optimizer steps: whoever is torn out of this has a state of no step."""
         if self._snapshots:
             self._snapshots.wait()
         boundary, self._boundary = self._boundary, None
         assert boundary is not None
         yield
-        self._boundary = boundary + 1
+        self._boundary = boundary + span
 
     def _committed(self, row: StepRow, stored_steps: int) -> None:
         self._rows = [*(each for each in self._rows if each.step >= stored_steps), row]
         if self._telemetry:
             self._telemetry.step(row)
-        if self._snapshots and self._snapshots.is_due(row.step + 1, row.seconds):
+        if self._snapshots and self._snapshots.is_due(row.seconds):
             assert self._model is not None
             assert self._optimizer is not None
             # The next forward pass changes buffers; everything else stays until the optimizer's next step.
             buffers = {f"{MODEL}{name}": value.clone() for name, value in unwrapped(self._model).named_buffers()}
             live = self._live_state()
             state = live | {name: value for name, value in buffers.items() if name in live}
-            self._snapshots.begin(row.step + 1, state, self._rows)
+            self._snapshots.begin(row.done, state, self._rows)
+            if (told := self._snapshots.words()) and not process.has_told_snapshots:
+                process.has_told_snapshots = True
+                self._event(Event("snapshot", told, row.done, {"bytes": self._snapshots.bytes}))
             if self._snapshots.problem:
-                self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.step + 1))
+                self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.done))
+
+    def _state(self) -> dict[str, Any]:
+        """All that a step changes, for a checkpoint."""
+        assert self._model is not None
+        assert self._optimizer is not None
+        return {**model_and_optimizer_state(self._model, self._optimizer), **self._rate.values()}
 
     def _live_state(self) -> dict[str, Any]:
         """The tensors that training changes in place, found once: to name them all takes milliseconds."""
@@ -259,7 +297,7 @@ class Run:
         assert self._optimizer is not None
         tensors = sum(len(state) for state in self._optimizer.state.values())
         if not self._live or tensors != self._live_tensors:
-            self._live, self._live_tensors = model_and_optimizer_state(self._model, self._optimizer), tensors
+            self._live, self._live_tensors = self._state(), tensors
         return self._live
 
     def _tell_start(self, restored: Restored) -> None:
@@ -292,8 +330,7 @@ class Run:
         self._finish_saving()
         assert self._model is not None
         assert self._optimizer is not None
-        state = model_and_optimizer_state(self._model, self._optimizer)
-        self._checkpoints.save(done, self._plan_digest, state)
+        self._checkpoints.save(done, self._plan_digest, self._state())
 
     def _tell_saved(self, done: int, seconds: float) -> None:
         self._event(Event("checkpoint", f"checkpoint of step {done} committed", done, {"seconds": seconds}))

@@ -1,5 +1,6 @@
 """The state of a model and its optimizer as one flat mapping, by names that do not depend on how either is wrapped or sharded."""
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -29,6 +30,11 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
     """The reverse of `model_and_optimizer_state`."""
     set_model_state_dict(model, _below(MODEL, state))
     set_optimizer_state_dict(model, optimizer, _below(OPTIMIZER, state), options=_FLAT)
+
+
+def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state has beside what these two make of it."""
+    return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
 
 
 def host_copy(state: dict[str, Any]) -> dict[str, Any]:

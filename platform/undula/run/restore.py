@@ -1,6 +1,6 @@
 """Where a worker group begins: at the newest state that one of its ranks has kept, else at the newest whole checkpoint, else at step 0."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from undula.errors import RunError
 from undula.run.handover import Kept
-from undula.run.modelstate import load_state, model_and_optimizer_state
+from undula.run.modelstate import beside_model_and_optimizer, load_state, model_and_optimizer_state
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import Commit
 from undula.state.ledger import StepRow
@@ -29,6 +29,8 @@ class Restored:
     """In words, for "resumed from {origin} of step 12"; empty for a fresh start."""
     rows: tuple[StepRow, ...] = ()
     """Rows of the ledger that may not have reached storage."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What else was in the state, and is no tensor."""
     damaged: dict[str, str] = field(default_factory=dict)
     """What is wrong with newer checkpoints, by folder."""
 
@@ -64,7 +66,8 @@ def restore(
         begin(max(found))
         if snapshot and snapshot.step == max(found):
             mine = Kept(plan_digest, snapshot.step, snapshot.load(), snapshot.rows)
-        return _from_ranks(model, optimizer, mine, found, "the memory of a node", group)
+        origin = snapshot.origin if snapshot else "the memory of a node"
+        return _from_ranks(model, optimizer, mine, found, origin, group)
     if commit is None:
         begin(0)
         return Restored(damaged=damaged)
@@ -75,8 +78,9 @@ def restore(
         )
     begin(commit.step)
     state = model_and_optimizer_state(model, optimizer)
-    load_state(model, optimizer, {**state, **checkpoints.load(commit, state)})
-    return Restored(commit.step, "the checkpoint", (), damaged)
+    values = checkpoints.load(commit, state)
+    load_state(model, optimizer, {**state, **values})
+    return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), damaged)
 
 
 def _from_ranks(
@@ -96,9 +100,10 @@ def _from_ranks(
         load_state(model, optimizer, kept.state)
     if min(steps) < step:
         _share(model, optimizer, source, group)
-    rows: list[Any] = [kept.rows if rank == source and kept else None]
-    dist.broadcast_object_list(rows, src=source, group=group)
-    return Restored(step, origin, rows[0])
+    told: list[Any] = [kept.rows, beside_model_and_optimizer(kept.state)] if rank == source and kept else [None, None]
+    dist.broadcast_object_list(told, src=source, group=group)
+    rows, values = told
+    return Restored(step, origin, rows, values)
 
 
 def _share(model: nn.Module, optimizer: torch.optim.Optimizer, source: int, group: dist.ProcessGroup) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from undula.data.mixture import Stream
 from undula.data.rows import Batch
 from undula.plan.keys import multiset_digest
-from undula.plan.plan import StepShape
 from undula.run.clock import Mark, mark_on
 from undula.run.handover import process
 from undula.run.modelstate import weights_digest
@@ -31,7 +30,8 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        index: counted from 0 over the whole run.
+        index: of the plan's steps, counted from 0 over the whole run; the first, where an elastic batch takes several as one.
+        samples: that it has.
         lr: learning rate of the schedule at this step, for a group whose own rate is the base rate.
     """
 
@@ -47,10 +47,11 @@ class Step:
         self._in_micro_batch: Mark | None = None
         self._has_begun = self._is_in_batch = self._has_ended = self._is_last = False
         self.index = index
-        self.shape: StepShape = run.plan.step(index)
-        self._multiplier = run._job.schedule.multiplier(
-            self.shape.samples_before + self.shape.samples, run.plan.total_samples
-        )
+        self.span = run.plan.span(index, run.world_size)
+        self._shapes = [run.plan.step(each) for each in range(index, index + self.span)]
+        self.samples = sum(shape.samples for shape in self._shapes)
+        self._samples_after = self._shapes[0].samples_before + self.samples
+        self._multiplier = run._rate.multiplier(self._samples_after)
         self.lr = run.base_lr * self._multiplier
         self.updated = False
 
@@ -62,19 +63,21 @@ class Step:
             raise RuntimeError("step.batches() was called twice: a step's samples come once")
         self._has_begun = True
         shares = [
-            (virtual_worker, number, size)
+            (index, virtual_worker, number, size)
+            for index, shape in enumerate(self._shapes, self.index)
             for virtual_worker in run._virtual_workers
-            for number, size in enumerate(run.plan.micro_batches(self.shape.step_in_epoch, virtual_worker))
+            for number, size in enumerate(run.plan.micro_batches(shape.step_in_epoch, virtual_worker))
         ]
         run._buffers.begin_step()
         # Without a share in a short step, two rows of weight zero run instead: the ranks' collectives must match, and some layers,
         # BatchNorm among them, cannot train on one row.
-        for place, (virtual_worker, number, size) in enumerate(shares or [(run._virtual_workers[0], 0, 0)]):
+        spare = (self.index, run._virtual_workers[0], 0, 0)
+        for place, (index, virtual_worker, number, size) in enumerate(shares or [spare]):
             batch = self._next_batch(virtual_worker, size)
             self._is_last = place >= len(shares) - 1
             run._engine.before_micro_batch(run._model, is_last=self._is_last)
             run._buffers.begin_micro_batch()
-            seed_micro_batch(run._job.plan.seed, self.index, virtual_worker, number)
+            seed_micro_batch(run._job.plan.seed, index, virtual_worker, number)
             self._weight = size
             self._is_in_batch = True
             self._in_micro_batch = mark_on(run.device)
@@ -97,7 +100,7 @@ class Step:
             raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
         if self._is_last:
             process.progress.enter("reduce")
-        (loss * (self._weight / self.shape.samples)).backward()  # type: ignore[no-untyped-call]
+        (loss * (self._weight / self.samples)).backward()  # type: ignore[no-untyped-call]
         end = mark_on(run.device)
         ready = run._engine.gradients_ready or end
         self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
@@ -125,14 +128,14 @@ class Step:
         begin = mark_on(run.device)
         run._engine.end_step()
         if run._buffers.is_needed:
-            run._buffers.end_step(self.shape.samples)
+            run._buffers.end_step(self.samples)
         self._spans.append(("communication_s", begin, mark_on(run.device)))
         if run._job.gradient.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
         for group, base in zip(run._optimizer.param_groups, run._base_lrs, strict=True):
             group["lr"] = base * self._multiplier
         reduced = self._reduced()  # the commit point: where a rank is lost up to here, the others stand before the step
-        with run._changing_state():
+        with run._changing_state(self.span):
             run._optimizer.step()
         run._optimizer.zero_grad(set_to_none=True)
         self._commit(reduced)
@@ -169,21 +172,23 @@ class Step:
         self._local.saves = process.save.is_set()
         # A checkpoint that is being written is not torn down for a resize that can wait for it.
         self._local.leaves = process.leave.is_set() and (self._local.saves or run._checkpoints.saving_step is None)
-        return run._reducer.reduce(self._local, self.shape.samples)
+        return run._reducer.reduce(self._local, self.samples)
 
     def _commit(self, reduced: dict[str, Any]) -> None:
         run = self._run
         assert run._model is not None
         run._asked_to_leave, run._asked_to_save = reduced.pop("leaves"), reduced.pop("saves")
         all_have_saved, stored_steps = reduced.pop("all_have_saved"), reduced.pop("stored_steps")
-        is_digested = (self.index + 1) % DIGEST_EVERY == 0 or self.index + 1 == run.plan.total_steps
+        done = self.index + self.span
+        is_digested = done // DIGEST_EVERY > self.index // DIGEST_EVERY or done == run.plan.total_steps
         digest = weights_digest(run._model) if run._job.deterministic and is_digested else None
         row = StepRow(
             attempt=run._attempt,
             step=self.index,
-            epoch=self.shape.epoch,
-            samples=self.shape.samples_before + self.shape.samples,
-            step_samples=self.shape.samples,
+            span=self.span,
+            epoch=self._shapes[0].epoch,
+            samples=self._samples_after,
+            step_samples=self.samples,
             world_size=run.world_size,
             lr=self.lr,
             time=time.time(),
@@ -191,6 +196,6 @@ class Step:
             **{**reduced, "logged": json.dumps(reduced["logged"])},
         )
         run._committed(row, stored_steps)
-        process.progress.committed(self.index + 1, time.perf_counter() - self._began)
+        process.progress.committed(done, time.perf_counter() - self._began)
         if all_have_saved:
             run._finish_saving()

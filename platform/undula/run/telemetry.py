@@ -63,9 +63,9 @@ class Telemetry:
         values = {"loss/train": row.loss, "lr": row.lr, "samples_per_s": row.step_samples / max(seconds, 1e-9)}
         values |= {f"logged/{name}": value for name, value in json.loads(row.logged).items()}
         for name, value in values.items():
-            self._board.add_scalar(name, value, row.step + 1)
+            self._board.add_scalar(name, value, row.done)
         now = time.monotonic()
-        if now - self._told_at >= STATUS_INTERVAL_S or row.step + 1 == self._total_steps:
+        if now - self._told_at >= STATUS_INTERVAL_S or row.done == self._total_steps:
             self._told_at = now
             self._tell(row)
 
@@ -90,9 +90,8 @@ class Telemetry:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tell(self, row: StepRow) -> None:
-        done = row.step + 1
-        left = (self._total_steps - done) * self._seconds_per_step
-        self._publish(Status(done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
-        told = (done, row.loss, row.lr, self._samples_per_s, row.world_size)
+        left = (self._total_steps - row.done) / row.span * self._seconds_per_step
+        self._publish(Status(row.done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
+        told = (row.done, row.loss, row.lr, self._samples_per_s, row.world_size)
         for gauge, value in zip(list(self._gauges.values()), told, strict=False):
             gauge.set(value)

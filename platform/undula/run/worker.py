@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
 import ray.train
 import ray.train.torch
 
@@ -18,6 +19,7 @@ from undula.run.hub import TeeToDriver
 from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.messages import Publisher
+from undula.run.mirror import Mirror
 from undula.run.tracebacks import is_of_collective, keep_traceback
 
 
@@ -35,7 +37,8 @@ class Worker:
         process.is_run = True
         _leave_batch_scheduling()
         with TeeToDriver(sys.stdout, self.publish, rank):
-            run = Run(self.job, rank, world_size, ray.train.torch.get_device(), self.publish, context.get_local_rank())
+            device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
+            run = Run(self.job, rank, world_size, device, self.publish, local_rank, _mirror())
             try:
                 self.train(run)
             except LeaveGroup:
@@ -54,6 +57,16 @@ def open_data(job: Job) -> None:
     with suppress(UndulaError, OSError):  # the run itself will tell
         data = load_data(job.data)
         rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)
+
+
+def _mirror() -> Mirror | None:
+    """To the controller, where it keeps copies of snapshots; it gets them where all ranks are on one node and that is not its own."""
+    if process.controller is None:
+        return None
+    context = ray.train.get_context()
+    is_elsewhere = ray.get_runtime_context().get_node_id() != process.home
+    is_one_node = context.get_local_world_size() == context.get_world_size()
+    return Mirror(process.controller, sends=is_elsewhere and is_one_node)
 
 
 def _leave_batch_scheduling() -> None:

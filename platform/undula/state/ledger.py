@@ -28,7 +28,11 @@ FLUSH_INTERVAL_S = 5.0
 STEP_SCHEMA = pa.schema(
     [
         ("attempt", pa.int32()),
-        ("step", pa.int64()),  # from 0
+        ("step", pa.int64()),  # of the plan, from 0; the first of `span`
+        (
+            "span",
+            pa.int32(),
+        ),  # steps of the plan that the optimizer took as one; more than 1 where the batch is elastic
         ("epoch", pa.int32()),
         ("samples", pa.int64()),  # of the whole run, this step included
         ("step_samples", pa.int32()),
@@ -49,7 +53,10 @@ STEP_SCHEMA = pa.schema(
 EVENT_SCHEMA = pa.schema(
     [
         ("time", pa.float64()),
-        ("kind", pa.string()),  # group, start, validation, checkpoint, resize, crash, notice, waiting, stop, end
+        (
+            "kind",
+            pa.string(),
+        ),  # group, start, batch, validation, snapshot, checkpoint, resize, crash, notice, waiting, stop, end
         ("step", pa.int64()),  # steps committed when it happened; null where that is not known
         ("message", pa.string()),
         ("data", pa.string()),  # JSON object
@@ -78,6 +85,12 @@ class StepRow:
     logged: str = "{}"
     weights_digest: int | None = None
     blocked_s: float = 0.0
+    span: int = 1
+
+    @property
+    def done(self) -> int:
+        """Steps of the plan that are committed with it."""
+        return self.step + self.span
 
     @property
     def seconds(self) -> float:
@@ -156,7 +169,7 @@ class LedgerWriter:
     def stored_steps(self) -> int:
         """Steps whose rows have reached storage."""
         last = self._steps.last_flushed
-        return int(last["step"]) + 1 if last else 0
+        return int(last["step"] + last["span"]) if last else 0
 
     def flush(self) -> None:
         """Bring all rows to storage; StorageError where it takes none."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -24,8 +24,11 @@ from torch import Tensor
 from undula.state.ledger import StepRow
 
 MEMORY = Path("/dev/shm")
+MirrorTo = Callable[[Mapping[str, Any], memoryview], None]
 COST = 0.01
 """Share of a step's time that snapshots may take."""
+SETTLED = 8
+"""Snapshots after which their cost is known."""
 KEPT_S = 86_400.0
 """A run that is not finished may be gone on with for so long after its last snapshot."""
 FREE_SHARE = 0.5
@@ -34,20 +37,29 @@ FREE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A whole snapshot on this node."""
+    """A whole snapshot."""
 
-    slot: Path
-    step: int
-    """Steps that are in it."""
-    rows: tuple[StepRow, ...]
-    """Rows of the ledger that may not have reached storage."""
+    meta: Mapping[str, Any]
+    data: Path | bytearray
+    """The tensors' bytes, or the file that has them."""
+    origin: str = "the memory of a node"
+    """In words."""
+
+    @property
+    def step(self) -> int:
+        """Steps that are in it."""
+        return int(self.meta["step"])
+
+    @property
+    def rows(self) -> tuple[StepRow, ...]:
+        """Rows of the ledger that may not have reached storage."""
+        return tuple(StepRow(**row) for row in self.meta["rows"])
 
     def load(self) -> dict[str, Any]:
-        """Tensors and values by name; the tensors are copies."""
-        meta = json.loads((self.slot / "meta.json").read_bytes())
-        bytes_ = bytearray((self.slot / "data").read_bytes())
-        state: dict[str, Any] = dict(meta["values"])
-        for name, place in meta["tensors"].items():
+        """Tensors and values by name; the tensors are copies of a file's bytes, and views of others."""
+        bytes_ = bytearray(self.data.read_bytes()) if isinstance(self.data, Path) else self.data
+        state: dict[str, Any] = dict(self.meta["values"])
+        for name, place in self.meta["tensors"].items():
             dtype = getattr(torch, place["dtype"])
             count = math.prod(place["shape"])
             state[name] = (
@@ -64,6 +76,13 @@ def folder_of(run_url: str, run_id: str) -> Path:
     return MEMORY / f"undula-{os.getuid()}" / digest
 
 
+def available_memory() -> int:
+    """Bytes of this machine's memory that a process can still have."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(kib) * 2**10
+
+
 def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
     """The newest whole snapshot of a plan in this node's memory."""
     found = []
@@ -73,7 +92,7 @@ def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
         except (OSError, ValueError):
             continue
         if meta["plan_digest"] == plan_digest:
-            found.append(Snapshot(folder / slot, meta["step"], tuple(StepRow(**row) for row in meta["rows"])))
+            found.append(Snapshot(meta, folder / slot / "data"))
     return max(found, key=lambda snapshot: snapshot.step, default=None)
 
 
@@ -81,19 +100,27 @@ class SnapshotWriter:
     """Takes snapshots of one model and optimizer, in a thread, while the next step computes its gradients.
 
     Between two steps of the optimizer nothing changes the tensors, but for buffers, which are copied at once.
+
+    Args:
+        folder: of this run, on this node.
+        plan_digest: identity of its plan.
+        every_steps: interval; by default by what they cost.
+        mirror: gets each snapshot's meta and bytes, in the thread, and copies what it wants of them.
     """
 
-    def __init__(self, folder: Path, plan_digest: str, every_steps: int | None = None):
+    def __init__(self, folder: Path, plan_digest: str, every_steps: int | None = None, mirror: MirrorTo | None = None):
         self._folder = folder
         self._plan_digest = plan_digest
         self._fixed_interval = every_steps
+        self._mirror = mirror
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-snapshot")
         self._taking: Future[float] | None = None
         self._slots: list[_Slot] = []
         self._next = 0
         self._cost_s = 0.0
         self._step_s = 0.0
-        self._last_step: int | None = None
+        self._steps_since: int | None = None
+        self._taken = 0
         self.problem: str | None = None
         """Why there are no snapshots."""
 
@@ -111,15 +138,25 @@ class SnapshotWriter:
             return 1
         return max(math.ceil(self._cost_s / (COST * self._step_s)), 1)
 
-    def is_due(self, step: int, step_s: float) -> bool:
-        """Whether a snapshot is to be taken after `step` steps, of which the last took `step_s`."""
+    def words(self) -> str | None:
+        """How often they are taken and what they cost; None before that is known, as the first ones fault their memory in."""
+        if self._taken < SETTLED or not self._step_s:
+            return None
+        steps = "after every step" if self.every_steps == 1 else f"every {self.every_steps} steps"
+        share = self._cost_s / (self.every_steps * self._step_s)
+        return f"snapshots {steps}, {self.bytes / 2**20:.0f} MiB of each node's memory, {share:.1%} of the time"
+
+    def is_due(self, step_s: float) -> bool:
+        """Whether a snapshot is to be taken after a step that took `step_s`; called after each."""
         self._step_s = 0.9 * self._step_s + 0.1 * step_s if self._step_s else step_s
-        return self.problem is None and (self._last_step is None or step - self._last_step >= self.every_steps)
+        if self._steps_since is not None:
+            self._steps_since += 1
+        return self.problem is None and (self._steps_since is None or self._steps_since >= self.every_steps)
 
     def begin(self, step: int, state: Mapping[str, Any], rows: Sequence[StepRow]) -> None:
         """Begin to copy; `wait()` comes before the tensors change."""
         self.wait()
-        self._last_step = step
+        self._steps_since = 0
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         values = {name: value for name, value in state.items() if name not in tensors}
         if not self._slots and not self._make_slots(tensors):
@@ -127,6 +164,8 @@ class SnapshotWriter:
         slot, self._next = self._slots[self._next], 1 - self._next
         meta = {"plan_digest": self._plan_digest, "step": step, "values": values, "rows": [asdict(row) for row in rows]}
         self._taking = self._thread.submit(slot.write, tensors, meta)
+        if self._mirror:
+            self._thread.submit(slot.give, self._mirror)
 
     def wait(self) -> None:
         """Wait until the snapshot under way is whole."""
@@ -137,6 +176,7 @@ class SnapshotWriter:
             except OSError as error:
                 self.problem = str(error)
                 return
+            self._taken += 1
             self._cost_s = 0.7 * self._cost_s + 0.3 * taken_s if self._cost_s else taken_s
 
     def forget(self) -> None:
@@ -172,6 +212,7 @@ class _Slot:
     def __init__(self, folder: Path, size: int):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
+        self._meta: dict[str, Any] | None = None
         self.bytes = size
         descriptor = os.open(folder / "data", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -186,6 +227,7 @@ class _Slot:
 
     def write(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> float:
         """Copy the tensors; the seconds that it took."""
+        self._meta = None
         began = time.perf_counter()
         (self._folder / "meta.json").unlink(missing_ok=True)
         places: dict[str, Any] = {}
@@ -201,9 +243,16 @@ class _Slot:
             }
             offset += _aligned(tensor.nbytes)
         partial = self._folder / "meta.partial"
-        partial.write_bytes(json.dumps({**meta, "tensors": places}).encode())
+        whole = {**meta, "tensors": places}
+        partial.write_bytes(json.dumps(whole).encode())
         partial.replace(self._folder / "meta.json")
+        self._meta = whole
         return time.perf_counter() - began
+
+    def give(self, mirror: MirrorTo) -> None:
+        """Let a mirror have what was written."""
+        if self._meta is not None and self.bytes:
+            mirror(self._meta, memoryview(self._map))
 
     def close(self) -> None:
         self._map.close()

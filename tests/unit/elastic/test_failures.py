@@ -4,7 +4,8 @@ import pickle
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+import torch
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
@@ -71,7 +72,37 @@ def test_attempts_are_counted() -> None:
 def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
     assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
     assert summary(failed(RayActorError())).startswith("rank 0: ")
+    assert summary(failed(raised(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")))) == (
+        "rank 0: a collective broke, as another rank is gone"
+    )
     story = whole_story(failed(RayActorError(), mistyped()))
     assert story.startswith("rank 1:\nTraceback (most recent call last)")
     assert story.endswith("KeyError: 'lable'\n")
     assert whole_story(RuntimeError("no workers")) == "no workers"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+            "out of memory: OutOfMemoryError: CUDA",
+        ),
+        (raised(MemoryError("Unable to allocate 2 GiB")), "out of memory: MemoryError: Unable to allocate 2 GiB"),
+        (
+            RayError("Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed"),
+            "out of memory: Ray ended the",
+        ),
+        (
+            OutOfMemoryError("Task was killed due to the node running low on memory."),
+            "out of memory: Ray ended the process",
+        ),
+        (RayError("The actor died because its node has died. Node Id: 12"), "its node is gone"),
+        (
+            RayError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"),
+            "its process has crashed",
+        ),
+    ],
+)
+def test_what_took_a_worker_is_named(error: Exception, words: str) -> None:
+    assert summary(failed(error)).startswith(f"rank 0: {words}")

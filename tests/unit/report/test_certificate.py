@@ -59,6 +59,48 @@ def test_a_run_as_planned_is_certified(manifest: Manifest) -> None:
     assert any("the weights are the same" in text for text in found.not_proved)
 
 
+def elastic_run(manifest: Manifest, world_sizes: list[int], changed: int | None = None) -> RecordedRun:
+    """The ledger of a run whose batch follows its workers, four of them two global batches."""
+    spec = replace(SPEC, batch="elastic", batch_workers=2)
+    plan = Plan(spec, ROWS)
+    planned = PlannedSamples(manifest, plan)
+    steps: list[StepRow] = []
+    for world_size in world_sizes:
+        index = steps[-1].done if steps else 0
+        span = plan.span(index, world_size)
+        shapes = [plan.step(each) for each in range(index, index + span)]
+        samples = sum(shape.samples for shape in shapes)
+        ids = np.concatenate([planned.step_ids(each) for each in range(index, index + span)])
+        steps.append(
+            StepRow(
+                *(1, index, shapes[0].epoch, shapes[0].samples_before + samples, samples, world_size, 1 / (index + 1)),
+                *(0.1, 0.1, 0.1, 0.1, 0.1, multiset_digest(ids), float(index)),
+                span=span if changed != len(steps) else span + 1,
+            )
+        )
+    recorded = run(manifest, steps)
+    job = JobRecord("run", plan.digest(manifest.digest), {**recorded.job.spec, "plan": as_tree(spec)})
+    return RecordedRun(job, recorded.ledger, ())
+
+
+def test_a_run_whose_batch_follows_its_workers_is_certified(manifest: Manifest) -> None:
+    # Of five steps an epoch two at once twice, and the last alone.
+    recorded = elastic_run(manifest, [4, 4, 4, 2, 4, 2, 2])
+    assert recorded.ledger.steps["span"].to_pylist() == [2, 2, 1, 1, 2, 1, 1]
+    found = certify(recorded, manifest, against=elastic_run(manifest, [4, 4, 4, 2, 2, 2, 2, 2]))
+    assert found.holds, found.difference
+    assert any("10 steps, each there once" in text for text in found.proved)
+    assert any("in 2 whole epochs, each of 50 samples was taken exactly once" in text for text in found.proved)
+    assert any("4 steps as in run" in text for text in found.proved)
+    assert any("from step 6 on: with batch: elastic" in text for text in found.not_proved)
+
+
+def test_steps_that_no_such_number_of_workers_takes_at_once_are_named(manifest: Manifest) -> None:
+    found = certify(elastic_run(manifest, [4, 2, 2], changed=2), manifest)
+    assert found.difference is not None
+    assert found.difference.startswith("step 3 has (steps at once, epoch, samples, samples so far) [2, 0,")
+
+
 def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -> None:
     found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, rows(manifest)))
     assert found.holds
@@ -72,7 +114,10 @@ def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -
     [
         (lambda steps: steps[:4] + steps[5:], "step 4 is not in the ledger"),
         (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is not in the ledger, or is there twice"),
-        (lambda steps: [replace(steps[0], samples=13), *steps[1:]], "step 0 has (epoch, samples, samples so far)"),
+        (
+            lambda steps: [replace(steps[0], samples=13), *steps[1:]],
+            "step 0 has (steps at once, epoch, samples, samples so far)",
+        ),
         (lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)], "step 9 consumed other samples than the plan"),
         (lambda steps: [*steps, replace(steps[9], step=10)], "step 10 is in the ledger, and the plan ends before it"),
         (lambda steps: [], "no step is committed"),

@@ -28,6 +28,7 @@ def recorded(
         "world_size": index * 0 + 2, "loss": loss, "lr": 1e-3 * (1 - index / max(steps, 1)), "data_s": loss * 0 + 0.1,
         "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3, "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
         "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps, "weights_digest": [None] * steps, "blocked_s": loss * 0,
+        "span": index * 0 + 1,
     }  # fmt: skip
     table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
     told = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)
@@ -80,7 +81,8 @@ def test_shortest_runs_have_a_page(steps: int) -> None:
 
 def test_loss_that_is_never_a_number_has_a_page() -> None:
     run = recorded(10)
-    steps = run.ledger.steps.set_column(6, "loss", pa.array([float("nan")] * 10))
+    place = STEP_SCHEMA.get_field_index("loss")
+    steps = run.ledger.steps.set_column(place, "loss", pa.array([float("nan")] * 10))
     html = page(RecordedRun(run.job, Ledger(steps, run.ledger.replaced, run.ledger.events), ()))
     assert data_of(html)["charts"]["loss"]["tracks"][0]["y"] == [None] * 10
 

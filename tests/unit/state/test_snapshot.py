@@ -81,7 +81,7 @@ def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeyp
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
     assert writer.problem is not None
-    assert not writer.is_due(2, 1.0)
+    assert not writer.is_due(1.0)
     assert writer.bytes == 0
 
 
@@ -101,12 +101,23 @@ def test_memory_that_is_full_ends_the_snapshots_and_not_the_training(
 
 def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
-    assert writer.is_due(1, step_s=0.1)
+    assert writer.is_due(step_s=0.1)
     take(writer, 1)
     writer._cost_s = 0.0025
     assert writer.every_steps == 3
-    assert not writer.is_due(3, step_s=0.1)
-    assert writer.is_due(4, step_s=0.1)
+    assert [writer.is_due(step_s=0.1) for _ in range(3)] == [False, False, True]
+
+
+def test_the_interval_and_the_memory_are_told_once_they_are_known(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    for step in range(1, 9):
+        assert writer.words() is None
+        writer.is_due(step_s=0.1)
+        take(writer, step)
+    writer._cost_s = 0.0025
+    assert writer.words() == "snapshots every 3 steps, 0 MiB of each node's memory, 0.8% of the time"
+    writer._cost_s = 0.0005
+    assert writer.words() == "snapshots after every step, 0 MiB of each node's memory, 0.5% of the time"
 
 
 def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
