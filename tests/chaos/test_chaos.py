@@ -18,6 +18,7 @@ from undula.testing.nodes import Nodes, nodes
 
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 STEPS = 100
+SCHEDULED_STEPS = 130
 # Wide enough for a step to take a tenth of a second: faults are placed by the step.
 JOB = (
     *MODEL,
@@ -57,7 +58,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def alone(cluster: Nodes, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """URL of a run that nothing happened to, on one worker."""
     runs = str(tmp_path_factory.mktemp("runs"))
-    driver = start_driver(command(text, runs, "alone", f"plan.max_steps={2 * STEPS}", "workers.max=1"), cluster, print)
+    driver = start_driver(
+        command(text, runs, "alone", f"plan.max_steps={SCHEDULED_STEPS}", "workers.max=1"), cluster, print
+    )
     assert driver.process.wait(240) == 0
     return f"{runs}/alone"
 
@@ -97,9 +100,9 @@ def assert_certified(runs: str, alone: str, steps: int) -> None:
 def test_every_fault_leaves_the_run_what_it_would_have_been(
     cluster: Nodes, text: str, alone: str, tmp_path: Path
 ) -> None:
-    chaos = run_through(parse_faults(SCHEDULE), cluster, text, str(tmp_path), 2 * STEPS)
+    chaos = run_through(parse_faults(SCHEDULE), cluster, text, str(tmp_path), SCHEDULED_STEPS)
     assert len(chaos.done) == 6
-    assert_certified(str(tmp_path), alone, 2 * STEPS)
+    assert_certified(str(tmp_path), alone, SCHEDULED_STEPS)
     events = read_run(open_store(f"{tmp_path}/chaos")).events
     told = " | ".join(event.message for event in events)
     assert "made no step for" in told

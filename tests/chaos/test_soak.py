@@ -51,7 +51,7 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
     settings = (*MODEL, *PLAN, "config.model.width=128", "plan.max_steps=10000000", "workers.min=1", "workers.max=2")
     command = [sys.executable, str(SCRIPT), *data, *settings, "workers.grow=always"]
     samples: list[dict[str, tuple[float, int]]] = []
-    processes: list[int] = []
+    counts: list[dict[str, int]] = []
     with nodes() as cluster:
         kept = cluster.add()
         cluster.await_all()
@@ -68,8 +68,10 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
                 assert driver.process.poll() is None, driver.lines[-5:]
                 named = long_lived(cluster, driver.process.pid, kept)
                 samples.append({name: held(pid) for name, pid in named.items()})
-                processes.append(len(cluster.processes_of(kept)) + len(cluster.head_processes()))
-                print({name: f"{mib:.0f} MiB, {files} files" for name, (mib, files) in samples[-1].items()}, flush=True)
+                processes = len(cluster.processes_of(kept)) + len(cluster.head_processes())
+                counts.append({"processes": processes, **cluster.count()})
+                shown = {name: f"{mib:.0f} MiB, {files} files" for name, (mib, files) in samples[-1].items()}
+                print({**shown, **counts[-1]}, flush=True)
         finally:
             driver.stop()
     third = len(samples) // 3
@@ -79,4 +81,6 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
         for place, what in ((0, "MiB"), (1, "files")):
             before, after = (statistics.median(each[place] for each in part) for part in (early, late))
             assert after <= 1.05 * before + 5, f"{name}: {before} -> {after} {what}"
-    assert max(processes[2 * third :]) <= max(processes[third : 2 * third]) + 1
+    for what in counts[0]:
+        early, late = (max(each[what] for each in part) for part in (counts[third : 2 * third], counts[2 * third :]))
+        assert late <= early + 1, f"{what}: {early} -> {late}"

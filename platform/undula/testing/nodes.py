@@ -62,6 +62,10 @@ class Nodes:
         """Ids of the nodes that the head takes for alive, its own included."""
         return list(self._ask("alive"))
 
+    def count(self) -> dict[str, int]:
+        """Actors that are alive, and placement groups."""
+        return dict(self._ask("count"))
+
     def drain(self, node: str, deadline_s: float) -> None:
         """Tell the cluster that a node will go in so many seconds, as a cloud's notice of preemption does."""
         accepted, why = self._ask(f"drain {node} {int((time.time() + deadline_s) * 1e3)}")
