@@ -9,7 +9,7 @@ TOLERANCE = 1e-5
 
 
 def test_any_world_size_gives_the_same_losses(session_jobs: Jobs) -> None:
-    """V = 6 on 1, 2, 3 and 4 ranks, with dropout; 4 does not divide 6. The row groups are of several files, and an epoch ends on the way."""
+    """V = 6 on 1, 2, 3 and 4 ranks, with dropout; 4 does not divide 6. The rows are of several files, and an epoch ends on the way."""
     runs = {}
     for world_size in (1, 2, 3, 4):
         settings = (*session_jobs.workers(world_size), f"plan.max_steps={STEPS}", "config.model.dropout=0.1")
