@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError
 
 from undula.state.snapshot import Snapshot
 
@@ -27,26 +27,25 @@ class Mirror:
     def __init__(self, controller: Any, sends: bool):
         self._controller = controller
         self._sends = sends
-        self._answer: Any = None
-        self._began = 0.0
+        self._is_on_its_way = False
         self._next = 0.0
 
     def send(self, meta: Mapping[str, Any], data: memoryview) -> None:
         """Begin to send a snapshot, where it is time for one; the bytes are copied before this returns."""
-        now = time.monotonic()
-        if self._answer is not None:
-            done, _ = ray.wait([self._answer], timeout=0)
-            if not done:
-                return
-            self._next = max(self._next, now + (now - self._began) / WAY_SHARE)
-            self._sends = self._sends and _is_yes(done[0])
-            self._answer = None
-        if not self._sends or now < self._next:
+        began = time.monotonic()
+        if not self._sends or self._is_on_its_way or began < self._next:
             return
-        self._began = now
         copy = ray.put(np.frombuffer(data, np.uint8))
-        self._answer = self._controller.keep_snapshot.remote(dict(meta), copy)
-        self._next = time.monotonic() + (time.monotonic() - now) / PUT_SHARE
+        self._next = began + (time.monotonic() - began) / PUT_SHARE
+        self._is_on_its_way = True
+        answer = self._controller.keep_snapshot.remote(dict(meta), copy).future()
+        answer.add_done_callback(lambda answer: self._arrived(answer, began))
+
+    def _arrived(self, answer: "Future[bool]", began: float) -> None:
+        had_room = answer.exception() is None and answer.result()
+        self._sends = self._sends and had_room
+        self._next = max(self._next, began + (time.monotonic() - began) / WAY_SHARE)
+        self._is_on_its_way = False
 
     def newest(self, plan_digest: str) -> Snapshot | None:
         """What the controller has of a plan."""
@@ -55,11 +54,3 @@ class Mirror:
             return None
         meta, data = found
         return Snapshot(meta, bytearray(data), "the memory of the head")
-
-
-def _is_yes(answer: Any) -> bool:
-    """Whether the controller had room."""
-    try:
-        return bool(ray.get(answer))
-    except RayError:
-        return False
