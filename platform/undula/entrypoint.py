@@ -30,7 +30,7 @@ from undula.run.loop import Run
 from undula.run.worker import Worker, open_data
 from undula.spec import load_spec
 from undula.state.directory import JOB_FILE, forget, held
-from undula.state.ledger import Event, EventWriter, last_event, read_ledger
+from undula.state.ledger import Event, EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
 
 CONNECT_TIMEOUT_S = 10.0
@@ -151,7 +151,7 @@ def _say_result(prepared: Prepared, error: Exception | None) -> None:
         print(f"training failed:\n{whole_story(error)}", file=sys.stderr, flush=True)
     store = prepared.store
     ledger = read_ledger(store)
-    done, total = ledger.steps.num_rows, prepared.plan.total_steps
+    done, total = steps_done(ledger.steps), prepared.plan.total_steps
     result = "finished" if done == total else f"stopped after {done} of {total} steps"
     validation = last_event(ledger.events, "validation")
     loss = (

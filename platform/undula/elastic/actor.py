@@ -99,7 +99,7 @@ class ElasticWorker(RayTrainWorker):
                 abort_collectives()
                 thread.join(patience_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
-        return (thread is None or not thread.is_alive()) and (error is None or process.collective_failed)
+        return (thread is None or not thread.is_alive()) and (error is None or process.is_sound)
 
     def kill(self, pid: int) -> None:
         """SIGKILL another worker of this machine, which is stopped and does not end at Ray's word."""

@@ -16,6 +16,8 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from undula.run.handover import process
+
 RENDEZVOUS_TIMEOUT_S = 10.0
 
 
@@ -54,15 +56,19 @@ class InProcessGroup(AbstractContextManager[None]):
         rank, world_size = context.get_world_rank(), context.get_world_size()
         if torch.cuda.is_available():
             torch.cuda.set_device(ray.train.torch.get_device())
-        # A rank that is alone meets nobody, and saves the 15 ms of a server.
-        store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)
-        dist.init_process_group(
-            _rendezvous.backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=_rendezvous.timeout_s),
-        )
+        try:
+            # A rank that is alone meets nobody, and saves the 15 ms of a server.
+            store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)
+            dist.init_process_group(
+                _rendezvous.backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=_rendezvous.timeout_s),
+            )
+        except Exception:
+            process.is_sound = True  # another rank has not come
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

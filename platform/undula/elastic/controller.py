@@ -83,7 +83,8 @@ class PoolPolicy(ScalingPolicy):
         if ready >= low and not (is_filling and ready < self.scaling_config.max_workers):
             self._waits_since = None
             return self._resize(min(ready, self.scaling_config.max_workers))
-        if pool.failure and not pool.preparing:
+        self._pause_began = None  # what takes time now is the cluster, and no resize
+        if pool.failure and not pool.preparing and not self._has_run:
             raise pool.failure
         self._tell_waiting(ready, low, pool.preparing)
         return NoopDecision()
@@ -120,9 +121,10 @@ class PoolPolicy(ScalingPolicy):
         return NoopDecision()
 
     def _resize(self, num_workers: int) -> ResizeDecision:
-        self._changes += 1
         self._last.clear()
-        self._pause_began = self._pause_began or time.monotonic()
+        if self._has_run:
+            self._changes += 1
+            self._pause_began = self._pause_began or time.monotonic()
         return ResizeDecision(num_workers, self.scaling_config._resources_per_worker_not_none)
 
     def _view(self) -> View:
@@ -258,8 +260,8 @@ class ElasticController(TrainController):
         await self._pause()
         assert self._worker_group is not None
         status = self._worker_group.poll_status(timeout=ANSWER_S)
-        steps = [each.progress.step for each in _elastic(status) if each.progress]
-        self._retries.step = max([self._retries.step, *steps])
+        ranks = [each.progress for each in _elastic(status) if each.progress]
+        self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
         return status
 
     async def _step(self) -> Any:

@@ -8,7 +8,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2.api.config import FailureConfig
-from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
 from undula.errors import StorageError, UndulaError
 from undula.run.tracebacks import is_of_collective, kept_traceback
@@ -40,21 +40,22 @@ class RetryUnlessBug(DefaultFailurePolicy):
 
     def __init__(self, failure_config: FailureConfig):
         super().__init__(failure_config)
-        self.step = -1
-        """Steps committed, as the controller last saw."""
+        self.has_stepped = False
+        """Whether the group has committed a step, as the controller saw; since the last failure."""
         self._exceptions = self._losses = 0
-        self._step_of_loss = -1
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         if is_waiting(training_failed_error):
             return FailureDecision.RETRY
+        if isinstance(training_failed_error, PreemptionError):
+            return super().make_decision(training_failed_error)
         if not self._is_retryable_error(training_failed_error) or is_bug(training_failed_error):
             return FailureDecision.RAISE
         if is_exception(training_failed_error):
             self._exceptions += 1
         else:
-            self._losses = self._losses + 1 if self.step <= self._step_of_loss else 1
-            self._step_of_loss = self.step
+            self._losses = 1 if self.has_stepped else self._losses + 1
+        self.has_stepped = False
         limit = self.failure_config.max_failures
         is_over = limit >= 0 and max(self._exceptions, self._losses) > limit
         return FailureDecision.RAISE if is_over else FailureDecision.RETRY

@@ -72,7 +72,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if len(members) < context.num_workers:
             raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
         for member in members:
-            member.in_group = True
+            member.in_group = member.has_trained = True
         workers = self._assign_worker_ranks([_as_worker(member, context) for member in members])
         state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)
         try:

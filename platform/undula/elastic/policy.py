@@ -132,12 +132,14 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
     silent = [rank for rank, seconds in enumerate(silent_s) if seconds > limit_s]
     if silent:
         return silent
-    stuck = [
-        number
-        for number, rank in enumerate(ranks)
-        if rank and rank.phase_s > (limit_s if rank.phase in ("compute", "reduce") else max(limit_s, START_LIMIT_S))
-    ]
+    stuck = [number for number, rank in enumerate(ranks) if rank and rank.phase_s > _patience_s(rank, limit_s)]
     outside = [number for number, rank in enumerate(ranks) if rank and rank.phase != "reduce"]
     if outside:
         return [number for number in stuck if number in outside]
     return stuck if len(stuck) == len(ranks) else []
+
+
+def _patience_s(rank: ProgressView, limit_s: float) -> float:
+    """A first step may compile."""
+    steps = rank.phase in ("compute", "reduce") and rank.longest_step_s > 0
+    return limit_s if steps else max(limit_s, START_LIMIT_S)

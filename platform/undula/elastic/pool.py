@@ -23,7 +23,7 @@ ANSWER_S = 0.5
 """A worker whose process has given no sign for this time is gone, as its whole node may be."""
 ASK_S = 0.05
 """What one gets in any case to say that it is there."""
-PATIENCE_S = 12.0
+PATIENCE_S = 26.0
 """For a worker to end what its group has left running, a rendezvous that fails included."""
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
@@ -46,6 +46,8 @@ class PooledWorker:
     metadata: ActorMetadata | None = None
     """Once it is ready."""
     in_group: bool = False
+    has_trained: bool = False
+    """Whether it has been in a group, and may hold the run's state."""
 
     @property
     def id(self) -> str:
@@ -94,7 +96,7 @@ class WorkerPool:
     def ready(self) -> list[PooledWorker]:
         """Workers that can be in a group, those that have been in one first: they hold the state."""
         found = [worker for worker in self.workers.values() if worker.metadata and worker.node not in self.notices]
-        return sorted(found, key=lambda worker: worker.started)
+        return sorted(found, key=lambda worker: (not worker.has_trained, worker.started))
 
     @property
     def preparing(self) -> int:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from undula.errors import RunError, UndulaError
 from undula.report.goodput import goodput
 from undula.state.directory import JOB_FILE
-from undula.state.ledger import Event, Ledger, read_ledger
+from undula.state.ledger import Event, Ledger, read_ledger, steps_done
 from undula.storage import Store
 
 RUNNING_WITHIN_S = 60.0
@@ -172,7 +172,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
     return RunSummary(
         name=job.name,
         state=_state(kinds, max(times, default=None), now),
-        steps=int(steps["step"][-1].as_py() + steps["span"][-1].as_py()) if len(steps) else 0,
+        steps=steps_done(steps),
         total_steps=job.total_steps,
         samples=int(steps["samples"][-1].as_py()) if len(steps) else 0,
         total_samples=job.total_samples,

@@ -37,6 +37,10 @@ class BufferMean:
         for buffer, begin in zip(self._buffers, self._begin, strict=False):
             buffer.copy_(begin)
 
+    def keep_step(self) -> None:
+        """The step is committed: there is nothing to undo until the next one begins."""
+        self._begin = []
+
     def begin_micro_batch(self) -> None:
         for buffer, begin in zip(self._buffers, self._begin, strict=True):
             buffer.copy_(begin)

@@ -87,13 +87,13 @@ class Process:
     """Whether the train function is a Run's, which can leave at a step boundary."""
     has_told_snapshots: bool = False
     """Whether a run's cost of snapshots was told from here."""
-    collective_failed: bool = False
-    """Whether the last group ended here because another rank was lost: this process is as good as before."""
+    is_sound: bool = False
+    """Whether what ended the last group here was none of this process's doing, such as a lost rank: it is as good as before."""
 
     def join_group(self) -> None:
         """Called before each train function."""
         self.progress = Progress()
-        self.is_run = self.collective_failed = False
+        self.is_run = self.is_sound = False
         self.leave.clear()
         self.save.clear()
 

@@ -24,6 +24,7 @@ from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
 from undula.data.mixture import Stream, load_data, rank_stream
 from undula.data.rows import Batch
+from undula.errors import StorageError
 from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean
 from undula.run.engine import Engine, ExactEngine, TorchEngine, unwrapped
@@ -44,6 +45,8 @@ from undula.state.ledger import Event, StepRow, next_attempt
 from undula.state.snapshot import Snapshot, SnapshotWriter, folder_of, newest_snapshot
 from undula.storage import open_store
 
+SCHEDULED = ("params", "lr")
+"""Of an optimizer's groups: what is no state, as each step sets it."""
 Loss = Callable[[Batch], Tensor]
 """Mean loss over a batch's samples, as a scalar tensor."""
 
@@ -100,7 +103,7 @@ class Run:
         self._rows: list[StepRow] = []
         self._snapshots: SnapshotWriter | None = None
         self._live: dict[str, Any] = {}
-        self._live_tensors = 0
+        self._live_keys: list[Any] = []
         self._blocked_s = 0.0
         self._rate = Rate(job.schedule, self.plan.total_samples)
         self._boundary: int | None = None
@@ -194,6 +197,10 @@ class Run:
                     raise RuntimeError(f"step {index} was left without step.update()")
                 self._after_step(index, index + step.span, validation)
                 index += step.span
+            if start == self.plan.total_steps and not restored.is_checkpoint:
+                self._after_step(
+                    start - 1, start, validation
+                )  # the last group was lost on its way to the last checkpoint
             self._end()
         except LeaveGroup:
             self._close(wait=False)  # rows that are not stored yet go to the next group with the state
@@ -232,13 +239,13 @@ class Run:
 
     def hand_over(self) -> None:
         """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole."""
-        self._close()
-        if self._boundary is None or self._model is None or self._optimizer is None:
-            return  # what a former group has left is still the newest
-        process.kept = None
-        self._buffers.undo_step()
-        self._optimizer.zero_grad(set_to_none=True)
-        process.kept = Kept(self._plan_digest, self._boundary, host_copy(self._state()), tuple(self._rows))
+        # Else what a former group has left is still the newest.
+        if self._boundary is not None and self._model is not None and self._optimizer is not None:
+            process.kept = None
+            self._buffers.undo_step()
+            self._optimizer.zero_grad(set_to_none=True)
+            process.kept = Kept(self._plan_digest, self._boundary, host_copy(self._state()), tuple(self._rows))
+        self._close(wait=not process.is_sound)
 
     def _after_step(self, before: int, done: int, validation: Validation | None) -> None:
         process.progress.enter("other")
@@ -266,11 +273,16 @@ class Run:
         assert boundary is not None
         yield
         self._boundary = boundary + span
+        self._buffers.keep_step()
 
     def _committed(self, row: StepRow, stored_steps: int) -> None:
         self._rows = [*(each for each in self._rows if each.step >= stored_steps), row]
         if self._telemetry:
             self._telemetry.step(row)
+        if self._snapshots and self._snapshots.problem:
+            self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.done))
+            self._snapshots.close()
+            self._snapshots = None
         if self._snapshots and self._snapshots.is_due(row.seconds):
             assert self._model is not None
             assert self._optimizer is not None
@@ -282,8 +294,6 @@ class Run:
             if (told := self._snapshots.words()) and not process.has_told_snapshots:
                 process.has_told_snapshots = True
                 self._event(Event("snapshot", told, row.done, {"bytes": self._snapshots.bytes}))
-            if self._snapshots.problem:
-                self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.done))
 
     def _state(self) -> dict[str, Any]:
         """All that a step changes, for a checkpoint."""
@@ -292,12 +302,16 @@ class Run:
         return {**model_and_optimizer_state(self._model, self._optimizer), **self._rate.values()}
 
     def _live_state(self) -> dict[str, Any]:
-        """The tensors that training changes in place, found once: to name them all takes milliseconds."""
+        """The tensors that training changes in place; found anew where it has changed another thing, as to name them takes milliseconds."""
         assert self._model is not None
         assert self._optimizer is not None
-        tensors = sum(len(state) for state in self._optimizer.state.values())
-        if not self._live or tensors != self._live_tensors:
-            self._live, self._live_tensors = self._state(), tensors
+        held = [value for state in self._optimizer.state.values() for value in state.values()]
+        held += [
+            value for group in self._optimizer.param_groups for key, value in group.items() if key not in SCHEDULED
+        ]
+        keys = [id(value) if isinstance(value, Tensor | list) else value for value in held]
+        if not self._live or keys != self._live_keys:
+            self._live, self._live_keys = self._state(), keys
         return self._live
 
     def _tell_start(self, restored: Restored) -> None:
@@ -338,13 +352,12 @@ class Run:
     def _finish_saving(self) -> BaseException | None:
         error = self._checkpoints.wait()
         if error:
-            reason = str(error).strip().splitlines()[-1]
-            self._event(Event("notice", f"a checkpoint failed, training goes on: {reason}"))
+            self._event(Event("notice", f"a checkpoint failed, training goes on: {_reason(error)}"))
         return error
 
     def _end(self) -> None:
         if error := self._finish_saving():
-            raise error
+            raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
         if self._snapshots:
             self._snapshots.forget()
         self._event(Event("end", f"finished after {self.plan.total_steps} steps", self.plan.total_steps))
@@ -361,6 +374,10 @@ class Run:
         box: list[Any] = [decide() if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return int(box[0])
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _in_thread(close: Callable[[], None]) -> None:

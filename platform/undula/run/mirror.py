@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from undula.state.snapshot import Snapshot
 
@@ -49,7 +50,10 @@ class Mirror:
 
     def newest(self, plan_digest: str) -> Snapshot | None:
         """What the controller has of a plan."""
-        found = ray.get(self._controller.kept_snapshot.remote())
+        try:
+            found = ray.get(self._controller.kept_snapshot.remote())
+        except RayError:  # there are checkpoints
+            return None
         if found is None or found[0]["plan_digest"] != plan_digest:
             return None
         meta, data = found

@@ -16,17 +16,21 @@ class Rate:
 
     schedule: ScheduleSpec
     total_samples: int
+    batches: int = 1
+    """Global batches in a step of this group."""
     factor: LrFactor | None = None
     """Of an elastic batch."""
 
-    def multiplier(self, samples: int) -> float:
-        """Of the step that brings the run to `samples`."""
-        factor = self.factor.at(samples, self.schedule.rewarm_samples) if self.factor else 1.0
+    def multiplier(self, samples: int, span: int) -> float:
+        """Of the step of `span` global batches that brings the run to `samples`; at an epoch's end it may be a smaller one."""
+        factor = 1.0
+        if self.factor:
+            factor = min(self.factor.at(samples, self.schedule.rewarm_samples), RULES[self.schedule.batch_rule](span))
         return factor * self.schedule.multiplier(samples, self.total_samples)
 
     def values(self) -> Mapping[str, Any]:
         """What a checkpoint must hold to go on from here."""
-        return {"lr_factor": self.factor.values()} if self.factor else {}
+        return {"batches": self.batches, "lr_factor": self.factor.values()} if self.factor else {}
 
 
 def rate_for(
@@ -44,8 +48,8 @@ def rate_for(
     before = LrFactor(**former["lr_factor"]) if former else None
     samples = plan.step(start).samples_before
     factor = before.towards(end, samples, schedule.rewarm_samples) if before else LrFactor(end, end)
-    rate = Rate(schedule, plan.total_samples, factor)
-    if factor == before:
+    rate = Rate(schedule, plan.total_samples, batches, factor)
+    if former and former["batches"] == batches:
         return rate, None
     message = f"steps of {batches * plan.spec.global_batch} samples, learning rate times {end:g}"
     if before and end > before.end and schedule.rewarm_samples:

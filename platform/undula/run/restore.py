@@ -31,6 +31,7 @@ class Restored:
     """Rows of the ledger that may not have reached storage."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """What else was in the state, and is no tensor."""
+    is_checkpoint: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
     """What is wrong with newer checkpoints, by folder."""
 
@@ -67,7 +68,8 @@ def restore(
         if snapshot and snapshot.step == max(found):
             mine = Kept(plan_digest, snapshot.step, snapshot.load(), snapshot.rows)
         origin = snapshot.origin if snapshot else "the memory of a node"
-        return _from_ranks(model, optimizer, mine, found, origin, group)
+        # Two nodes may have the same step of two attempts.
+        return _from_ranks(model, optimizer, mine, found, origin, group, share=True)
     if commit is None:
         begin(0)
         return Restored(damaged=damaged)
@@ -80,7 +82,7 @@ def restore(
     state = model_and_optimizer_state(model, optimizer)
     values = checkpoints.load(commit, state)
     load_state(model, optimizer, {**state, **values})
-    return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), damaged)
+    return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
 
 
 def _from_ranks(
@@ -90,6 +92,7 @@ def _from_ranks(
     steps: Sequence[int],
     origin: str,
     group: dist.ProcessGroup,
+    share: bool = False,
 ) -> Restored:
     """Survivors may stand one step apart, where one had committed a step before the group broke: the newest state counts."""
     step = max(steps)
@@ -98,7 +101,7 @@ def _from_ranks(
     if steps[rank] == step:
         assert kept is not None
         load_state(model, optimizer, kept.state)
-    if min(steps) < step:
+    if share or min(steps) < step:
         _share(model, optimizer, source, group)
     told: list[Any] = [kept.rows, beside_model_and_optimizer(kept.state)] if rank == source and kept else [None, None]
     dist.broadcast_object_list(told, src=source, group=group)

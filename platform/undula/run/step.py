@@ -51,7 +51,7 @@ class Step:
         self._shapes = [run.plan.step(each) for each in range(index, index + self.span)]
         self.samples = sum(shape.samples for shape in self._shapes)
         self._samples_after = self._shapes[0].samples_before + self.samples
-        self._multiplier = run._rate.multiplier(self._samples_after)
+        self._multiplier = run._rate.multiplier(self._samples_after, self.span)
         self.lr = run.base_lr * self._multiplier
         self.updated = False
 

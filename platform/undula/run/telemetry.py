@@ -5,11 +5,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ray.util.metrics import Gauge
 from tensorboardX import SummaryWriter
 
+from undula.errors import StorageError
 from undula.run.messages import Publisher, Status
 from undula.state.directory import TENSORBOARD
 from undula.state.ledger import Event, LedgerWriter, StepRow
@@ -85,7 +87,8 @@ class Telemetry:
 
     def close(self) -> None:
         self._ledger.close()
-        self.flush()
+        with suppress(StorageError):  # what a checkpoint covers is there since its commit
+            self.flush()
         self._board.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -12,7 +12,7 @@ import ray.train
 import ray.train.torch
 
 from undula.data.mixture import load_data, rank_stream
-from undula.errors import UndulaError
+from undula.errors import StorageError, UndulaError
 from undula.plan.plan import Plan
 from undula.run.handover import LeaveGroup, process
 from undula.run.hub import TeeToDriver
@@ -38,17 +38,20 @@ class Worker:
         _leave_batch_scheduling()
         with TeeToDriver(sys.stdout, self.publish, rank):
             device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
-            run = Run(self.job, rank, world_size, device, self.publish, local_rank, _mirror())
+            run: Run | None = None
             try:
+                run = Run(self.job, rank, world_size, device, self.publish, local_rank, _mirror())
                 self.train(run)
             except LeaveGroup:
+                assert run is not None
                 run.hand_over()
                 process.progress.enter("left")
             except Exception as error:
-                process.collective_failed = is_of_collective(error)
+                process.is_sound = is_of_collective(error) or isinstance(error, StorageError)
                 keep_traceback(error)
-                with suppress(Exception):  # a GPU in error gives nothing back
-                    run.hand_over()
+                if run is not None:
+                    with suppress(Exception):  # a GPU in error gives nothing back
+                        run.hand_over()
                 raise
 
 

@@ -252,6 +252,11 @@ def next_attempt(store: Store) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
+def steps_done(steps: pa.Table) -> int:
+    """Steps of the plan that committed rows, in order, come to."""
+    return int(steps["step"][-1].as_py() + steps["span"][-1].as_py()) if len(steps) else 0
+
+
 def last_event(events: pa.Table, kind: str) -> dict[str, Any] | None:
     """The newest event of a kind, its data decoded."""
     rows = events.filter(pc.equal(events["kind"], kind)).to_pylist()

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -196,9 +197,12 @@ class SnapshotWriter:
         try:
             _forget_old(self._folder.parent)
             room = os.statvfs(MEMORY)
-            if 2 * size > FREE_SHARE * room.f_bavail * room.f_frsize:
+            own = sum(file.stat().st_size for file in self._folder.glob("*/data"))
+            if 2 * size > FREE_SHARE * (room.f_bavail * room.f_frsize + own):
                 self.problem = f"two copies of {size / 2**20:.0f} MiB are more than half of what {MEMORY} has free"
                 return False
+            newest = newest_snapshot(self._folder, self._plan_digest)
+            self._next = int(newest is not None and newest.data == self._folder / "a" / "data")
             self._slots = [_Slot(self._folder / name, size) for name in ("a", "b")]
         except OSError as error:
             self.problem = str(error)
@@ -261,8 +265,9 @@ class _Slot:
 def _forget_old(folder: Path) -> None:
     """Free the memory of runs that nobody went on with."""
     for slot in folder.glob("*/*") if folder.name.startswith("undula-") else []:
-        if time.time() - slot.stat().st_mtime > KEPT_S:
-            shutil.rmtree(slot.parent, ignore_errors=True)
+        with suppress(OSError):  # its run may be removing it
+            if time.time() - slot.stat().st_mtime > KEPT_S:
+                shutil.rmtree(slot.parent, ignore_errors=True)
 
 
 def _aligned(size: int) -> int:

@@ -69,6 +69,15 @@ def test_attempts_are_counted() -> None:
     assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
 
 
+def test_losses_count_while_no_step_lies_between_them() -> None:
+    policy = RetryUnlessBug(FailureConfig(max_failures=1))
+    decisions = []
+    for has_stepped in (True, True, False, False):
+        policy.has_stepped = has_stepped
+        decisions.append(policy.make_decision(failed(RayActorError())))
+    assert decisions == [*[FailureDecision.RETRY] * 2, *[FailureDecision.RAISE] * 2]
+
+
 def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
     assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
     assert summary(failed(RayActorError())).startswith("rank 0: ")

@@ -133,3 +133,8 @@ def test_slow_data_and_validation_are_no_hang() -> None:
     assert lost_ranks([rank("reduce", 50), rank("data", 50)], [0, 0], limit_s=5) == []
     assert lost_ranks([rank("other", 50), rank("other", 50)], [0, 0], limit_s=5) == []
     assert lost_ranks([rank("data", START_LIMIT_S + 1)], [0], limit_s=5) == [0]
+
+
+def test_a_first_step_may_compile_for_as_long_as_a_start_may_take() -> None:
+    assert lost_ranks([rank("reduce", 50), rank("compute", 50, 0.0)], [0, 0], limit_s=5) == []
+    assert lost_ranks([rank("compute", START_LIMIT_S + 1, 0.0)], [0], limit_s=5) == [0]

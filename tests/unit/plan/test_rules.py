@@ -71,17 +71,18 @@ def test_a_group_goes_on_from_where_the_rate_of_the_one_before_was() -> None:
     plan = Plan(ELASTIC, 800)
     first, told = rate_for(schedule, plan, 2, 0, {})
     assert told is not None
-    assert first.multiplier(8) == 1.0
+    assert first.multiplier(8, 1) == 1.0
     grown, told = rate_for(schedule, plan, 4, 10, first.values())
     assert told is not None
     assert told.message == "steps of 16 samples, learning rate times 2 after 32 samples"
-    assert [grown.multiplier(80 + samples) for samples in (0, 16, 32, 48)] == [1.0, 1.5, 2.0, 2.0]
+    assert [grown.multiplier(80 + samples, 2) for samples in (0, 16, 32, 48)] == [1.0, 1.5, 2.0, 2.0]
+    assert grown.multiplier(128, 1) == 1.0  # the last step of an epoch, with one global batch left
     # A crash on the way up: the same workers come back, and the way goes on.
     again, told = rate_for(schedule, plan, 4, 12, grown.values())
     assert told is None
-    assert again.multiplier(96) == 1.5
+    assert again.multiplier(96, 2) == 1.5
     shrunk, _ = rate_for(schedule, plan, 2, 12, again.values())
-    assert shrunk.multiplier(104) == 1.0
+    assert shrunk.multiplier(104, 1) == 1.0
 
 
 def test_torchs_sgd_needs_no_momentum_correction() -> None:

@@ -139,3 +139,16 @@ def test_buffers_that_nothing_changes_stay_what_they_are() -> None:
     for mask, table in on_ranks(2, _constant_buffers):
         assert mask.tolist() == [0.0, -torch.inf]
         assert torch.equal(table, torch.linspace(0, 1, 7))
+
+
+def test_buffers_go_back_to_before_an_unfinished_step_and_not_to_before_a_finished_one() -> None:
+    norm = nn.BatchNorm1d(2)
+    buffers = BufferMean(norm)
+    for finished in (True, False):
+        before = norm.running_mean.clone()  # type: ignore[union-attr]
+        buffers.begin_step()
+        norm.running_mean.add_(1)  # type: ignore[union-attr, operator]
+        if finished:
+            buffers.keep_step()
+        buffers.undo_step()
+        assert torch.equal(norm.running_mean, before + 1 if finished else before)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Snapshots in a node's memory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,9 @@ def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
 
 
 def test_a_new_writer_does_not_begin_by_losing_what_is_there(tmp_path: Path) -> None:
-    take(SnapshotWriter(tmp_path, "plan"), 5)
-    writer = SnapshotWriter(tmp_path, "plan")
-    take(writer, 6)
-    found = newest_snapshot(tmp_path, "plan")
-    assert found is not None
-    assert found.step == 6
+    for step, left in ((5, [5]), (6, [5, 6]), (7, [6, 7])):
+        take(SnapshotWriter(tmp_path, "plan"), step)
+        assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.glob("*/meta.json")) == left
 
 
 def test_another_plans_snapshot_is_none(tmp_path: Path) -> None:
