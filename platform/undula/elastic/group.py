@@ -68,7 +68,7 @@ class ElasticWorkerGroup(WorkerGroup):
             WorkerGroupStartupFailedError: one was lost on the way; the others are in the pool again.
         """
         context = self._worker_group_context
-        members = pool.ready()[: context.num_workers]
+        members = pool.answering(pool.ready()[: context.num_workers])
         if len(members) < context.num_workers:
             raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
         for member in members:

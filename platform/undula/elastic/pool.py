@@ -1,7 +1,7 @@
 """The worker processes of a run: started beside the training that goes on, kept from one worker group to the next."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,14 @@ class WorkerPool:
         else:
             self._sync_actor.reset.remote()
         return self._sync_actor
+
+    def answering(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
+        """Those that say that they are there, in the same order; the others go, or a group of them would be waited for without end."""
+        there = _those_that_say_yes({member.actor.answer.remote(): member for member in members}, ANSWER_S)
+        for member in members:
+            if member not in there:
+                self.drop(member.id)
+        return [member for member in members if member in there]
 
     def take_back(self, silent_s: Mapping[str, float]) -> None:
         """End a group: its workers stay where they can; those that do not answer, or cannot be in another group, go.

@@ -130,11 +130,16 @@ class Chaos:
             if fault.target >= len(pids) or not Path(f"/proc/{pids[fault.target]}").exists():
                 return False
             os.kill(pids[fault.target], number)
-        elif fault.target < len(self._order) and (node := self._order[fault.target]) in self._nodes.nodes:
+        elif fault.target >= len(self._order):
+            return False
+        elif (node := self._order[fault.target]) in self._nodes.nodes:
             if fault.action == "kill":
                 self._nodes.kill(node)
             else:
                 self.drain(node, fault.deadline_s)
+        else:
+            self.done.append(Done(time.time(), f"{fault}: the node is gone already"))
+            return True
         self.done.append(Done(time.time(), str(fault)))
         return True
 
