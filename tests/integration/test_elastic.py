@@ -123,6 +123,36 @@ def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_c
     assert certificate.holds, certificate.difference
 
 
+def test_a_state_that_waits_for_workers_outlasts_the_node_that_has_it(session_jobs: Jobs, tmp_path: Path) -> None:
+    with nodes() as cluster:
+        last, lost = cluster.add(), cluster.add()
+        cluster.await_all()
+        jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
+        process = jobs.start("rescued", *SETTINGS, "plan.max_steps=30000", *jobs.workers(2))
+        store = open_store(f"{tmp_path}/rescued")
+
+        def told(kind: str) -> list[str]:
+            events = read_ledger(store).events.to_pylist() if store.exists("ledger") else []
+            return [event["message"] for event in events if event["kind"] == kind]
+
+        wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 50)
+        cluster.kill(lost)
+        wait_for(process, lambda: any("waiting for 1 more worker" in message for message in told("waiting")))
+        cluster.drain(last, deadline_s=10)
+        time.sleep(10)  # the notice
+        cluster.kill(last)
+        shutil.rmtree(folder_of(store.url, job_json(store)["id"]))  # the nodes of this machine share its memory
+        for _ in range(2):
+            cluster.add()
+        wait_for(process, lambda: len(told("start")) > 1)
+        process.terminate()
+        process.communicate()
+    assert told("start")[1].startswith("resumed from the memory of the head of step ")
+    ledger = read_ledger(store)
+    assert ledger.steps["step"].to_pylist() == list(range(ledger.steps.num_rows))
+    assert ledger.replaced.num_rows == 0
+
+
 def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     session_jobs: Jobs, tmp_path: Path
 ) -> None:

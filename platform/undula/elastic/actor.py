@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ray.air._internal.device_manager import get_torch_device_manager_by_context
@@ -19,6 +20,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.run.handover import ProgressView, process
+from undula.state.snapshot import packed
 
 AT_ONCE_S = 0.3
 """In which a train function ends by itself after it has left, or after a collective has failed."""
@@ -88,6 +90,14 @@ class ElasticWorker(RayTrainWorker):
 
     def answer(self) -> None:
         """That this process is there."""
+
+    def give_state(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]] | None:
+        """The state that the last group has left here, as a snapshot's meta and bytes, as this node will go."""
+        kept = process.kept
+        if kept is None:
+            return None
+        meta, data = packed(kept.plan_digest, (kept.attempt, kept.step), kept.state, kept.rows)
+        return meta, np.frombuffer(data, np.uint8)
 
     def leave(self, patience_s: float) -> bool:
         """End what the group has left running here; whether this process can join another group."""

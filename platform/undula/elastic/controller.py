@@ -21,7 +21,7 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.elastic.actor import ElasticStatus
-from undula.elastic.events import EventSink
+from undula.elastic.events import EventQueue
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.group import PooledState, WorkerGroups, actor_id
 from undula.elastic.policy import Decision, Growth, Hold, Resize, Save, View, decide, hang_limit_s, lost_ranks
@@ -50,13 +50,14 @@ class PoolPolicy(ScalingPolicy):
     scaling_config: ScalingConfig
     grow: str
     hang_limit_s: float | None
-    on_event: EventSink
+    on_event: EventQueue
     pool: WorkerPool | None = None
     _leaving: Decision | None = None
     _has_run: bool = False
     _began: float = field(default_factory=time.monotonic)
     _told: float = float("-inf")
     _waits_since: float | None = None
+    _lost_since: float | None = None
     _changes: int = 0
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
@@ -80,7 +81,7 @@ class PoolPolicy(ScalingPolicy):
         self._leaving = None
         ready, low = len(pool.ready()), self.scaling_config.min_workers
         is_filling = not self._has_run and pool.preparing and time.monotonic() - self._began < FIRST_START_PATIENCE_S
-        if ready >= low and not (is_filling and ready < self.scaling_config.max_workers):
+        if ready >= low and not (is_filling and ready < self.scaling_config.max_workers) and not self._awaits_state():
             self._waits_since = None
             return self._resize(min(ready, self.scaling_config.max_workers))
         self._pause_began = None  # what takes time now is the cluster, and no resize
@@ -88,6 +89,17 @@ class PoolPolicy(ScalingPolicy):
             raise pool.failure
         self._tell_waiting(ready, low, pool.preparing)
         return NoopDecision()
+
+    def _awaits_state(self) -> bool:
+        """Whether all who had the state are lost, and a new worker on a node whose memory may have it is worth a while."""
+        pool = self._pool()
+        holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
+        is_there = any(worker.has_trained or worker.node in holders for worker in pool.ready())
+        if is_there or not holders:
+            self._lost_since = None
+            return False
+        self._lost_since = self._lost_since or time.monotonic()
+        return time.monotonic() - self._lost_since < START_S
 
     def make_decision_for_running_worker_group(
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
@@ -253,8 +265,9 @@ class ElasticController(TrainController):
         return True
 
     async def kept_snapshot(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]] | None:
-        """The newest that was kept."""
-        return self._snapshot
+        """The newest that was kept, or that a worker gave as its node was to go."""
+        found = [each for each in (self._snapshot, self._pool.rescued) if each]
+        return max(found, key=lambda each: (each[0]["attempt"], each[0]["step"]), default=None)
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()
@@ -272,6 +285,7 @@ class ElasticController(TrainController):
     async def _shutdown(self) -> Any:
         result = await super()._shutdown()
         self._pool.close()
+        self._elastic_policy.on_event.close()
         return result
 
     async def _pause(self) -> None:

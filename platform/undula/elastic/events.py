@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -22,6 +23,27 @@ EventSink = Callable[[Event], None]
 def log_event(event: Event) -> None:
     """The sink of a trainer that was given none."""
     logging.getLogger("undula").info("%s: %s", event.kind, event.message)
+
+
+class EventQueue:
+    """Hands events to a sink in a thread, in order: one that writes to a slow storage must not hold up a decision.
+
+    It is made in the driver and goes to the controller with the policy; the thread begins there, with the first event.
+    """
+
+    def __init__(self, sink: EventSink):
+        self._sink = sink
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __call__(self, event: Event) -> None:
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="undula-events")
+        self._thread.submit(self._sink, event)
+
+    def close(self) -> None:
+        """Wait until all are told."""
+        if self._thread:
+            self._thread.shutdown()
+            self._thread = None
 
 
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):

@@ -73,6 +73,7 @@ class ElasticWorkerGroup(WorkerGroup):
             raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
         for member in members:
             member.in_group = member.has_trained = True
+            pool.trained_on.add(member.node)
         workers = self._assign_worker_ranks([_as_worker(member, context) for member in members])
         state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)
         try:

@@ -48,6 +48,8 @@ class PooledWorker:
     in_group: bool = False
     has_trained: bool = False
     """Whether it has been in a group, and may hold the run's state."""
+    giving: Any = None
+    """The answer of `give_state`, to come, where its node will go."""
 
     @property
     def id(self) -> str:
@@ -72,6 +74,10 @@ class WorkerPool:
     workers: dict[str, PooledWorker] = field(default_factory=dict)
     worker_bytes: int = 0
     """Memory of a worker that trains, as last seen."""
+    trained_on: set[str] = field(default_factory=set)
+    """Nodes on which workers have trained, and whose memory may hold the run's state."""
+    rescued: tuple[dict[str, Any], Any] | None = None
+    """The newest state that a worker gave as its node was to go: a snapshot's meta and bytes."""
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")
@@ -89,9 +95,27 @@ class WorkerPool:
         self._collect_prepared()
         for worker in [worker for worker in self.workers.values() if not worker.in_group]:
             is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
-            if worker.node not in self.nodes or worker.node in self.notices or is_late:
+            is_going = worker.node in self.notices and self._is_rescued(worker)
+            if worker.node not in self.nodes or is_going or is_late:
                 self.drop(worker.id)
         self._start_missing(now)
+
+    def _is_rescued(self, worker: PooledWorker) -> bool:
+        """Whether nothing of the run would go with a worker whose node will; asks it for its state where something might."""
+        staying = (each for each in self.workers.values() if each.node in self.nodes and each.node not in self.notices)
+        if not worker.has_trained or any(each.has_trained for each in staying):
+            return True
+        worker.giving = worker.giving or worker.actor.give_state.remote()
+        done, _ = ray.wait([worker.giving], timeout=0)
+        if not done:
+            return False
+        try:
+            found = ray.get(worker.giving)
+        except RayError:
+            return True
+        if found and (self.rescued is None or _age(found) > _age(self.rescued)):
+            self.rescued = found
+        return True
 
     def ready(self) -> list[PooledWorker]:
         """Workers that can be in a group, those that have been in one first: they hold the state."""
@@ -195,6 +219,10 @@ class WorkerPool:
         preparing = actor.prepare.remote(self.train_fn_ref, self.prepare, worker_bytes, home)
         worker = PooledWorker(actor, node, preparing, now)
         self.workers[worker.id] = worker
+
+
+def _age(state: tuple[dict[str, Any], Any]) -> tuple[int, int]:
+    return state[0]["attempt"], state[0]["step"]
 
 
 def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:

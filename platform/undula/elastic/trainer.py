@@ -20,7 +20,7 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from undula.elastic.backend import ElasticTorchConfig
 from undula.elastic.controller import ElasticController, PoolPolicy
-from undula.elastic.events import ControllerEvents, EventSink, log_event
+from undula.elastic.events import ControllerEvents, EventQueue, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.spec import WorkersSpec
 from undula.storage import Store
@@ -68,10 +68,11 @@ class ElasticTorchTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
         """As Ray's, but for the controller's class, its policies, and callbacks that would only idle or do what ours do."""
         kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
-        controller_arguments["callbacks"] = [*kept, ControllerEvents(self._on_event)]
+        events = EventQueue(self._on_event)
+        controller_arguments["callbacks"] = [*kept, ControllerEvents(events)]
         controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
         controller_arguments["scaling_policy"] = PoolPolicy(
-            cast(ScalingConfig, self.scaling_config), self._grow, self._hang_limit_s, self._on_event
+            cast(ScalingConfig, self.scaling_config), self._grow, self._hang_limit_s, events
         )
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself

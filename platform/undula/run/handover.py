@@ -23,6 +23,8 @@ class Kept:
     """A run as of a step boundary."""
 
     plan_digest: str
+    attempt: int
+    """Of the group that committed it."""
     step: int
     """Steps that are in the state."""
     state: dict[str, Any]

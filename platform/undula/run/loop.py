@@ -160,6 +160,7 @@ class Run:
             process.kept,
             self._newest_snapshot(folder),
             self._open_stream,
+            self._attempt,
             self._control,
         )
         start = self._boundary = restored.step
@@ -177,7 +178,7 @@ class Run:
         every = self._job.checkpoint.snapshot_every_steps
         if self._local_rank == 0 and every != 0:  # the state is the same on all ranks: one copy a node
             self._snapshots = SnapshotWriter(
-                folder, self._plan_digest, every, self._mirror.send if self._mirror else None
+                folder, self._plan_digest, self._attempt, every, self._mirror.send if self._mirror else None
             )
         validation = self._validation(validate)
         if validate is None and self._job.data.validation is not None:
@@ -213,7 +214,7 @@ class Run:
         found = [newest_snapshot(folder, self._plan_digest)]
         if self._mirror and self.rank == 0 and process.kept is None:
             found.append(self._mirror.newest(self._plan_digest))
-        return max((each for each in found if each), key=lambda snapshot: snapshot.step, default=None)
+        return max((each for each in found if each), key=lambda snapshot: snapshot.age, default=None)
 
     def _open_stream(self, start: int) -> None:
         self._stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
@@ -244,7 +245,9 @@ class Run:
             process.kept = None
             self._buffers.undo_step()
             self._optimizer.zero_grad(set_to_none=True)
-            process.kept = Kept(self._plan_digest, self._boundary, host_copy(self._state()), tuple(self._rows))
+            process.kept = Kept(
+                self._plan_digest, self._attempt, self._boundary, host_copy(self._state()), tuple(self._rows)
+            )
         self._close(wait=not process.is_sound)
 
     def _after_step(self, before: int, done: int, validation: Validation | None) -> None:

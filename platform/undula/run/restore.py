@@ -14,8 +14,9 @@ from undula.run.modelstate import beside_model_and_optimizer, load_state, model_
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import Commit
 from undula.state.ledger import StepRow
-from undula.state.snapshot import Snapshot
+from undula.state.snapshot import Age, Snapshot
 
+NEVER: Age = (-1, -1)
 BUCKET_BYTES = 32 * 2**20
 
 
@@ -44,6 +45,7 @@ def restore(
     kept: Kept | None,
     snapshot: Snapshot | None,
     begin: Callable[[int], None],
+    attempt: int,
     group: dist.ProcessGroup,
 ) -> Restored:
     """Bring model and optimizer to the newest state there is, the same on every rank. All ranks call it.
@@ -52,24 +54,26 @@ def restore(
         kept: what this process has of the run.
         snapshot: what this node has.
         begin: called with the step as soon as it is known, for what can be done while the state is on its way.
+        attempt: of this group.
 
     Raises:
         RunError: the newest checkpoint is of another plan.
     """
     mine = kept if kept and kept.plan_digest == plan_digest else None
-    steps = _gathered(mine.step if mine else -1, group)
-    if max(steps) >= 0:
-        begin(max(steps))
-        return _from_ranks(model, optimizer, mine, steps, "the memory of a worker", group)
-    found = _gathered(snapshot.step if snapshot else -1, group)
+    ages = _gathered((mine.attempt, mine.step) if mine else NEVER, group)
+    if max(ages) > NEVER and max(ages)[0] >= attempt - 1:  # of the last group: nobody has anything newer
+        return _from_ranks(model, optimizer, mine, ages, "the memory of a worker", begin, group)
+    stored = _gathered(snapshot.age if snapshot else NEVER, group)
     commit, damaged = _newest_checkpoint(checkpoints, group)
-    if max(found) > (commit.step if commit else 0):
-        begin(max(found))
-        if snapshot and snapshot.step == max(found):
-            mine = Kept(plan_digest, snapshot.step, snapshot.load(), snapshot.rows)
+    saved = (commit.attempt, commit.step) if commit else NEVER
+    newest = max(*ages, *stored, saved)
+    if newest in ages and newest > NEVER:
+        return _from_ranks(model, optimizer, mine, ages, "the memory of a worker", begin, group)
+    if newest in stored and newest > NEVER:
+        if snapshot and snapshot.age == newest:
+            mine = Kept(plan_digest, *newest, snapshot.load(), snapshot.rows)
         origin = snapshot.origin if snapshot else "the memory of a node"
-        # Two nodes may have the same step of two attempts.
-        return _from_ranks(model, optimizer, mine, found, origin, group, share=True)
+        return _from_ranks(model, optimizer, mine, stored, origin, begin, group)
     if commit is None:
         begin(0)
         return Restored(damaged=damaged)
@@ -89,24 +93,25 @@ def _from_ranks(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     kept: Kept | None,
-    steps: Sequence[int],
+    ages: Sequence[Age],
     origin: str,
+    begin: Callable[[int], None],
     group: dist.ProcessGroup,
-    share: bool = False,
 ) -> Restored:
     """Survivors may stand one step apart, where one had committed a step before the group broke: the newest state counts."""
-    step = max(steps)
-    source = steps.index(step)
+    newest = max(ages)
+    begin(newest[1])
+    source = ages.index(newest)
     rank = dist.get_rank(group)
-    if steps[rank] == step:
+    if ages[rank] == newest:
         assert kept is not None
         load_state(model, optimizer, kept.state)
-    if share or min(steps) < step:
+    if min(ages) < newest:
         _share(model, optimizer, source, group)
     told: list[Any] = [kept.rows, beside_model_and_optimizer(kept.state)] if rank == source and kept else [None, None]
     dist.broadcast_object_list(told, src=source, group=group)
     rows, values = told
-    return Restored(step, origin, rows, values)
+    return Restored(newest[1], origin, rows, values)
 
 
 def _share(model: nn.Module, optimizer: torch.optim.Optimizer, source: int, group: dist.ProcessGroup) -> None:
@@ -148,7 +153,7 @@ def _newest_checkpoint(checkpoints: Checkpointer, group: dist.ProcessGroup) -> t
     return commit, damaged
 
 
-def _gathered(value: int, group: dist.ProcessGroup) -> list[int]:
+def _gathered(value: Age, group: dist.ProcessGroup) -> list[Age]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

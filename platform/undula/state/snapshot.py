@@ -25,6 +25,8 @@ from torch import Tensor
 from undula.state.ledger import StepRow
 
 MEMORY = Path("/dev/shm")
+Age = tuple[int, int]
+"""(attempt, steps): what a later attempt has is the run, even where an earlier one had come further."""
 MirrorTo = Callable[[Mapping[str, Any], memoryview], None]
 COST = 0.01
 """Share of a step's time that snapshots may take."""
@@ -45,6 +47,10 @@ class Snapshot:
     """The tensors' bytes, or the file that has them."""
     origin: str = "the memory of a node"
     """In words."""
+
+    @property
+    def age(self) -> Age:
+        return int(self.meta.get("attempt", 0)), self.step
 
     @property
     def step(self) -> int:
@@ -94,7 +100,7 @@ def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
             continue
         if meta["plan_digest"] == plan_digest:
             found.append(Snapshot(meta, folder / slot / "data"))
-    return max(found, key=lambda snapshot: snapshot.step, default=None)
+    return max(found, key=lambda snapshot: snapshot.age, default=None)
 
 
 class SnapshotWriter:
@@ -105,13 +111,22 @@ class SnapshotWriter:
     Args:
         folder: of this run, on this node.
         plan_digest: identity of its plan.
+        attempt: of this group.
         every_steps: interval; by default by what they cost.
         mirror: gets each snapshot's meta and bytes, in the thread, and copies what it wants of them.
     """
 
-    def __init__(self, folder: Path, plan_digest: str, every_steps: int | None = None, mirror: MirrorTo | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        plan_digest: str,
+        attempt: int = 0,
+        every_steps: int | None = None,
+        mirror: MirrorTo | None = None,
+    ):
         self._folder = folder
         self._plan_digest = plan_digest
+        self._attempt = attempt
         self._fixed_interval = every_steps
         self._mirror = mirror
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-snapshot")
@@ -159,11 +174,10 @@ class SnapshotWriter:
         self.wait()
         self._steps_since = 0
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
-        values = {name: value for name, value in state.items() if name not in tensors}
         if not self._slots and not self._make_slots(tensors):
             return
         slot, self._next = self._slots[self._next], 1 - self._next
-        meta = {"plan_digest": self._plan_digest, "step": step, "values": values, "rows": [asdict(row) for row in rows]}
+        meta = _meta(self._plan_digest, (self._attempt, step), state, rows)
         self._taking = self._thread.submit(slot.write, tensors, meta)
         if self._mirror:
             self._thread.submit(slot.give, self._mirror)
@@ -193,7 +207,7 @@ class SnapshotWriter:
             slot.close()
 
     def _make_slots(self, tensors: Mapping[str, Tensor]) -> bool:
-        size = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+        size = _size(tensors)
         try:
             _forget_old(self._folder.parent)
             room = os.statvfs(MEMORY)
@@ -234,20 +248,8 @@ class _Slot:
         self._meta = None
         began = time.perf_counter()
         (self._folder / "meta.json").unlink(missing_ok=True)
-        places: dict[str, Any] = {}
-        offset = 0
-        for name, tensor in tensors.items():
-            if tensor.numel():
-                target = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-                target.view(tensor.shape).copy_(tensor)
-            places[name] = {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "offset": offset,
-            }
-            offset += _aligned(tensor.nbytes)
         partial = self._folder / "meta.partial"
-        whole = {**meta, "tensors": places}
+        whole = {**meta, "tensors": _copy(tensors, self._map)}
         partial.write_bytes(json.dumps(whole).encode())
         partial.replace(self._folder / "meta.json")
         self._meta = whole
@@ -260,6 +262,41 @@ class _Slot:
 
     def close(self) -> None:
         self._map.close()
+
+
+def packed(
+    plan_digest: str, age: Age, state: Mapping[str, Any], rows: Sequence[StepRow]
+) -> tuple[dict[str, Any], bytearray]:
+    """A snapshot's meta and bytes, to be sent."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    data = bytearray(_size(tensors))
+    places = _copy(tensors, data)
+    return {**_meta(plan_digest, age, state, rows), "tensors": places}, data
+
+
+def _meta(plan_digest: str, age: Age, state: Mapping[str, Any], rows: Sequence[StepRow]) -> dict[str, Any]:
+    attempt, step = age
+    values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    told = [asdict(row) for row in rows]
+    return {"plan_digest": plan_digest, "attempt": attempt, "step": step, "values": values, "rows": told}
+
+
+def _copy(tensors: Mapping[str, Tensor], buffer: mmap.mmap | bytearray) -> dict[str, Any]:
+    """Copy the tensors one after another; where each is."""
+    places: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            target = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+            target.view(tensor.shape).copy_(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places[name] = {"dtype": dtype, "shape": list(tensor.shape), "offset": offset}
+        offset += _aligned(tensor.nbytes)
+    return places
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors.values())
 
 
 def _forget_old(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """The loop in one process, without Ray: what a step insists on, and what it records."""
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from undula.data.spec import DataSpec
@@ -23,16 +21,12 @@ from undula.spec import CheckpointSpec, GradientSpec, ValidationSpec
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 
 @pytest.fixture(autouse=True)
-def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)  # as Ray gives each worker a folder of its own
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # as Ray gives each worker one
 
 
 @pytest.fixture

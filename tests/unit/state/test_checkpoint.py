@@ -1,8 +1,6 @@
 """Checkpoints in one process: whole or invisible, checked before they are loaded, never unpickled."""
 
 import os
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,7 @@ from undula.state.checkpoint import Checkpointer
 from undula.state.commit import COMMIT, check_shapes, commit_json, find_commits
 from undula.storage import Store
 
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture
