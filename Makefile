@@ -45,8 +45,9 @@ bench: .venv/ready-to-test  ## Step throughput beside a hand-written torchrun DD
 bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, MosaicML Streaming and LitData; build/bench/data-*.json
 	$(BIN)/python -m tests.baselines.bench_data
 
-bench-elastic: .venv/ready-to-test  ## Outage and lost steps beside Ray Train and torchrun; build/bench/elastic-*.json
+bench-elastic: .venv/ready-to-test  ## Outage and lost steps beside Ray Train, torchft and torchrun, and cost per step; build/bench/elastic-*.json
 	$(BIN)/python -m tests.baselines.bench_elastic
+	$(BIN)/python -m tests.baselines.bench_cost
 
 soak: .venv/ready-to-test  ## Longer tests: more seeds of random faults
 	$(BIN)/pytest -m soak

@@ -21,6 +21,7 @@ from undula.cluster.local import local_cluster
 from undula.data.corpora import stdlib_text
 
 HERE = Path(__file__).parent
+JOBS = HERE.parents[1] / "jobs"
 WITHOUT = {"UNDULA_BENCH_SILENT": "1"}
 
 
@@ -28,20 +29,16 @@ def step_seconds(data: str, folder: str, name: str, steps: int, workers: int, ev
     """Median seconds of a step."""
     out = Path(folder) / f"{name}.json"
     command = [
-        *(sys.executable, str(HERE / "cost_job.py"), f"name={name}", f"runs={folder}", f"data.train={data}/train"),
-        *(f"plan.max_steps={steps}", "plan.global_batch=32", f"workers.min={workers}", f"workers.max={workers}"),
+        *(sys.executable, str(HERE / "cost_job.py"), "--config", str(JOBS / "language_model.yaml")),
+        *(f"name={name}", f"runs={folder}", f"data.train={data}/train"),
+        *(f"plan.max_steps={steps}", "data.validation=null", f"workers.min={workers}", f"workers.max={workers}"),
         *("checkpoint.every_steps=100000", *([] if everything else ["checkpoint.snapshot_every_steps=0"])),
         *([] if everything else ["--trainer", "ray"]),
     ]
-    own = {"UNDULA_BENCH_OUT": str(out), **({} if everything else WITHOUT)}
-    os.environ.update(own)  # the cluster's workers have what it was started with
-    try:
-        with local_cluster(num_cpus=workers) as cluster:
-            env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-            subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
-    finally:
-        for key in own:
-            del os.environ[key]
+    own = {"UNDULA_BENCH_OUT": str(out), "PYTHONPATH": str(JOBS), **({} if everything else WITHOUT)}
+    with local_cluster(num_cpus=workers, env=own) as cluster:
+        env = {**os.environ, **own, **cluster.env, "RAY_ADDRESS": cluster.address}
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     return statistics.median(differences(json.loads(out.read_text())))
 
 

@@ -2,13 +2,11 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "jobs"))
 import language_model
 import undula
 from undula.run import loop
