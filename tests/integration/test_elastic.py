@@ -138,8 +138,9 @@ def test_a_state_that_waits_for_workers_outlasts_the_node_that_has_it(session_jo
         wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 50)
         cluster.kill(lost)
         wait_for(process, lambda: any("waiting for 1 more worker" in message for message in told("waiting")))
-        cluster.drain(last, deadline_s=10)
-        time.sleep(10)  # the notice
+        actors = cluster.count()["actors"]
+        cluster.drain(last, deadline_s=30)
+        wait_for(process, lambda: cluster.count()["actors"] < actors)  # the worker has given its state, and is let go
         cluster.kill(last)
         shutil.rmtree(folder_of(store.url, job_json(store)["id"]))  # the nodes of this machine share its memory
         for _ in range(2):
@@ -189,7 +190,8 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     assert any(row["step_samples"] == 48 for row in grown)
     for row in grown:
         climbed = min((row["samples"] - before) / 240, 1.0)
-        factor = 1.0 + climbed if row["world_size"] == 2 else 1.0
+        # The last step of an epoch may be of one global batch.
+        factor = min(1.0 + climbed, row["span"]) if row["world_size"] == 2 else 1.0
         assert row["lr"] == pytest.approx(3e-4 * factor)
     told = [event.message for event in run.events if event.kind == "batch"]
     assert told[:3] == [
