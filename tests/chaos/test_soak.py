@@ -49,7 +49,15 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=soak")
     endless = ("plan.epochs=1000000", "plan.max_steps=1000000000")
-    settings = (*MODEL, *PLAN, *endless, "config.model.width=128", "workers.min=1", "workers.max=2", "workers.grow=always")
+    settings = (
+        *MODEL,
+        *PLAN,
+        *endless,
+        "config.model.width=128",
+        "workers.min=1",
+        "workers.max=2",
+        "workers.grow=always",
+    )
     command = [sys.executable, str(SCRIPT), *data, *settings]
     samples: list[dict[str, tuple[float, int]]] = []
     counts: list[dict[str, int]] = []

@@ -91,12 +91,12 @@ class ElasticWorker(RayTrainWorker):
     def answer(self) -> None:
         """That this process is there."""
 
-    def give_state(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]] | None:
-        """The state that the last group has left here, as a snapshot's meta and bytes, as this node will go."""
+    def give_state(self) -> tuple[bytes, np.ndarray[Any, Any]] | None:
+        """What the last group has left here of the state, as a snapshot's meta and bytes, as this node will go."""
         kept = process.kept
         if kept is None:
             return None
-        meta, data = packed(kept.plan_digest, (kept.attempt, kept.step), kept.state, kept.rows)
+        meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
         return meta, np.frombuffer(data, np.uint8)
 
     def leave(self, patience_s: float) -> bool:

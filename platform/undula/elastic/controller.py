@@ -28,7 +28,7 @@ from undula.elastic.policy import Decision, Growth, Hold, Resize, Save, View, de
 from undula.elastic.pool import WorkerPool
 from undula.run.handover import ProgressView
 from undula.state.ledger import Event
-from undula.state.snapshot import FREE_SHARE, available_memory
+from undula.state.snapshot import parsed
 
 POLL_INTERVAL_S = 0.25
 FAST_POLL_S = 0.02
@@ -246,7 +246,6 @@ class ElasticController(TrainController):
         )
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
-        self._snapshot: tuple[dict[str, Any], np.ndarray[Any, Any]] | None = None
         self._fast_until = float("-inf")
         self._elastic_policy = scaling_policy
         self._retries: RetryUnlessBug = arguments["failure_policy"]
@@ -257,17 +256,17 @@ class ElasticController(TrainController):
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
-    async def keep_snapshot(self, meta: dict[str, Any], data: np.ndarray[Any, Any]) -> bool:
-        """Keep a copy of a node's snapshot; False where it takes more than half of the memory that is free here."""
-        if self._snapshot is None and data.nbytes > FREE_SHARE * available_memory():
+    async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
+        """Keep a copy of a rank's snapshot; False where there is no room for it."""
+        if not self._pool.keeper.has_room(data.nbytes):
             return False
-        self._snapshot = meta, await asyncio.to_thread(data.copy)
+        self._pool.keeper.keep(rank, parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
-    async def kept_snapshot(self) -> tuple[dict[str, Any], np.ndarray[Any, Any]] | None:
-        """The newest that was kept, or that a worker gave as its node was to go."""
-        found = [each for each in (self._snapshot, self._pool.rescued) if each]
-        return max(found, key=lambda each: (each[0]["attempt"], each[0]["step"]), default=None)
+    async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
+        """What one of so many ranks is to fetch of what was kept, or given by workers whose node was to go."""
+        found = self._pool.keeper.share(rank, world_size)
+        return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()

@@ -13,7 +13,9 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 
 from undula.elastic.actor import ElasticWorker
 from undula.elastic.capacity import Node, look
+from undula.elastic.keeper import SnapshotKeeper
 from undula.elastic.policy import Seat
+from undula.state.snapshot import parsed
 
 LOOK_INTERVAL_S = 0.25
 RETRY_S = 2.0
@@ -76,8 +78,7 @@ class WorkerPool:
     """Memory of a worker that trains, as last seen."""
     trained_on: set[str] = field(default_factory=set)
     """Nodes on which workers have trained, and whose memory may hold the run's state."""
-    rescued: tuple[dict[str, Any], Any] | None = None
-    """The newest state that a worker gave as its node was to go: a snapshot's meta and bytes."""
+    keeper: SnapshotKeeper = field(default_factory=SnapshotKeeper)
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")
@@ -113,8 +114,9 @@ class WorkerPool:
             found = ray.get(worker.giving)
         except RayError:
             return True
-        if found and (self.rescued is None or _age(found) > _age(self.rescued)):
-            self.rescued = found
+        if found:
+            meta, data = found
+            self.keeper.keep(0, parsed(meta, bytearray(data)))
         return True
 
     def ready(self) -> list[PooledWorker]:
@@ -219,10 +221,6 @@ class WorkerPool:
         preparing = actor.prepare.remote(self.train_fn_ref, self.prepare, worker_bytes, home)
         worker = PooledWorker(actor, node, preparing, now)
         self.workers[worker.id] = worker
-
-
-def _age(state: tuple[dict[str, Any], Any]) -> tuple[int, int]:
-    return state[0]["attempt"], state[0]["step"]
 
 
 def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:

@@ -68,6 +68,17 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """Samples that run through the model at once."""
+
+    step: int
+    virtual_worker: int
+    number: int
+    """Among those of its virtual worker in its step."""
+    samples: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """A PlanSpec applied to a data set of `num_rows` rows."""
 
@@ -170,6 +181,19 @@ class Plan:
         share = self.share(step_in_epoch, virtual_worker)
         size = self.spec.micro_batch or max(share, 1)
         return tuple(min(size, share - start) for start in range(0, share, size))
+
+    def work(self, steps: range, virtual_workers: range) -> list[MicroBatch]:
+        """The micro-batches of some virtual workers in some steps, in order."""
+        return [
+            MicroBatch(step, virtual_worker, number, samples)
+            for step in steps
+            for virtual_worker in virtual_workers
+            for number, samples in enumerate(self.micro_batches(self.step(step).step_in_epoch, virtual_worker))
+        ]
+
+    def rounds(self, steps: range, world_size: int) -> int:
+        """The most micro-batches that a rank of so many has in some steps."""
+        return max(len(self.work(steps, of_rank)) for of_rank in assign(self.spec.virtual_workers, world_size))
 
     def digest(self, manifest_digest: str) -> str:
         """Identity of the logical run: equal digests consume the same samples at the same steps."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from undula.state.ledger import StepRow
+from undula.state.parts import RankState, Sharding
+from undula.state.snapshot import Age
 
 STEP_TIMES_KEPT = 8
 
@@ -27,10 +29,24 @@ class Kept:
     """Of the group that committed it."""
     step: int
     """Steps that are in the state."""
-    state: dict[str, Any]
-    """As `model_and_optimizer_state` gives it; of the tensors of a former group, which nothing changes any more."""
+    state: RankState
+    """What this rank had of it; the tensors of a former group, which nothing changes any more."""
     rows: tuple[StepRow, ...]
     """Rows of the ledger that may not have reached storage."""
+    origin: str = "the memory of a worker"
+    """In words."""
+
+    @property
+    def age(self) -> Age:
+        return self.attempt, self.step
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """None where every tensor is whole."""
+        return self.state.sharding
+
+    def load(self) -> RankState:
+        return self.state
 
 
 @dataclass(frozen=True)

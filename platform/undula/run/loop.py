@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,26 +26,27 @@ from undula.data.rows import Batch
 from undula.errors import StorageError
 from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean
-from undula.run.engine import Engine, ExactEngine, TorchEngine, unwrapped
+from undula.run.engine import Engine, engine_for
 from undula.run.handover import Kept, LeaveGroup, process
 from undula.run.job import Job
+from undula.run.memory import LiveState, StateMemory, find_state
 from undula.run.messages import Publisher
 from undula.run.mirror import Mirror
-from undula.run.modelstate import MODEL, host_copy, model_and_optimizer_state
+from undula.run.modelstate import model_and_optimizer_state
 from undula.run.randomness import compute_deterministically, seed_weights
 from undula.run.rate import Rate, rate_for
 from undula.run.restore import Restored, restore
-from undula.run.stats import StepReducer, exact_mean
+from undula.run.stats import Asked, StepReducer, exact_mean
 from undula.run.step import Step
 from undula.run.telemetry import Telemetry
 from undula.run.validation import Validation
 from undula.state.checkpoint import Checkpointer
 from undula.state.ledger import Event, StepRow, next_attempt
-from undula.state.snapshot import Snapshot, SnapshotWriter, folder_of, newest_snapshot
+from undula.state.parts import rank_state
+from undula.state.snapshot import folder_of
+from undula.state.snapshot_writer import SnapshotWriter
 from undula.storage import open_store
 
-SCHEDULED = ("params", "lr")
-"""Of an optimizer's groups: what is no state, as each step sets it."""
 Loss = Callable[[Batch], Tensor]
 """Mean loss over a batch's samples, as a scalar tensor."""
 
@@ -84,7 +84,6 @@ class Run:
         self.plan = Plan(job.plan, self._data.num_rows)
         self._plan_digest = self.plan.digest(self._data.digest)
         self._virtual_workers = assign(job.plan.virtual_workers, world_size)[rank]
-        self._engine: Engine = (ExactEngine if job.deterministic else TorchEngine)(device)
         # Small sums over the ranks, on the host, so that they never wait for a GPU.
         world = dist.group.WORLD
         assert world is not None
@@ -101,13 +100,13 @@ class Run:
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
         self._rows: list[StepRow] = []
-        self._snapshots: SnapshotWriter | None = None
-        self._live: dict[str, Any] = {}
-        self._live_keys: list[Any] = []
+        self._memory: StateMemory | None = None
+        self._live: LiveState | None = None
+        self._step_s = 0.0
         self._blocked_s = 0.0
         self._rate = Rate(job.schedule, self.plan.total_samples)
         self._boundary: int | None = None
-        self._asked_to_leave = self._asked_to_save = False
+        self._asked = Asked()
         self._map: SampleFunction | None = None
         self._validation_map: SampleFunction | None = None
         self._has_started = False
@@ -116,9 +115,13 @@ class Run:
         seed_weights(job.plan.seed)
 
     def model(self, module: nn.Module) -> nn.Module:
-        """Place and wrap the module; its weights become rank 0's, then the checkpoint's when the run resumes."""
+        """Place and wrap the module; its weights become rank 0's, then the checkpoint's when the run resumes.
+
+        A module that torch's `fully_shard` has sharded is taken as it is.
+        """
         if self._model is not None:
             raise RuntimeError("run.model() was called twice: a run has one model; put several modules into one")
+        self._engine: Engine = engine_for(module, self.device, self._job.deterministic)
         self._model = self._engine.wrap(module)
         self._buffers = BufferMean(module, exact=self._job.deterministic)
         return self._model
@@ -158,7 +161,7 @@ class Run:
             self._checkpoints,
             self._plan_digest,
             process.kept,
-            self._newest_snapshot(folder),
+            lambda: find_state(folder, self._plan_digest, self._mirror, self.rank, self.world_size),
             self._open_stream,
             self._attempt,
             self._control,
@@ -175,11 +178,10 @@ class Run:
         self._rate, change = rate_for(self._job.schedule, self.plan, self.world_size, start, restored.values)
         if change:
             self._event(change)
-        every = self._job.checkpoint.snapshot_every_steps
-        if self._local_rank == 0 and every != 0:  # the state is the same on all ranks: one copy a node
-            self._snapshots = SnapshotWriter(
-                folder, self._plan_digest, self._attempt, every, self._mirror.send if self._mirror else None
-            )
+        self._live = LiveState(self._model, self._optimizer, self._state)
+        if (every := self._job.checkpoint.snapshot_every_steps) != 0:
+            writer = SnapshotWriter(folder, self._plan_digest, self._attempt, self._local_rank, every)
+            self._memory = StateMemory(self._live, writer, self._mirror, self.rank, self._local_rank)
         validation = self._validation(validate)
         if validate is None and self._job.data.validation is not None:
             self._event(
@@ -209,13 +211,6 @@ class Run:
         finally:
             self._close()
 
-    def _newest_snapshot(self, folder: Path) -> Snapshot | None:
-        """Of this node's; of the controller's too where rank 0 has come to the run anew, as all others may be gone."""
-        found = [newest_snapshot(folder, self._plan_digest)]
-        if self._mirror and self.rank == 0 and process.kept is None:
-            found.append(self._mirror.newest(self._plan_digest))
-        return max((each for each in found if each), key=lambda snapshot: snapshot.age, default=None)
-
     def _open_stream(self, start: int) -> None:
         self._stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
         self._stream.open()
@@ -230,24 +225,29 @@ class Run:
             _in_thread(
                 self._stream.close
             )  # it may wait for Ray Data's first block, and the next group of workers for us
-        if self._snapshots:
-            self._snapshots.close()
+        if self._memory:
+            self._memory.close()
         if self._telemetry and wait:
             self._telemetry.close()
         elif self._telemetry:
             _in_thread(self._telemetry.close)
-        self._stream = self._snapshots = self._telemetry = None
+        self._stream = self._memory = self._telemetry = None
 
-    def hand_over(self) -> None:
-        """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole."""
+    def hand_over(self, is_planned: bool = False) -> None:
+        """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole.
+
+        Args:
+            is_planned: every rank is here: what only this one has is not lost where it is not part of the next group.
+        """
         # Else what a former group has left is still the newest.
         if self._boundary is not None and self._model is not None and self._optimizer is not None:
             process.kept = None
             self._buffers.undo_step()
             self._optimizer.zero_grad(set_to_none=True)
-            process.kept = Kept(
-                self._plan_digest, self._attempt, self._boundary, host_copy(self._state()), tuple(self._rows)
-            )
+            held = rank_state(self._state()).on_host()
+            process.kept = Kept(self._plan_digest, self._attempt, self._boundary, held, tuple(self._rows))
+            if is_planned and self._mirror and held.sharding is not None:
+                self._mirror.give(process.kept)
         self._close(wait=not process.is_sound)
 
     def _after_step(self, before: int, done: int, validation: Validation | None) -> None:
@@ -260,9 +260,9 @@ class Run:
         if validation and is_due(self._job.validation.every_steps):
             self._validate(validation, done)
         began = time.perf_counter()
-        if is_due(self._job.checkpoint.every_steps) or self._asked_to_save:
+        if is_due(self._job.checkpoint.every_steps) or self._asked.saves:
             self._save(done)
-        if self._asked_to_leave and not last:
+        if self._asked.leaves and not last:
             self._finish_saving()
             raise LeaveGroup
         self._blocked_s += time.perf_counter() - began
@@ -270,52 +270,40 @@ class Run:
     @contextmanager
     def _changing_state(self, span: int) -> Iterator[None]:
         """While the optimizer steps: whoever is torn out of this has a state of no step."""
-        if self._snapshots:
-            self._snapshots.wait()
+        if self._memory:
+            self._memory.wait()
         boundary, self._boundary = self._boundary, None
         assert boundary is not None
         yield
         self._boundary = boundary + span
         self._buffers.keep_step()
 
-    def _committed(self, row: StepRow, stored_steps: int) -> None:
+    def _wishes(self) -> Asked:
+        """What this rank asks for after the step that it is about to commit."""
+        takes, sends = self._memory.wants(self._step_s) if self._memory else (False, False)
+        saves = process.save.is_set()
+        # A checkpoint that is being written is not torn down for a resize that can wait for it.
+        leaves = process.leave.is_set() and (saves or self._checkpoints.saving_step is None)
+        return Asked(leaves, saves, takes, sends, self._checkpoints.has_finished_here)
+
+    def _committed(self, row: StepRow, stored_steps: int, asked: Asked) -> None:
         self._rows = [*(each for each in self._rows if each.step >= stored_steps), row]
+        self._asked = asked
+        self._step_s = row.seconds
         if self._telemetry:
             self._telemetry.step(row)
-        if self._snapshots and self._snapshots.problem:
-            self._event(Event("notice", f"no snapshots in memory: {self._snapshots.problem}", row.done))
-            self._snapshots.close()
-            self._snapshots = None
-        if self._snapshots and self._snapshots.is_due(row.seconds):
-            assert self._model is not None
-            assert self._optimizer is not None
-            # The next forward pass changes buffers; everything else stays until the optimizer's next step.
-            buffers = {f"{MODEL}{name}": value.clone() for name, value in unwrapped(self._model).named_buffers()}
-            live = self._live_state()
-            state = live | {name: value for name, value in buffers.items() if name in live}
-            self._snapshots.begin(row.done, state, self._rows)
-            if (told := self._snapshots.words()) and not process.has_told_snapshots:
-                process.has_told_snapshots = True
-                self._event(Event("snapshot", told, row.done, {"bytes": self._snapshots.bytes}))
+        if self._memory and (news := self._memory.news(row.done)):
+            self._event(news)
+        if self._memory and asked.snapshots:
+            self._memory.begin(row.done, self._rows, asked.sends)
+        if asked.has_saved:
+            self._finish_saving()
 
     def _state(self) -> dict[str, Any]:
         """All that a step changes, for a checkpoint."""
         assert self._model is not None
         assert self._optimizer is not None
         return {**model_and_optimizer_state(self._model, self._optimizer), **self._rate.values()}
-
-    def _live_state(self) -> dict[str, Any]:
-        """The tensors that training changes in place; found anew where it has changed another thing, as to name them takes milliseconds."""
-        assert self._model is not None
-        assert self._optimizer is not None
-        held = [value for state in self._optimizer.state.values() for value in state.values()]
-        held += [
-            value for group in self._optimizer.param_groups for key, value in group.items() if key not in SCHEDULED
-        ]
-        keys = [id(value) if isinstance(value, Tensor | list) else value for value in held]
-        if not self._live or keys != self._live_keys:
-            self._live, self._live_keys = self._state(), keys
-        return self._live
 
     def _tell_start(self, restored: Restored) -> None:
         for problem in restored.damaged.values():
@@ -337,6 +325,7 @@ class Run:
             self._validation_map,
             self._virtual_workers,
             self.device,
+            self.world_size if self._engine.rounds_must_match else None,
         )
 
     def _validate(self, validation: Validation, done: int) -> None:
@@ -361,8 +350,8 @@ class Run:
     def _end(self) -> None:
         if error := self._finish_saving():
             raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
-        if self._snapshots:
-            self._snapshots.forget()
+        if self._memory:
+            self._memory.forget()
         self._event(Event("end", f"finished after {self.plan.total_steps} steps", self.plan.total_steps))
 
     def _event(self, event: Event) -> None:

@@ -1,7 +1,6 @@
-"""A copy of a run's newest snapshot in the memory of its controller, for when all ranks are on one node and that one goes."""
+"""Copies of a run's snapshots in the memory of its controller, for when nodes go whose state no other node has."""
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,7 +8,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from undula.state.snapshot import Snapshot
+from undula.run.handover import Kept
+from undula.state.snapshot import Snapshot, packed, parsed
 
 PUT_SHARE = 0.005
 """Of the time, for handing a copy to Ray, which takes memory bandwidth from the training."""
@@ -18,43 +18,57 @@ WAY_SHARE = 0.05
 
 
 class Mirror:
-    """Sends snapshots to the controller, and gets the newest one back.
+    """Sends snapshots to the controller, and gets them back.
 
     Args:
-        controller: the actor, with ElasticController's `keep_snapshot` and `kept_snapshot`.
-        sends: whether this process's snapshots need a copy.
+        controller: the actor, with ElasticController's `keep_snapshot` and `kept_snapshots`.
+        rank: of this process.
+        is_elsewhere: whether it is on another node than the controller.
+        is_alone: whether all ranks are on its node.
     """
 
-    def __init__(self, controller: Any, sends: bool):
+    def __init__(self, controller: Any, rank: int, is_elsewhere: bool, is_alone: bool):
         self._controller = controller
-        self._sends = sends
+        self._rank = rank
+        self._is_elsewhere = is_elsewhere
+        self._is_alone = is_alone
+        self._has_room = True
         self._is_on_its_way = False
         self._next = 0.0
 
-    def send(self, meta: Mapping[str, Any], data: memoryview) -> None:
-        """Begin to send a snapshot, where it is time for one; the bytes are copied before this returns."""
+    def is_due(self, is_sharded: bool) -> bool:
+        """Whether a snapshot needs a copy, and it is time for one."""
+        needed = is_sharded or (self._is_alone and self._is_elsewhere)
+        return needed and self._has_room and not self._is_on_its_way and time.monotonic() >= self._next
+
+    def send(self, meta: bytes, data: memoryview) -> None:
+        """Begin to send a snapshot; the bytes are copied before this returns."""
         began = time.monotonic()
-        if not self._sends or self._is_on_its_way or began < self._next:
-            return
-        copy = ray.put(np.frombuffer(data, np.uint8))
+        answer = self._keep(meta, np.frombuffer(data, np.uint8))
         self._next = began + (time.monotonic() - began) / PUT_SHARE
         self._is_on_its_way = True
-        answer = self._controller.keep_snapshot.remote(dict(meta), copy).future()
-        answer.add_done_callback(lambda answer: self._arrived(answer, began))
+        answer.future().add_done_callback(lambda answer: self._arrived(answer, began))
+
+    def give(self, kept: Kept) -> None:
+        """Send what this process has of the state, and wait for it to arrive: its node may go."""
+        meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
+        try:
+            ray.get(self._keep(meta, np.frombuffer(data, np.uint8)))
+        except RayError:  # there are checkpoints
+            return
+
+    def fetch(self, rank: int, world_size: int) -> list[Snapshot]:
+        """A rank's share of what the controller has."""
+        try:
+            found = ray.get(self._controller.kept_snapshots.remote(rank, world_size))
+        except RayError:  # there are checkpoints
+            return []
+        return [parsed(meta, bytearray(data), "the memory of the head") for meta, data in found]
+
+    def _keep(self, meta: bytes, data: "np.ndarray[Any, Any]") -> Any:
+        return self._controller.keep_snapshot.remote(self._rank, meta, ray.put(data))
 
     def _arrived(self, answer: "Future[bool]", began: float) -> None:
-        had_room = answer.exception() is None and answer.result()
-        self._sends = self._sends and had_room
+        self._has_room = self._has_room and answer.exception() is None and answer.result()
         self._next = max(self._next, began + (time.monotonic() - began) / WAY_SHARE)
         self._is_on_its_way = False
-
-    def newest(self, plan_digest: str) -> Snapshot | None:
-        """What the controller has of a plan."""
-        try:
-            found = ray.get(self._controller.kept_snapshot.remote())
-        except RayError:  # there are checkpoints
-            return None
-        if found is None or found[0]["plan_digest"] != plan_digest:
-            return None
-        meta, data = found
-        return Snapshot(meta, bytearray(data), "the memory of the head")

@@ -37,11 +37,6 @@ def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
 
 
-def host_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with its tensors in host memory; those that are there already are not copied."""
-    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
 def weights_digest(model: nn.Module) -> int:
     """A 64-bit digest of every bit of a model's parameters and buffers, by name. Waits for the device."""
     digest = blake2b(digest_size=8)

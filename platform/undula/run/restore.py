@@ -1,8 +1,8 @@
-"""Where a worker group begins: at the newest state that one of its ranks has kept, else at the newest whole checkpoint, else at step 0."""
+"""Where a worker group begins: at the newest state that its ranks have together, else at the newest whole checkpoint, else at step 0."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,13 @@ from undula.run.modelstate import beside_model_and_optimizer, load_state, model_
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import Commit
 from undula.state.ledger import StepRow
-from undula.state.snapshot import Age, Snapshot
+from undula.state.parts import Box, Part, RankState, Sharding, copy_overlap, is_complete, part_of
+from undula.state.snapshot import NEVER, Age, Snapshot
 
-NEVER: Age = (-1, -1)
 BUCKET_BYTES = 32 * 2**20
+Offer: TypeAlias = Kept | Snapshot
+Told: TypeAlias = list[list[tuple[Age, Sharding | None]]]
+"""By rank: what it has, of which age."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def restore(
     checkpoints: Checkpointer,
     plan_digest: str,
     kept: Kept | None,
-    snapshot: Snapshot | None,
+    find: Callable[[], Sequence[Snapshot]],
     begin: Callable[[int], None],
     attempt: int,
     group: dist.ProcessGroup,
@@ -52,28 +55,24 @@ def restore(
 
     Args:
         kept: what this process has of the run.
-        snapshot: what this node has.
+        find: looks for the snapshots that this rank can read; called where they are needed.
         begin: called with the step as soon as it is known, for what can be done while the state is on its way.
         attempt: of this group.
 
     Raises:
         RunError: the newest checkpoint is of another plan.
     """
-    mine = kept if kept and kept.plan_digest == plan_digest else None
-    ages = _gathered((mine.attempt, mine.step) if mine else NEVER, group)
-    if max(ages) > NEVER and max(ages)[0] >= attempt - 1:  # of the last group: nobody has anything newer
-        return _from_ranks(model, optimizer, mine, ages, "the memory of a worker", begin, group)
-    stored = _gathered(snapshot.age if snapshot else NEVER, group)
+    offers: list[Offer] = [kept] if kept and kept.plan_digest == plan_digest else []
+    told = _told(offers, group)
+    newest = _newest_complete(told)
+    if newest > NEVER and newest[0] >= attempt - 1:  # of the last group: nobody has anything newer
+        return _from_ranks(model, optimizer, offers, told, newest, begin, group)
+    offers += find()
+    told = _told(offers, group)
+    newest = _newest_complete(told)
     commit, damaged = _newest_checkpoint(checkpoints, group)
-    saved = (commit.attempt, commit.step) if commit else NEVER
-    newest = max(*ages, *stored, saved)
-    if newest in ages and newest > NEVER:
-        return _from_ranks(model, optimizer, mine, ages, "the memory of a worker", begin, group)
-    if newest in stored and newest > NEVER:
-        if snapshot and snapshot.age == newest:
-            mine = Kept(plan_digest, *newest, snapshot.load(), snapshot.rows)
-        origin = snapshot.origin if snapshot else "the memory of a node"
-        return _from_ranks(model, optimizer, mine, stored, origin, begin, group)
+    if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
+        return _from_ranks(model, optimizer, offers, told, newest, begin, group)
     if commit is None:
         begin(0)
         return Restored(damaged=damaged)
@@ -89,57 +88,102 @@ def restore(
     return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
 
 
+def _told(offers: Sequence[Offer], group: dist.ProcessGroup) -> Told:
+    told: Told = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(told, [(offer.age, offer.sharding) for offer in offers], group=group)
+    return told
+
+
+def _newest_complete(told: Told) -> Age:
+    """Survivors may stand one step apart, where one had committed a step before the group broke: the newest counts that is whole."""
+    by_age: dict[Age, list[Sharding | None]] = {}
+    for age, sharding in (each for of_rank in told for each in of_rank):
+        by_age.setdefault(age, []).append(sharding)
+    return max((age for age, shardings in by_age.items() if is_complete(shardings)), default=NEVER)
+
+
 def _from_ranks(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    kept: Kept | None,
-    ages: Sequence[Age],
-    origin: str,
+    offers: Sequence[Offer],
+    told: Told,
+    age: Age,
     begin: Callable[[int], None],
     group: dist.ProcessGroup,
 ) -> Restored:
-    """Survivors may stand one step apart, where one had committed a step before the group broke: the newest state counts."""
-    newest = max(ages)
-    begin(newest[1])
-    source = ages.index(newest)
-    rank = dist.get_rank(group)
-    if ages[rank] == newest:
-        assert kept is not None
-        load_state(model, optimizer, kept.state)
-    if min(ages) < newest:
-        _share(model, optimizer, source, group)
-    told: list[Any] = [kept.rows, beside_model_and_optimizer(kept.state)] if rank == source and kept else [None, None]
-    dist.broadcast_object_list(told, src=source, group=group)
-    rows, values = told
-    return Restored(newest[1], origin, rows, values)
+    begin(age[1])
+    shardings = [[sharding for each, sharding in of_rank if each == age] for of_rank in told]
+    source = next(rank for rank, of_rank in enumerate(shardings) if of_rank)
+    mine = [offer for offer in offers if offer.age == age]
+    whole = next((offer for offer in mine if offer.sharding is None), None)
+    held = [whole.load()] if whole else [offer.load() for offer in mine]
+    is_source = dist.get_rank(group) == source
+    common: list[Any] = [held[0].values, mine[0].rows, mine[0].origin] if is_source else [None, None, None]
+    dist.broadcast_object_list(common, src=source, group=group)
+    values, rows, origin = common
+    if whole:
+        load_state(model, optimizer, held[0].whole())
+    if not all(None in of_rank for of_rank in shardings):
+        _share(model, optimizer, held, shardings, values, group)
+    return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
 
 
-def _share(model: nn.Module, optimizer: torch.optim.Optimizer, source: int, group: dist.ProcessGroup) -> None:
-    """Give every rank the state of one."""
+def _share(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    held: Sequence[RankState],
+    shardings: Sequence[Sequence[Sharding | None]],
+    values: Mapping[str, Any],
+    group: dist.ProcessGroup,
+) -> None:
+    """Give every rank its parts of a state that the ranks hold together."""
     state = model_and_optimizer_state(model, optimizer)
-    tensors = {name: value.detach() for name, value in sorted(state.items()) if isinstance(value, Tensor)}
-    values: list[Any] = [{name: value for name, value in state.items() if name not in tensors}]
-    dist.broadcast_object_list(values, src=source, group=group)
-    for bucket in _buckets(list(tensors.values())):
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    targets = {name: part_of(value) for name, value in sorted(tensors.items())}
+    own = {(name, part.box): part.tensor for each in held for name, part in each.parts.items()}
+    for source, pieces in _buckets(_pieces(targets, shardings), targets):
+        example = targets[pieces[0][0]].tensor
+        sizes = [torch.Size(box[1]).numel() for _, box in pieces]
+        flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
+        parts = torch.split(flat, sizes)
+        if dist.get_rank(group) == source:
+            for (name, box), part in zip(pieces, parts, strict=True):
+                part.view(box[1]).copy_(own[name, box])
         dist.broadcast(flat, src=source, group=group if flat.device.type == "cpu" else None)
-        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-    load_state(model, optimizer, {**tensors, **values[0]})
+        for (name, box), part in zip(pieces, parts, strict=True):
+            copy_overlap(box, part.view(box[1]), targets[name])
+    load_state(model, optimizer, {**tensors, **values})
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one type and device together, up to BUCKET_BYTES or one tensor in each; the same on every rank."""
-    buckets: list[list[Tensor]] = []
-    sizes: dict[tuple[torch.dtype, str], int] = {}
-    last: dict[tuple[torch.dtype, str], list[Tensor]] = {}
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device.type)
-        if kind not in last or sizes[kind] + tensor.nbytes > BUCKET_BYTES:
+def _pieces(targets: Mapping[str, Part], shardings: Sequence[Sequence[Sharding | None]]) -> list[tuple[int, str, Box]]:
+    """(source, name, box) that make up all tensors, the same on every rank: from the first that has a tensor whole, else from all."""
+    for source, of_rank in enumerate(shardings):
+        if None in of_rank:
+            return [(source, name, ((0,) * len(part.shape), part.shape)) for name, part in targets.items()]
+    found: dict[tuple[str, Box], int] = {}
+    for source, of_rank in enumerate(shardings):
+        for sharding in of_rank:
+            for name, (_, box) in (sharding or {}).items():
+                found.setdefault((name, box), source)
+    return sorted((source, name, box) for (name, box), source in found.items())
+
+
+def _buckets(
+    pieces: Iterable[tuple[int, str, Box]], targets: Mapping[str, Part]
+) -> list[tuple[int, list[tuple[str, Box]]]]:
+    """Pieces of one source, type and device together, up to BUCKET_BYTES or one piece in each; the same on every rank."""
+    buckets: list[tuple[int, list[tuple[str, Box]]]] = []
+    sizes: dict[tuple[int, torch.dtype, str], int] = {}
+    last: dict[tuple[int, torch.dtype, str], list[tuple[str, Box]]] = {}
+    for source, name, box in pieces:
+        tensor = targets[name].tensor
+        kind = (source, tensor.dtype, tensor.device.type)
+        num_bytes = torch.Size(box[1]).numel() * tensor.itemsize
+        if kind not in last or sizes[kind] + num_bytes > BUCKET_BYTES:
             last[kind], sizes[kind] = [], 0
-            buckets.append(last[kind])
-        last[kind].append(tensor)
-        sizes[kind] += tensor.nbytes
+            buckets.append((source, last[kind]))
+        last[kind].append((name, box))
+        sizes[kind] += num_bytes
     return buckets
 
 
@@ -151,9 +195,3 @@ def _newest_checkpoint(checkpoints: Checkpointer, group: dist.ProcessGroup) -> t
     if is_first:
         checkpoints.remove(damaged)  # or they would count among those to keep
     return commit, damaged
-
-
-def _gathered(value: Age, group: dist.ProcessGroup) -> list[Age]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -4,18 +4,33 @@ Losses and digests are summed exactly, so that they do not depend on how many ra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from undula.run.exact import exact_total, total_value
 
 SECONDS = ("data_s", "compute_s", "communication_s", "other_s", "blocked_s")
-FLAGS = 5
 _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
+_DIGEST_LIMBS, _LOSS_LIMBS = 4, 8
+
+
+@dataclass
+class Asked:
+    """What a rank asks for after the step, or all of them."""
+
+    leaves: bool = False
+    """To leave the group."""
+    saves: bool = False
+    """A durable checkpoint."""
+    snapshots: bool = False
+    """A snapshot in memory."""
+    sends: bool = False
+    """A copy of it at the controller."""
+    has_saved: bool = False
+    """To collect a checkpoint that it is done with; agreed on by all, where any rank's word is enough for the others."""
 
 
 @dataclass
@@ -29,14 +44,24 @@ class LocalStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By name: weighted sum, weight."""
-    has_saved: bool = False
-    """Whether a checkpoint waits to be collected."""
-    leaves: bool = False
-    """Whether this rank was asked to leave the group after the step."""
     stored_steps: int = 0
     """Steps whose rows of the ledger have reached storage; of rank 0, and 0 of the others."""
-    saves: bool = False
-    """Whether it was asked for a checkpoint there."""
+    asked: Asked = field(default_factory=Asked)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """A step over all ranks."""
+
+    loss: float
+    """Mean over its samples."""
+    sample_digest: int
+    seconds: dict[str, float]
+    """Means over the ranks."""
+    logged: dict[str, float]
+    """Weighted means."""
+    stored_steps: int
+    asked: Asked
 
 
 class StepReducer:
@@ -49,51 +74,50 @@ class StepReducer:
         self._group = group
         self._names: list[str] = []
 
-    def reduce(self, local: LocalStats, step_samples: int) -> dict[str, Any]:
-        """Sum up a step.
-
-        Returns:
-            loss (mean over samples), seconds (means over ranks), sample_digest, logged (weighted means), all_have_saved,
-            stored_steps, and whether any rank leaves and saves.
-        """
+    def reduce(self, local: LocalStats, step_samples: int) -> StepStats:
+        """Sum up a step."""
         total = self._sum(local)
-        if total[-1] > 0:  # some rank has logged a name that the others do not know yet
+        if total["has_new_name"][0] > 0:
             self._agree_on_names(local)
             total = self._sum(local)
         world_size = dist.get_world_size(self._group)
-        odd, *rest = total.tolist()
-        digest, losses, seconds, sums = rest[:4], rest[4:12], rest[12:17], rest[17:-FLAGS]
-        return {
-            "loss": total_value(_joined(losses), odd) / step_samples,
-            "sample_digest": _joined(digest) % 2**64,
-            **{name: value / world_size for name, value in zip(SECONDS, seconds, strict=True)},
-            "all_have_saved": int(total[-2]) == world_size,
-            "stored_steps": int(total[-5]),
-            "leaves": bool(total[-4] > 0),
-            "saves": bool(total[-3] > 0),
-            "logged": {
-                name: sums[2 * place] / sums[2 * place + 1]
-                for place, name in enumerate(self._names)
-                if sums[2 * place + 1] > 0
-            },
-        }
+        asked = {name: count > 0 for name, count in zip(_ASKED, total["asked"], strict=True)}
+        asked["has_saved"] = total["asked"][_ASKED.index("has_saved")] == world_size
+        sums = zip(self._names, total["logged"][::2], total["logged"][1::2], strict=True)
+        return StepStats(
+            loss=total_value(_joined(total["losses"]), total["odd_losses"][0]) / step_samples,
+            sample_digest=_joined(total["sample_digest"]) % 2**64,
+            seconds={name: value / world_size for name, value in zip(SECONDS, total["seconds"], strict=True)},
+            logged={name: value / weight for name, value, weight in sums if weight > 0},
+            stored_steps=int(total["stored_steps"][0]),
+            asked=Asked(**asked),
+        )
 
-    def _sum(self, local: LocalStats) -> Tensor:
+    def _sum(self, local: LocalStats) -> dict[str, list[float]]:
         losses, odd = exact_total(local.losses)
-        limbs = [*_limbs(local.sample_digest, 4), *_limbs(losses, 8)]
-        logged = [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]
-        has_new = any(name not in self._names for name in local.logged)
-        seconds = [local.seconds[name] for name in SECONDS]
-        flags = [float(flag) for flag in (local.leaves, local.saves, local.has_saved, has_new)]
-        vector = torch.tensor([odd, *limbs, *seconds, *logged, local.stored_steps, *flags], dtype=torch.float64)
+        terms: dict[str, list[float]] = {
+            "odd_losses": [odd],
+            "losses": [*map(float, _limbs(losses, _LOSS_LIMBS))],
+            "sample_digest": [*map(float, _limbs(local.sample_digest, _DIGEST_LIMBS))],
+            "seconds": [local.seconds[name] for name in SECONDS],
+            "logged": [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))],
+            "stored_steps": [float(local.stored_steps)],
+            "asked": [float(getattr(local.asked, name)) for name in _ASKED],
+            "has_new_name": [float(any(name not in self._names for name in local.logged))],
+        }
+        vector = torch.tensor([value for values in terms.values() for value in values], dtype=torch.float64)
         dist.all_reduce(vector, group=self._group)
-        return vector
+        parts = torch.split(vector, [len(values) for values in terms.values()])
+        return {name: part.tolist() for name, part in zip(terms, parts, strict=True)}
 
     def _agree_on_names(self, local: LocalStats) -> None:
         names: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(names, sorted(local.logged), group=self._group)
         new = sorted({name for of_rank in names for name in of_rank} - set(self._names))
         self._names += new
+
+
+_ASKED = tuple(each.name for each in fields(Asked))
 
 
 def exact_mean(losses: Sequence[float], samples: int, group: dist.ProcessGroup) -> tuple[float, int]:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch import Tensor
 from undula.data.mixture import Stream
 from undula.data.rows import Batch
 from undula.plan.keys import multiset_digest
+from undula.plan.plan import MicroBatch
 from undula.run.clock import Mark, mark_on
 from undula.run.handover import process
 from undula.run.modelstate import weights_digest
 from undula.run.randomness import seed_micro_batch
-from undula.run.stats import LocalStats
+from undula.run.stats import LocalStats, StepStats
 from undula.state.ledger import StepRow
 
 if TYPE_CHECKING:
@@ -62,23 +63,20 @@ class Step:
         if self._has_begun:
             raise RuntimeError("step.batches() was called twice: a step's samples come once")
         self._has_begun = True
-        shares = [
-            (index, virtual_worker, number, size)
-            for index, shape in enumerate(self._shapes, self.index)
-            for virtual_worker in run._virtual_workers
-            for number, size in enumerate(run.plan.micro_batches(shape.step_in_epoch, virtual_worker))
-        ]
-        run._buffers.begin_step()
+        steps = range(self.index, self.index + self.span)
+        work = run.plan.work(steps, run._virtual_workers)
         # Without a share in a short step, two rows of weight zero run instead: the ranks' collectives must match, and some layers,
         # BatchNorm among them, cannot train on one row.
-        spare = (self.index, run._virtual_workers[0], 0, 0)
-        for place, (index, virtual_worker, number, size) in enumerate(shares or [spare]):
-            batch = self._next_batch(virtual_worker, size)
-            self._is_last = place >= len(shares) - 1
+        rounds = run.plan.rounds(steps, run.world_size) if run._engine.rounds_must_match else 1
+        work += [MicroBatch(self.index, run._virtual_workers[0], 0, 0)] * (rounds - len(work))
+        run._buffers.begin_step()
+        for place, each in enumerate(work):
+            batch = self._next_batch(each.virtual_worker, each.samples)
+            self._is_last = place == len(work) - 1
             run._engine.before_micro_batch(run._model, is_last=self._is_last)
             run._buffers.begin_micro_batch()
-            seed_micro_batch(run._job.plan.seed, index, virtual_worker, number)
-            self._weight = size
+            seed_micro_batch(run._job.plan.seed, each.step, each.virtual_worker, each.number)
+            self._weight = each.samples
             self._is_in_batch = True
             self._in_micro_batch = mark_on(run.device)
             process.progress.enter("compute")
@@ -134,11 +132,11 @@ class Step:
             torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
         for group, base in zip(run._optimizer.param_groups, run._base_lrs, strict=True):
             group["lr"] = base * self._multiplier
-        reduced = self._reduced()  # the commit point: where a rank is lost up to here, the others stand before the step
+        stats = self._reduced()  # the commit point: where a rank is lost up to here, the others stand before the step
         with run._changing_state(self.span):
             run._optimizer.step()
         run._optimizer.zero_grad(set_to_none=True)
-        self._commit(reduced)
+        self._commit(stats)
         self.updated = True
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
@@ -155,7 +153,7 @@ class Step:
         self._data_s += time.perf_counter() - began
         return batch
 
-    def _reduced(self) -> dict[str, Any]:
+    def _reduced(self) -> StepStats:
         """What the step was, over all ranks. On a GPU this waits for the backward pass."""
         run = self._run
         losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist()
@@ -167,18 +165,13 @@ class Step:
         seconds["other_s"] = max(time.perf_counter() - self._began - sum(seconds[name] for name in STEP_SECONDS), 0.0)
         self._local.losses = losses
         self._local.sample_digest %= 2**64
-        self._local.has_saved = run._checkpoints.has_finished_here
         self._local.stored_steps = run._telemetry.stored_steps if run._telemetry else 0
-        self._local.saves = process.save.is_set()
-        # A checkpoint that is being written is not torn down for a resize that can wait for it.
-        self._local.leaves = process.leave.is_set() and (self._local.saves or run._checkpoints.saving_step is None)
+        self._local.asked = run._wishes()
         return run._reducer.reduce(self._local, self.samples)
 
-    def _commit(self, reduced: dict[str, Any]) -> None:
+    def _commit(self, stats: StepStats) -> None:
         run = self._run
         assert run._model is not None
-        run._asked_to_leave, run._asked_to_save = reduced.pop("leaves"), reduced.pop("saves")
-        all_have_saved, stored_steps = reduced.pop("all_have_saved"), reduced.pop("stored_steps")
         done = self.index + self.span
         is_digested = done // DIGEST_EVERY > self.index // DIGEST_EVERY or done == run.plan.total_steps
         digest = weights_digest(run._model) if run._job.deterministic and is_digested else None
@@ -193,9 +186,10 @@ class Step:
             lr=self.lr,
             time=time.time(),
             weights_digest=digest,
-            **{**reduced, "logged": json.dumps(reduced["logged"])},
+            loss=stats.loss,
+            sample_digest=stats.sample_digest,
+            logged=json.dumps(stats.logged),
+            **stats.seconds,
         )
-        run._committed(row, stored_steps)
+        run._committed(row, stats.stored_steps, stats.asked)
         process.progress.committed(done, time.perf_counter() - self._began)
-        if all_have_saved:
-            run._finish_saving()

@@ -23,7 +23,11 @@ def validation_plan(job: Job, manifest: Manifest) -> Plan:
 
 
 class Validation:
-    """The validation of a rank."""
+    """The validation of a rank.
+
+    Args:
+        world_size: where every rank must run the model equally often, as it gathers the model's parameters; else None.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Validation:
         function: SampleFunction | None,
         virtual_workers: range,
         device: torch.device,
+        world_size: int | None,
     ):
         self._model = model
         self._loss = loss
@@ -43,27 +48,28 @@ class Validation:
         self._plan = validation_plan(job, manifest)
         self._virtual_workers = virtual_workers
         self._device = device
+        self._rounds = self._plan.rounds(range(self._plan.total_steps), world_size) if world_size else 0
 
     def losses(self) -> tuple[list[float], int]:
         """For each micro-batch of this rank the sum of the loss over its samples, and the number of samples."""
         stream = rank_stream(self._manifest, self._plan, self._virtual_workers, self._job.data, 0, self._function)
+        steps = range(self._plan.total_steps)
         losses: list[float] = []
         samples = 0
         was_training = self._model.training
         self._model.eval()
         try:
             with torch.no_grad():
-                for step in range(self._plan.total_steps):
-                    for virtual_worker in self._virtual_workers:
-                        for size in self._plan.micro_batches(self._plan.step(step).step_in_epoch, virtual_worker):
-                            batch = stream.take(virtual_worker, size).batch
-                            placed = {
-                                name: value.to(self._device) if isinstance(value, Tensor) else value
-                                for name, value in batch.items()
-                            }
-                            losses.append(float(self._loss(placed)) * size)
-                            samples += size
+                for each in self._plan.work(steps, self._virtual_workers):
+                    losses.append(self._loss_of(stream.take(each.virtual_worker, each.samples).batch) * each.samples)
+                    samples += each.samples
+                for _ in range(self._rounds - len(losses)):
+                    self._loss_of(stream.any_rows(1).batch)
         finally:
             stream.close()
             self._model.train(was_training)
         return losses, samples
+
+    def _loss_of(self, batch: Batch) -> float:
+        placed = {name: value.to(self._device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return float(self._loss(placed))

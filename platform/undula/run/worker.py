@@ -44,7 +44,7 @@ class Worker:
                 self.train(run)
             except LeaveGroup:
                 assert run is not None
-                run.hand_over()
+                run.hand_over(is_planned=True)
                 process.progress.enter("left")
             except Exception as error:
                 process.is_sound = is_of_collective(error) or isinstance(error, StorageError)
@@ -63,13 +63,13 @@ def open_data(job: Job) -> None:
 
 
 def _mirror() -> Mirror | None:
-    """To the controller, where it keeps copies of snapshots; it gets them where all ranks are on one node and that is not its own."""
+    """To the controller, where it keeps copies of snapshots."""
     if process.controller is None:
         return None
     context = ray.train.get_context()
     is_elsewhere = ray.get_runtime_context().get_node_id() != process.home
-    is_one_node = context.get_local_world_size() == context.get_world_size()
-    return Mirror(process.controller, sends=is_elsewhere and is_one_node)
+    is_alone = context.get_local_world_size() == context.get_world_size()
+    return Mirror(process.controller, context.get_world_rank(), is_elsewhere, is_alone)
 
 
 def _leave_batch_scheduling() -> None:

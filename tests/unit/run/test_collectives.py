@@ -1,54 +1,23 @@
 """What ranks agree on, over real gloo between real processes: sums of a step, buffers, gradients, at any cut of the work."""
 
 import math
-import multiprocessing
-import socket
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import Tensor, nn
 
 from undula.plan.plan import assign
 from undula.run.buffers import BufferMean
 from undula.run.engine import ExactEngine, TorchEngine
-from undula.run.stats import LocalStats, StepReducer
+from undula.run.stats import Asked, LocalStats, StepReducer, StepStats
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """function(rank, world_size, *arguments) in one process a rank; results by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, queue, function, arguments))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    results = dict(queue.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * world_size
-    return [results[rank] for rank in range(world_size)]
-
-
-def _rank(
-    rank: int, world_size: int, port: int, queue: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    queue.put((rank, function(rank, world_size, *arguments)))
-    dist.destroy_process_group()
-
-
-def _reduce(rank: int, world_size: int) -> list[dict[str, Any]]:
+def _reduce(rank: int, world_size: int) -> list[StepStats]:
     reducer = StepReducer(dist.group.WORLD)
     first = LocalStats(losses=[rank + 1.0], sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": (3.0, 2.0)})
-    second = LocalStats(losses=[], sample_digest=0, logged={"shared": (float(rank), 1.0)})
+    asked = Asked(leaves=rank == 1, has_saved=rank > 0)
+    second = LocalStats(losses=[], sample_digest=0, logged={"shared": (float(rank), 1.0)}, asked=asked)
     return [reducer.reduce(first, 6), reducer.reduce(second, 6)]
 
 
@@ -56,10 +25,11 @@ def test_sums_are_those_of_the_step_and_digests_wrap_at_64_bits() -> None:
     results = on_ranks(3, _reduce)
     assert results[0] == results[1] == results[2]
     first, second = results[0]
-    assert first["loss"] == (1 + 2 + 3) / 6
-    assert first["sample_digest"] == sum(2**64 - 1 - rank for rank in range(3)) % 2**64
-    assert first["logged"] == {f"only rank {rank}": 1.5 for rank in range(3)}
-    assert second["logged"] == {"shared": 1.0}
+    assert first.loss == (1 + 2 + 3) / 6
+    assert first.sample_digest == sum(2**64 - 1 - rank for rank in range(3)) % 2**64
+    assert first.logged == {f"only rank {rank}": 1.5 for rank in range(3)}
+    assert second.logged == {"shared": 1.0}
+    assert second.asked == Asked(leaves=True)
 
 
 def _train_step(
@@ -109,7 +79,7 @@ def test_exact_gradients_and_buffers_are_the_same_bit_for_bit_at_any_world_size(
 def _losses_in_parts(rank: int, world_size: int, losses: list[float]) -> float:
     reducer = StepReducer(dist.group.WORLD)
     own = assign(len(losses), world_size)[rank]
-    return float(reducer.reduce(LocalStats(losses=[losses[place] for place in own]), 7)["loss"])
+    return float(reducer.reduce(LocalStats(losses=[losses[place] for place in own]), 7).loss)
 
 
 def test_the_loss_of_a_step_is_the_same_bit_for_bit_at_any_world_size() -> None:

@@ -4,20 +4,14 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
+from numbers_job import numbers_job, write_numbers
 from torch import nn
 
-from undula.data.spec import DataSpec
-from undula.data.write import write_shards
 from undula.errors import RunError
-from undula.plan.plan import PlanSpec
-from undula.plan.schedule import ScheduleSpec
 from undula.run.job import Job
 from undula.run.loop import Run, Step
-from undula.spec import CheckpointSpec, GradientSpec, ValidationSpec
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 
@@ -31,24 +25,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    write_numbers(tmp_path, 48)
-    return Job(
-        name="numbers",
-        run_url=str(tmp_path / "run"),
-        data=DataSpec(train=str(tmp_path / "data")),
-        plan=PlanSpec(global_batch=12, virtual_workers=4),
-        deterministic=False,
-        schedule=ScheduleSpec(base_lr=0.1),
-        gradient=GradientSpec(),
-        validation=ValidationSpec(),
-        checkpoint=CheckpointSpec(every_steps=2),
-        config={},
-    )
-
-
-def write_numbers(folder: Path, rows: int) -> None:
-    table = pa.table({"x": np.arange(rows, dtype=np.float32)})
-    write_shards(Store(str(folder / "data")), [table], table.schema, rows, num_shards=2, row_group_bytes=64)
+    return numbers_job(tmp_path)
 
 
 def steps_of(job: Job) -> Iterator[tuple[Run, nn.Module, Step]]:

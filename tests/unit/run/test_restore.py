@@ -11,7 +11,9 @@ from undula.run.handover import Kept
 from undula.run.modelstate import model_and_optimizer_state
 from undula.run.restore import Restored, restore
 from undula.state.checkpoint import Checkpointer
-from undula.state.snapshot import SnapshotWriter, newest_snapshot
+from undula.state.parts import rank_state
+from undula.state.snapshot import Snapshot, find_snapshots
+from undula.state.snapshot_writer import SnapshotWriter
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -30,10 +32,10 @@ def restored(
     """What a group of this attempt begins with; the weight is 1 of the kept state, 2 of the snapshot, 3 of the checkpoint, else 0."""
     world = dist.group.WORLD
     assert world is not None
-    mine = Kept("plan", *kept, model_and_optimizer_state(*trained(1)), ()) if kept else None
+    mine = Kept("plan", *kept, rank_state(model_and_optimizer_state(*trained(1))), ()) if kept else None
     if snapshot:
         writer = SnapshotWriter(folder / "memory", "plan", snapshot[0])
-        writer.begin(snapshot[1], model_and_optimizer_state(*trained(2)), [])
+        writer.begin(snapshot[1], rank_state(model_and_optimizer_state(*trained(2))), {}, [])
         writer.close()
     if saved:
         former = Checkpointer(Store(str(folder)), world, saved[0], keep=2)
@@ -42,8 +44,11 @@ def restored(
     checkpoints = Checkpointer(Store(str(folder)), world, attempt, keep=2)
     model, optimizer = trained(0)
     begun: list[int] = []
-    found = newest_snapshot(folder / "memory", "plan")
-    result = restore(model, optimizer, checkpoints, "plan", mine, found, begun.append, attempt, world)
+
+    def find() -> list[Snapshot]:
+        return find_snapshots(folder / "memory", "plan")
+
+    result = restore(model, optimizer, checkpoints, "plan", mine, find, begun.append, attempt, world)
     return result, model.weight[0, 0].item(), begun  # type: ignore[union-attr, index, operator]
 
 

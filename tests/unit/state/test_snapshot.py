@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from undula.state import snapshot
+from undula.state import snapshot_writer
 from undula.state.ledger import StepRow
-from undula.state.snapshot import SnapshotWriter, newest_snapshot
+from undula.state.parts import Part, RankState, rank_state
+from undula.state.snapshot import Snapshot, find_snapshots, packed, parsed
+from undula.state.snapshot_writer import SnapshotWriter
 
 
 def row(step: int) -> StepRow:
@@ -26,8 +28,12 @@ def state(value: float) -> dict[str, object]:
 
 
 def take(writer: SnapshotWriter, step: int) -> None:
-    writer.begin(step, state(float(step)), [row(step - 1)])
+    writer.begin(step, rank_state(state(float(step))), {}, [row(step - 1)])
     writer.wait()
+
+
+def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
+    return max(find_snapshots(folder, plan_digest), key=lambda found: found.age, default=None)
 
 
 def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -36,8 +42,9 @@ def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
         take(writer, step)
     found = newest_snapshot(tmp_path, "plan")
     assert found is not None
-    assert (found.step, found.rows) == (3, (row(2),))
-    loaded = found.load()
+    assert (found.age, found.rows) == ((0, 3), (row(2),))
+    assert found.sharding is None
+    loaded = found.load().whole()
     assert loaded.keys() == state(3).keys()
     for name, value in state(3.0).items():
         assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
@@ -58,14 +65,14 @@ def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
         take(writer, 3)
     found = newest_snapshot(tmp_path, "plan")
     assert found is not None
-    assert found.step == 2
-    assert torch.equal(found.load()["model.w"], torch.full((3, 5), 2.0))
+    assert found.age == (0, 2)
+    assert torch.equal(found.load().parts["model.w"].tensor, torch.full((3, 5), 2.0))
 
 
 def test_a_new_writer_does_not_begin_by_losing_what_is_there(tmp_path: Path) -> None:
     for step, left in ((5, [5]), (6, [5, 6]), (7, [6, 7])):
         take(SnapshotWriter(tmp_path, "plan"), step)
-        assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.glob("*/meta.json")) == left
+        assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.rglob("meta.json")) == left
 
 
 def test_another_plans_snapshot_is_none(tmp_path: Path) -> None:
@@ -75,7 +82,7 @@ def test_another_plans_snapshot_is_none(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "FREE_SHARE", 0.0)
+    monkeypatch.setattr(snapshot_writer, "FREE_SHARE", 0.0)
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
     assert writer.problem is not None
@@ -89,7 +96,7 @@ def test_memory_that_is_full_ends_the_snapshots_and_not_the_training(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot.os, "posix_fallocate", full)
+    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", full)
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
     assert writer.problem is not None
@@ -125,3 +132,34 @@ def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
     assert writer.bytes > 0
     writer.forget()
     assert not folder.exists()
+
+
+def test_a_part_of_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
+    part = Part(torch.arange(6.0).view(2, 3), (5, 3), (3, 0))
+    meta, data = packed("plan", (2, 7), RankState({"w": part}, {"lr": 0.5}), [row(6)])
+    found = parsed(meta, data)
+    assert (found.age, found.rows, found.sharding) == ((2, 7), (row(6),), {"w": ((5, 3), ((3, 0), (2, 3)))})
+    again = found.load().parts["w"]
+    assert (again.shape, again.offsets) == (part.shape, part.offsets)
+    assert torch.equal(again.tensor, part.tensor)
+
+
+def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    grown = {**state(2.0), "model.more": torch.ones(1000)}
+    writer.begin(2, rank_state(grown), {"model.more": torch.full((1000,), 3.0)}, [])
+    writer.wait()
+    assert writer.problem is None
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    loaded = found.load().whole()
+    assert torch.equal(loaded["model.w"], torch.full((3, 5), 2.0))
+    assert torch.equal(loaded["model.more"], torch.full((1000,), 3.0))
+
+
+def test_a_snapshot_of_another_version_is_none(tmp_path: Path) -> None:
+    take(SnapshotWriter(tmp_path, "plan"), 1)
+    (meta,) = tmp_path.rglob("meta.json")
+    meta.write_text(json.dumps({"plan_digest": "plan", "step": 1}))
+    assert newest_snapshot(tmp_path, "plan") is None

@@ -1,0 +1,37 @@
+"""A job over a few numbers, for the loop without Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from undula.data.spec import DataSpec
+from undula.data.write import write_shards
+from undula.plan.plan import PlanSpec
+from undula.plan.schedule import ScheduleSpec
+from undula.run.job import Job
+from undula.spec import CheckpointSpec, GradientSpec, ValidationSpec
+from undula.storage import Store
+
+
+def numbers_job(folder: Path, **plan: Any) -> Job:
+    """With 48 samples `x`, which this writes."""
+    write_numbers(folder, 48)
+    return Job(
+        name="numbers",
+        run_url=str(folder / "run"),
+        data=DataSpec(train=str(folder / "data")),
+        plan=PlanSpec(**{"global_batch": 12, "virtual_workers": 4, **plan}),
+        deterministic=False,
+        schedule=ScheduleSpec(base_lr=0.1),
+        gradient=GradientSpec(),
+        validation=ValidationSpec(),
+        checkpoint=CheckpointSpec(every_steps=2),
+        config={},
+    )
+
+
+def write_numbers(folder: Path, rows: int) -> None:
+    table = pa.table({"x": np.arange(rows, dtype=np.float32)})
+    write_shards(Store(str(folder / "data")), [table], table.schema, rows, num_shards=2, row_group_bytes=64)

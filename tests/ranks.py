@@ -1,0 +1,49 @@
+"""A function on several ranks: real processes, and gloo between them."""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """function(rank, world_size, *arguments) in one process a rank; results by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")  # from a process without threads, unlike this one
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "undula.run.loop"])
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, world_size, port, queue, function, arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    results = {}
+    while len(results) < world_size:
+        rank, result, error = queue.get(timeout=60)
+        results[rank] = result
+        if error:
+            for process in processes:
+                process.kill()
+            raise AssertionError(f"rank {rank}: {error}")
+    for process in processes:
+        process.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _rank(
+    rank: int, world_size: int, port: int, queue: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        queue.put((rank, function(rank, world_size, *arguments), None))
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+    dist.destroy_process_group()
