@@ -1,4 +1,4 @@
-"""Fixtures for all tests: an S3 server of one's own, so that no test needs the network."""
+"""Fixtures for all tests: an S3 server of one's own, so that no test needs the network; a real Ray cluster for the session."""
 
 import os
 import socket
@@ -8,12 +8,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import boto3
 import pytest
 from hypothesis import settings
+from jobs_kit import Jobs
+from small_text import write_text
 
 from undula import storage
+from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import shards
 
 settings.register_profile("undula", deadline=None)  # a busy machine is no failure
@@ -72,6 +76,28 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     boto3.client("s3", region_name=env["AWS_REGION"]).create_bucket(Bucket=bucket)
     yield S3(bucket, env)
     _forget_clients()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster(num_cpus=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """URL of a small corpus."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def jobs(cluster: LocalCluster, text: str, tmp_path: Path) -> Jobs:
+    return Jobs(cluster, text, str(tmp_path / "runs"))
+
+
+@pytest.fixture(scope="session")
+def session_jobs(cluster: LocalCluster, text: str, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(cluster, text, str(tmp_path_factory.mktemp("session-runs")))
 
 
 def _forget_clients() -> None:

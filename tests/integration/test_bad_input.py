@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from integration_kit import LANGUAGE_MODEL, SMALL, Jobs
+from jobs_kit import LANGUAGE_MODEL, SMALL, Jobs
 
 from undula.storage import open_store
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from integration_kit import Finished, Jobs, await_checkpoint
+from jobs_kit import Finished, Jobs, await_checkpoint
 
 from undula.storage import open_store
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_kit import Jobs, job_json, relative_difference
+from jobs_kit import Jobs, job_json, relative_difference
 
 from undula.report.certificate import certify, data_of
 from undula.report.summary import read_run

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from integration_kit import Jobs
+from jobs_kit import Jobs
 
 from undula.cluster.local import local_cluster
 from undula.data.corpora import stdlib_text

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration_kit import ROOT, SMALL, Jobs
+from jobs_kit import ROOT, SMALL, Jobs
 
 from undula.cluster.local import job_api_answers, local_cluster
 from undula.state.ledger import read_ledger

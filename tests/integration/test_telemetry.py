@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from integration_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json
+from jobs_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from integration_kit import Jobs, relative_difference
+from jobs_kit import Jobs, relative_difference
 
 STEPS = 100
 TOLERANCE = 1e-5

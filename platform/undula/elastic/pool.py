@@ -15,6 +15,7 @@ from undula.elastic.actor import ElasticWorker
 from undula.elastic.capacity import Node, look
 from undula.elastic.keeper import SnapshotKeeper
 from undula.elastic.policy import Seat
+from undula.run.hub import UNRECORDED
 from undula.state.snapshot import parsed
 
 LOOK_INTERVAL_S = 0.25
@@ -138,7 +139,7 @@ class WorkerPool:
         if self._sync_actor is None:
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
             actor_class: Any = SynchronizationActor
-            self._sync_actor = actor_class.options(label_selector=here).remote()
+            self._sync_actor = actor_class.options(label_selector=here, **UNRECORDED).remote()
         else:
             self._sync_actor.reset.remote()
         return self._sync_actor
@@ -214,7 +215,8 @@ class WorkerPool:
         options = bundle_to_remote_args(self.resources)
         own = {} if self.resources.get("GPU") else KEEP_MEMORY
         runtime_env = {**self.runtime_env, "env_vars": {**own, **self.runtime_env.get("env_vars", {})}}
-        actor_class = ray.remote(runtime_env=runtime_env, label_selector={"ray.io/node-id": node}, **options)
+        here = {"ray.io/node-id": node}
+        actor_class = ray.remote(runtime_env=runtime_env, label_selector=here, **options, **UNRECORDED)
         actor: Any = actor_class(ElasticWorker).remote()
         worker_bytes = 0 if self.resources.get("GPU") else self.worker_bytes
         home = ray.get_runtime_context().get_node_id()

@@ -23,6 +23,7 @@ from undula.elastic.controller import ElasticController, PoolPolicy
 from undula.elastic.events import ControllerEvents, EventQueue, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.spec import WorkersSpec
+from undula.run.hub import UNRECORDED
 from undula.storage import Store
 
 
@@ -77,7 +78,8 @@ class ElasticTorchTrainer(TorchTrainer):
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        controller_class = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": env})(ElasticController)
+        options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
+        controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
         controller: Any = controller_class.remote(prepare=self._prepare, **controller_arguments)
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)

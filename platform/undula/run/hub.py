@@ -12,6 +12,8 @@ from undula.run.messages import Line, Message, Publisher
 from undula.state.ledger import Event, EventWriter
 from undula.storage import Store
 
+UNRECORDED: dict[str, Any] = {"enable_task_events": False}
+"""For actors that are called several times a second: Ray's head would keep each call, up to a hundred thousand of them."""
 NAMESPACE = "undula"
 KEPT_MESSAGES = 10_000
 
@@ -57,7 +59,7 @@ class TellEverywhere:
 def start_hub(store: Store) -> Any:
     """The hub of a run, on this node, for as long as this driver lives; RunError where the run is under way already."""
     node = ray.get_runtime_context().get_node_id()
-    actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node})(Hub)
+    actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node}, **UNRECORDED)(Hub)
     try:
         return actor.options(name=f"hub {store.path()}", namespace=NAMESPACE).remote()
     except ValueError:

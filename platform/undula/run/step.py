@@ -172,6 +172,7 @@ class Step:
     def _commit(self, stats: StepStats) -> None:
         run = self._run
         assert run._model is not None
+        process.progress.enter("other")
         done = self.index + self.span
         is_digested = done // DIGEST_EVERY > self.index // DIGEST_EVERY or done == run.plan.total_steps
         digest = weights_digest(run._model) if run._job.deterministic and is_digested else None

@@ -1,19 +1,15 @@
 """Where rank 0 tells of each committed step and event: ledger, TensorBoard, Prometheus through Ray, and the driver's live view."""
 
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ray.util.metrics import Gauge
-from tensorboardX import SummaryWriter
 
 from undula.errors import StorageError
+from undula.run.board import Board
 from undula.run.messages import Publisher, Status
-from undula.state.directory import TENSORBOARD
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
 
@@ -32,13 +28,10 @@ class Telemetry:
     """All that is told of a run, by its rank 0."""
 
     def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
-        self._store = store
         self._total_steps = total_steps
         self._publish = publish
         self._ledger = LedgerWriter(store, attempt)
-        # Ray gives a worker a folder of its session to work in, which goes with the session even where the worker is killed.
-        self._folder = Path(tempfile.mkdtemp(prefix="tensorboard-", dir=Path.cwd()))
-        self._board = SummaryWriter(str(self._folder), purge_step=start or None, filename_suffix=f".a{attempt}")
+        self._board = Board(store, attempt, start)
         self._gauges = {key: Gauge(key, text, tag_keys=("run",)) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set_default_tags({"run": name})
@@ -64,8 +57,7 @@ class Telemetry:
         self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * row.step_samples / max(seconds, 1e-9)
         values = {"loss/train": row.loss, "lr": row.lr, "samples_per_s": row.step_samples / max(seconds, 1e-9)}
         values |= {f"logged/{name}": value for name, value in json.loads(row.logged).items()}
-        for name, value in values.items():
-            self._board.add_scalar(name, value, row.done)
+        self._board.add(row.done, values)
         now = time.monotonic()
         if now - self._told_at >= STATUS_INTERVAL_S or row.done == self._total_steps:
             self._told_at = now
@@ -75,22 +67,18 @@ class Telemetry:
         self._ledger.event(event)
         self._publish(event)
         if event.kind == "validation":
-            self._board.add_scalar("loss/validation", event.data["loss"], event.step)
+            self._board.add(event.step or 0, {"loss/validation": event.data["loss"]})
             self._gauges["undula_validation_loss"].set(event.data["loss"])
 
     def flush(self) -> None:
         """Bring everything told so far to storage. Called from the checkpoint's thread too."""
         self._ledger.flush()
         self._board.flush()
-        for file in self._folder.iterdir():
-            self._store.write(f"{TENSORBOARD}/{file.name}", file.read_bytes())
 
     def close(self) -> None:
         self._ledger.close()
         with suppress(StorageError):  # what a checkpoint covers is there since its commit
             self.flush()
-        self._board.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tell(self, row: StepRow) -> None:
         left = (self._total_steps - row.done) / row.span * self._seconds_per_step

@@ -137,9 +137,17 @@ class Nodes:
 
 
 @contextmanager
-def nodes(head_cpus: int = 0, env: Mapping[str, str] | None = None) -> Iterator[Nodes]:
-    """A cluster for this block, whose head trains nothing by default; nodes are added to it."""
-    settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {})}
+def nodes(
+    head_cpus: int = 0, env: Mapping[str, str] | None = None, node_env: Mapping[str, str] | None = None
+) -> Iterator[Nodes]:
+    """A cluster for this block, whose head trains nothing by default; nodes are added to it.
+
+    Args:
+        head_cpus: of the head.
+        env: environment of all of it.
+        node_env: of the nodes that are added, besides.
+    """
+    settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {}), **(node_env or {})}
     with local_cluster(num_cpus=head_cpus, env=env) as cluster:
         found = Nodes(cluster, settings)
         try:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from integration_kit import Jobs
+from jobs_kit import Jobs
 
 SCRIPT = """
 import torch

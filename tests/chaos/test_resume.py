@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration_kit import Finished, Jobs, await_checkpoint, relative_difference
+from jobs_kit import Finished, Jobs, await_checkpoint, relative_difference
 
 from undula.cluster.local import local_cluster
 from undula.state.commit import find_commits

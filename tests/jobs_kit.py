@@ -16,7 +16,7 @@ from undula.state.commit import find_commits
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store, open_store
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
 SMALL = (*MODEL, *PLAN, "data.head_mib=0")
 """Overrides that make the main job a matter of seconds, all of its data read in Ray Data's tasks."""

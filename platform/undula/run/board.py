@@ -1,0 +1,74 @@
+"""Scalars for TensorBoard, in event files that stay in memory until storage has them.
+
+The writers that there are put events into a queue for a thread of theirs, which a full disk ends: the queue then fills, and the
+training waits at it without end.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+from undula.state.directory import TENSORBOARD
+from undula.storage import Store
+
+FILE_BYTES = 8 * 2**20
+"""A file that is this long is written once more, and the next one begun."""
+
+
+class Board:
+    """The event files of one attempt.
+
+    Args:
+        store: the run directory.
+        attempt: number of this attempt.
+        start: step that it begins at; TensorBoard forgets what former attempts had from there on.
+    """
+
+    def __init__(self, store: Store, attempt: int, start: int):
+        self._store = store
+        self._name = f"{TENSORBOARD}/events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.a{attempt}"
+        self._lock = threading.Lock()
+        self._files: dict[int, bytearray] = {}
+        self._number = 0
+        self._begin_file()
+        if start:
+            self._append(Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars by name."""
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._append(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        """Bring what was added to storage; StorageError where it takes nothing."""
+        with self._lock:
+            files = {number: bytes(data) for number, data in self._files.items()}
+        for number, data in files.items():
+            self._store.write(f"{self._name}.{number}", data)
+            with self._lock:
+                if number < self._number:
+                    del self._files[number]
+
+    def _append(self, event: Event) -> None:
+        with self._lock:
+            self._files[self._number] += _record(event.SerializeToString())
+            if len(self._files[self._number]) > FILE_BYTES:
+                self._number += 1
+                self._begin_file()
+
+    def _begin_file(self) -> None:
+        self._files[self._number] = bytearray(
+            _record(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        )
+
+
+def _record(data: bytes) -> bytes:
+    """A record of the TFRecord format (tensorflow/core/lib/io/record_writer.cc)."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))

@@ -1,0 +1,63 @@
+"""Runs a job through faults, and compares it bit for bit with the run that was left alone."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from small_text import MODEL, PLAN
+
+from undula.report.certificate import certify, data_of
+from undula.report.goodput import goodput
+from undula.report.summary import read_run
+from undula.storage import open_store
+from undula.testing.chaos import Chaos, start_driver
+from undula.testing.faults import Fault
+from undula.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
+SCHEDULED_STEPS = 130
+# Wide enough for a step to take a tenth of a second: faults are placed by the step.
+JOB = (
+    *MODEL,
+    *PLAN,
+    *("config.model.width=192", "config.model.layers=4", "config.model.dropout=0.1", "deterministic=true"),
+    "schedule.decay=constant",
+    *("checkpoint.every_steps=25", "validation.every_steps=50", "workers.min=1", "workers.grow=always"),
+)
+
+
+def command(text: str, runs: str, name: str, *overrides: str, script: Path = SCRIPT) -> list[str]:
+    data = (f"data.train={text}/train", f"data.validation={text}/validation")
+    return [sys.executable, str(script), f"name={name}", f"runs={runs}", *data, *JOB, *overrides]
+
+
+def run_through(faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: str) -> Chaos:
+    """A job of two workers, from its first step to its last; `url` of its run directory."""
+    while len(spot.nodes) < 2:
+        spot.add()
+    spot.await_all()
+    driver = start_driver([*job, "workers.max=2"], spot, print)
+    chaos = Chaos(spot, open_store(url), driver)
+    try:
+        assert chaos.run(faults, limit_s=200) == 0, driver.lines[-5:]
+    finally:
+        driver.stop()
+    return chaos
+
+
+def assert_certified(url: str, alone: str, steps: int) -> None:
+    run, other = read_run(open_store(url)), read_run(open_store(alone))
+    certificate = certify(run, data_of(run))
+    assert certificate.holds, certificate.difference
+    assert run.ledger.steps["loss"].to_pylist() == other.ledger.steps["loss"].to_pylist()[:steps]
+    digests = run.ledger.steps["weights_digest"].to_pylist()
+    assert [digest for digest in digests if digest] == [
+        digest for digest in other.ledger.steps["weights_digest"].to_pylist()[:steps] if digest
+    ]
+    seconds = goodput(run.ledger, run.events)
+    assert min(seconds.seconds.values()) >= -0.01 * seconds.held_s
+
+
+def told(url: str) -> str:
+    """What a run's events say."""
+    return " | ".join(event.message for event in read_run(open_store(url)).events)

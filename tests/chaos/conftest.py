@@ -1,0 +1,32 @@
+"""A cluster of several nodes, and the run that nothing happens to."""
+
+from collections.abc import Iterator
+
+import pytest
+from chaos_kit import SCHEDULED_STEPS, command
+
+from undula.testing.chaos import start_driver
+from undula.testing.nodes import Nodes, nodes
+
+
+@pytest.fixture(scope="session")
+def spot() -> Iterator[Nodes]:
+    """Two nodes that may come and go; the head trains nothing."""
+    with nodes() as running:
+        for _ in range(2):
+            running.add()
+        running.await_all()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def alone(spot: Nodes, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """URL of a run that nothing happened to, on one worker."""
+    runs = str(tmp_path_factory.mktemp("runs"))
+    while not spot.nodes:
+        spot.add()
+    spot.await_all()
+    settings = (f"plan.max_steps={SCHEDULED_STEPS}", "workers.max=1")
+    driver = start_driver(command(text, runs, "alone", *settings), spot, print)
+    assert driver.process.wait(240) == 0
+    return f"{runs}/alone"
