@@ -1,5 +1,6 @@
 """Runs a job through faults, and compares it bit for bit with the run that was left alone."""
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,43 @@ JOB = (
     "schedule.decay=constant",
     *("checkpoint.every_steps=25", "validation.every_steps=50", "workers.min=1", "workers.grow=always"),
 )
+
+
+WRAPPED = """
+import language_model
+import undula
+from language_model import Config
+
+def before(step):
+    pass
+
+def prepared(module):
+    return module
+
+{hook}
+
+def train(run):
+    original_steps, original_model = run.steps, run.model
+    def steps(validate=None):
+        for step in original_steps(validate=validate):
+            before(step)
+            yield step
+    run.steps = steps
+    run.model = lambda module: original_model(prepared(module))
+    language_model.train(run)
+
+if __name__ == "__main__":
+    undula.main(train, config=Config)
+"""
+
+
+def wrapped(folder: Path, hook: str) -> Path:
+    """A script of the main job in which `hook` says what happens `before` each step, or how the model is `prepared`."""
+    path = folder / "job" / "wrapped.py"
+    shutil.copytree(SCRIPT.parent, path.parent)
+    path.write_text(WRAPPED.format(hook=hook))
+    shutil.copy(SCRIPT.with_suffix(".yaml"), path.with_suffix(".yaml"))
+    return path
 
 
 def command(text: str, runs: str, name: str, *overrides: str, script: Path = SCRIPT) -> list[str]:

@@ -1,35 +1,15 @@
 """Faults of what a worker stands on: its disk, its node's memory."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-from chaos_kit import SCRIPT, assert_certified, command, run_through, told
+from chaos_kit import assert_certified, command, run_through, told, wrapped
 
 from undula.state.snapshot import available_memory
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
 STEPS = 80
-WRAPPED = """
-import language_model
-import undula
-from language_model import Config
-
-{hook}
-
-def train(run):
-    original = run.steps
-    def steps(validate=None):
-        for step in original(validate=validate):
-            before(step)
-            yield step
-    run.steps = steps
-    language_model.train(run)
-
-if __name__ == "__main__":
-    undula.main(train, config=Config)
-"""
 FULL_DISK = """
 import resource
 
@@ -53,21 +33,12 @@ def before(step):
 pytestmark = pytest.mark.timeout(400)
 
 
-def script(folder: Path, hook: str) -> Path:
-    """The main job, with something that happens before each step."""
-    path = folder / "job" / "wrapped.py"
-    shutil.copytree(SCRIPT.parent, path.parent)
-    path.write_text(WRAPPED.format(hook=hook))
-    shutil.copy(SCRIPT.with_suffix(".yaml"), path.with_suffix(".yaml"))
-    return path
-
-
 def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_training(
     spot: Nodes, text: str, alone: str, tmp_path: Path
 ) -> None:
     """No process of the run can write a file of more than a KiB for forty steps; then it can again."""
     settings = (f"plan.max_steps={STEPS}", "checkpoint.every_steps=15", "checkpoint.keep=10")
-    job = command(text, str(tmp_path), "full", *settings, script=script(tmp_path, FULL_DISK))
+    job = command(text, str(tmp_path), "full", *settings, script=wrapped(tmp_path, FULL_DISK))
     run_through((), spot, job, f"{tmp_path}/full")
     assert_certified(f"{tmp_path}/full", alone, STEPS)
     assert "a checkpoint failed, training goes on" in told(f"{tmp_path}/full")
@@ -82,7 +53,7 @@ def test_a_worker_that_takes_all_memory_is_named_and_the_run_goes_on(text: str, 
     share = (total - available_memory() + 3 * 2**30) / total
     watch = {"RAY_memory_usage_threshold": f"{share:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
     hook = GREEDY.format(marker=str(tmp_path / "has-eaten"))
-    job = command(text, str(tmp_path), "greedy", f"plan.max_steps={STEPS}", script=script(tmp_path, hook))
+    job = command(text, str(tmp_path), "greedy", f"plan.max_steps={STEPS}", script=wrapped(tmp_path, hook))
     with nodes(node_env=watch) as spot:  # the head keeps the controller
         run_through((), spot, job, f"{tmp_path}/greedy")
     assert_certified(f"{tmp_path}/greedy", alone, STEPS)

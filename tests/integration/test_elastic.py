@@ -1,28 +1,47 @@
 """Nodes come and go while a job runs: no step is lost or repeated, and the losses stay those of a run left alone."""
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_kit import Jobs, job_json, relative_difference
+from jobs_kit import Jobs, relative_difference
 
 from undula.report.certificate import certify, data_of
 from undula.report.summary import read_run
 from undula.state.commit import find_commits
 from undula.state.ledger import read_ledger
-from undula.state.snapshot import folder_of
-from undula.storage import open_store
+from undula.storage import Store, open_store
 from undula.testing.nodes import nodes
 
 SETTINGS = (
     *("checkpoint.every_steps=1000", "data.validation=null", "workers.grow=always", "schedule.decay=constant"),
     *("schedule.base_lr=3e-4", "config.model.width=128", "config.model.layers=4"),
 )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run that is under way has told."""
+
+    store: Store
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_ledger(self.store).steps.to_pylist() if self.store.exists("ledger") else []
+
+    def sizes(self) -> list[int]:
+        return [row["world_size"] for row in self.rows()]
+
+    def of(self, kind: str) -> list[str]:
+        events = read_ledger(self.store).events.to_pylist() if self.store.exists("ledger") else []
+        return [event["message"] for event in events if event["kind"] == kind]
+
+    def has(self, kind: str, words: str) -> bool:
+        return any(words in message for message in self.of(kind))
 
 
 def wait_for(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
@@ -41,20 +60,16 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
         cluster.await_all()
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("moved", *SETTINGS, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
-        store = open_store(f"{tmp_path}/moved")
-
-        def sizes() -> list[int]:
-            return read_ledger(store).steps["world_size"].to_pylist() if store.exists("ledger") else []
-
-        wait_for(process, lambda: len(sizes()) > 0)
+        told = Told(open_store(f"{tmp_path}/moved"))
+        wait_for(process, lambda: len(told.sizes()) > 0)
         second = cluster.add()
-        wait_for(process, lambda: 2 in sizes())
+        wait_for(process, lambda: 2 in told.sizes())
         cluster.drain(first, deadline_s=60)
-        wait_for(process, lambda: sizes()[-1] == 1)
+        wait_for(process, lambda: told.sizes()[-1] == 1)
         assert set(cluster.nodes) == {first, second}  # the group has left before the node has gone
         process.terminate()
         process.communicate()
-    ledger = read_ledger(store)
+    ledger = read_ledger(told.store)
     resizes = [json.loads(event["data"]) for event in ledger.events.to_pylist() if event["kind"] == "resize"]
     assert [(data["from"], data["to"]) for data in resizes[:2]] == [(1, 2), (2, 1)]
     moved = ledger.steps
@@ -68,31 +83,33 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
     assert relative_difference(moved["loss"].to_pylist(), alone.column("loss")) < 1e-4
 
 
-def test_below_the_fewest_workers_the_step_is_saved_and_the_run_waits(session_jobs: Jobs, tmp_path: Path) -> None:
+def test_below_the_fewest_workers_the_run_saves_trains_on_to_shortly_before_the_end_and_waits(
+    session_jobs: Jobs, tmp_path: Path
+) -> None:
     with nodes() as cluster:
         cluster.add()
         doomed = cluster.add()
         cluster.await_all()
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("waits", *SETTINGS, "plan.max_steps=3000", "workers.min=2", "workers.max=2")
-        store = open_store(f"{tmp_path}/waits")
-
-        def told(kind: str, words: str = "") -> bool:
-            events = read_ledger(store).events.to_pylist() if store.exists("ledger") else []
-            return any(event["kind"] == kind and words in event["message"] for event in events)
-
-        wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 0)
+        told = Told(open_store(f"{tmp_path}/waits"))
+        wait_for(process, lambda: len(told.rows()) > 0)
         cluster.drain(doomed, deadline_s=20)
-        wait_for(process, lambda: told("checkpoint"))
-        wait_for(process, lambda: told("waiting", "waiting for 1 more worker of 1 CPU"))
-        saved = find_commits(store)[0][0].step
+        wait_for(process, lambda: told.has("checkpoint", "committed"))
+        first = find_commits(told.store)[0][0].step
+        wait_for(process, lambda: told.has("waiting", "waiting for 1 more worker of 1 CPU"))
+        last = find_commits(told.store)[0][0].step
+        assert last > first + 5
+        assert doomed in cluster.alive()
         cluster.kill(doomed)
         cluster.add()
-        wait_for(process, lambda: told("start", f"of step {saved} with 2 workers"))
+        wait_for(process, lambda: told.has("start", f"of step {last} with 2 workers"))
         process.terminate()
         process.communicate()
-    assert told("notice", "saving, then waiting: 1 of 2 workers on nodes that will go, 1 left, at least 2 needed")
-    assert read_ledger(store).replaced.num_rows == 0
+    reason = "1 of 2 workers on nodes that will go, 1 left, at least 2 needed"
+    assert told.has("notice", f"saving, then training on until 10 s before they go: {reason}")
+    assert told.has("notice", f"saving, then waiting: {reason}")
+    assert read_ledger(told.store).replaced.num_rows == 0
 
 
 def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_copy(
@@ -103,22 +120,17 @@ def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_c
         cluster.await_all()
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("copied", *SETTINGS, "plan.max_steps=30000", *jobs.workers(1))
-        store = open_store(f"{tmp_path}/copied")
-        wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 50)
+        told = Told(open_store(f"{tmp_path}/copied"))
+        wait_for(process, lambda: len(told.rows()) > 50)
         cluster.kill(only)
-        shutil.rmtree(folder_of(store.url, job_json(store)["id"]))  # the nodes of this machine share its memory
-        reached = read_ledger(store).steps.num_rows
+        reached = len(told.rows())
         cluster.add()
-
-        def resumed() -> list[str]:
-            return [event["message"] for event in read_ledger(store).events.to_pylist() if event["kind"] == "start"][1:]
-
-        wait_for(process, lambda: len(resumed()) > 0)
-        wait_for(process, lambda: read_ledger(store).steps.num_rows > reached + 50)
+        wait_for(process, lambda: len(told.of("start")) > 1)
+        wait_for(process, lambda: len(told.rows()) > reached + 50)
         process.terminate()
         process.communicate()
-    assert resumed()[0].startswith("resumed from the memory of the head of step ")
-    run = read_run(store)
+    assert told.of("start")[1].startswith("resumed from the memory of the head of step ")
+    run = read_run(told.store)
     certificate = certify(run, data_of(run))
     assert certificate.holds, certificate.difference
 
@@ -129,27 +141,21 @@ def test_a_state_that_waits_for_workers_outlasts_the_node_that_has_it(session_jo
         cluster.await_all()
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("rescued", *SETTINGS, "plan.max_steps=30000", *jobs.workers(2))
-        store = open_store(f"{tmp_path}/rescued")
-
-        def told(kind: str) -> list[str]:
-            events = read_ledger(store).events.to_pylist() if store.exists("ledger") else []
-            return [event["message"] for event in events if event["kind"] == kind]
-
-        wait_for(process, lambda: store.exists("ledger") and read_ledger(store).steps.num_rows > 50)
+        told = Told(open_store(f"{tmp_path}/rescued"))
+        wait_for(process, lambda: len(told.rows()) > 50)
         cluster.kill(lost)
-        wait_for(process, lambda: any("waiting for 1 more worker" in message for message in told("waiting")))
+        wait_for(process, lambda: told.has("waiting", "waiting for 1 more worker"))
         actors = cluster.count()["actors"]
         cluster.drain(last, deadline_s=30)
         wait_for(process, lambda: cluster.count()["actors"] < actors)  # the worker has given its state, and is let go
         cluster.kill(last)
-        shutil.rmtree(folder_of(store.url, job_json(store)["id"]))  # the nodes of this machine share its memory
         for _ in range(2):
             cluster.add()
-        wait_for(process, lambda: len(told("start")) > 1)
+        wait_for(process, lambda: len(told.of("start")) > 1)
         process.terminate()
         process.communicate()
-    assert told("start")[1].startswith("resumed from the memory of the head of step ")
-    ledger = read_ledger(store)
+    assert told.of("start")[1].startswith("resumed from the memory of the head of step ")
+    ledger = read_ledger(told.store)
     assert ledger.steps["step"].to_pylist() == list(range(ledger.steps.num_rows))
     assert ledger.replaced.num_rows == 0
 
@@ -168,22 +174,18 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
         cluster.await_all()
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("follows", *SETTINGS, *batch, "plan.max_steps=30000", "workers.min=1", "workers.max=2")
-        store = open_store(f"{tmp_path}/follows")
-
-        def rows() -> list[dict[str, Any]]:
-            return read_ledger(store).steps.to_pylist() if store.exists("ledger") else []
-
-        wait_for(process, lambda: len(rows()) > 0)
+        told = Told(open_store(f"{tmp_path}/follows"))
+        wait_for(process, lambda: len(told.rows()) > 0)
         cluster.add()
-        wait_for(process, lambda: sum(row["world_size"] == 2 for row in rows()) > 10)
+        wait_for(process, lambda: told.sizes().count(2) > 10)
         cluster.drain(first, deadline_s=60)
-        wait_for(process, lambda: rows()[-1]["world_size"] == 1)
+        wait_for(process, lambda: told.sizes()[-1] == 1)
         process.terminate()
         process.communicate()
-    run = read_run(store)
+    run = read_run(told.store)
     certificate = certify(run, data_of(run))
     assert certificate.holds, certificate.difference
-    grown = rows()
+    grown = told.rows()
     first_grown = next(place for place, row in enumerate(grown) if row["world_size"] == 2)
     before = grown[first_grown - 1]["samples"]
     assert {row["step_samples"] for row in grown if row["world_size"] == 1 and row["span"] == 1} == {24}
@@ -193,8 +195,7 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
         # The last step of an epoch may be of one global batch.
         factor = min(1.0 + climbed, row["span"]) if row["world_size"] == 2 else 1.0
         assert row["lr"] == pytest.approx(3e-4 * factor)
-    told = [event.message for event in run.events if event.kind == "batch"]
-    assert told[:3] == [
+    assert told.of("batch")[:3] == [
         "steps of 24 samples, learning rate times 1",
         "steps of 48 samples, learning rate times 2 after 240 samples",
         "steps of 24 samples, learning rate times 1",

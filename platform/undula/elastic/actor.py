@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
 
-from undula.run.handover import ProgressView, process
+from undula.run.handover import ProgressView, Request, process
 from undula.state.snapshot import packed
 
 AT_ONCE_S = 0.3
@@ -82,11 +82,9 @@ class ElasticWorker(RayTrainWorker):
         status.preemption_info = None  # a Run's notices are the policy's; Ray would train on until the deadline
         return status
 
-    def ask_to_leave(self, save: bool) -> None:
-        """At the next step boundary, after a durable checkpoint where `save`."""
-        if save:
-            process.save.set()
-        process.leave.set()
+    def ask(self, request: Request) -> None:
+        """For something at the next step boundary."""
+        process.request = request
 
     def answer(self) -> None:
         """That this process is there."""

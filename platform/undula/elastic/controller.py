@@ -24,9 +24,9 @@ from undula.elastic.actor import ElasticStatus
 from undula.elastic.events import EventQueue
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.group import PooledState, WorkerGroups, actor_id
-from undula.elastic.policy import Decision, Growth, Hold, Resize, Save, View, decide, hang_limit_s, lost_ranks
+from undula.elastic.policy import LEAVE_S, Decision, Growth, Hold, Resize, Save, View, decide, hang_limit_s, lost_ranks
 from undula.elastic.pool import WorkerPool
-from undula.run.handover import ProgressView
+from undula.run.handover import ProgressView, Request
 from undula.state.ledger import Event
 from undula.state.snapshot import parsed
 
@@ -65,6 +65,7 @@ class PoolPolicy(ScalingPolicy):
     _longest_step_s: float = 0.0
     _is_run: bool = False
     _noticed: set[str] = field(default_factory=set)
+    _saved: float | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.scaling_config)
@@ -127,9 +128,13 @@ class PoolPolicy(ScalingPolicy):
         self._tell(decision, len(statuses))
         if not self._is_run:  # no Run that could end at a step boundary
             return NoopDecision() if isinstance(decision, Save) else self._resize(len(decision.workers))
-        self._leaving = decision
+        request = Request(leaves=True)
+        if isinstance(decision, Save):
+            self._saved = pool.newest_notice
+            request = Request(decision.ends, saves=True)
+        self._leaving = decision if request.leaves else None
         for worker in worker_group_state.workers:
-            worker.actor.ask_to_leave.remote(isinstance(decision, Save))
+            worker.actor.ask.remote(request)
         return NoopDecision()
 
     def _resize(self, num_workers: int) -> ResizeDecision:
@@ -146,7 +151,13 @@ class PoolPolicy(ScalingPolicy):
         interval = (Growth.interval_s + lived) / max(self._changes, 1)
         cost = sum(self._pauses[-5:]) / len(self._pauses[-5:]) if self._pauses else Growth.cost_s
         return View(
-            time.time(), pool.seats(), deadlines, max(pool.notices.values(), default=0.0), Growth(interval, cost)
+            now=time.time(),
+            seats=pool.seats(),
+            deadlines=deadlines,
+            noticed=pool.newest_notice,
+            growth=Growth(interval, cost),
+            is_saved=self._saved == pool.newest_notice,
+            step_s=self._longest_step_s,
         )
 
     def _is_stuck(self, state: WorkerGroupState, statuses: list[ElasticStatus]) -> bool:
@@ -181,7 +192,8 @@ class PoolPolicy(ScalingPolicy):
 
     def _tell(self, decision: Resize | Save, current: int) -> None:
         if isinstance(decision, Save):
-            self.on_event(Event("notice", f"saving, then waiting: {decision.reason}"))
+            then = "waiting" if decision.ends else f"training on until {LEAVE_S:.0f} s before they go"
+            self.on_event(Event("notice", f"saving, then {then}: {decision.reason}"))
             return
         message = f"resizing from {current} to {len(decision.workers)} workers: {decision.reason}"
         self.on_event(Event("resize", message, data={"from": current, "to": len(decision.workers)}))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from undula.run.handover import ProgressView
 
@@ -11,6 +12,8 @@ EXPECTED_INTERVAL_S = 600.0
 """Expected time to the next change of a cluster of which nothing is known yet."""
 EXPECTED_COST_S = 2.0
 """Expected pause of a resize before one was measured."""
+LEAVE_S = 10.0
+"""So long before its last node goes a group ends, at a checkpoint."""
 HANG_FACTOR = 10.0
 HANG_FLOOR_S = 5.0
 """A rank that is this often its longest step without a sign, and at least so long, is lost."""
@@ -61,6 +64,10 @@ class View:
     noticed: float = 0.0
     """When the newest of these notices came."""
     growth: Growth = field(default_factory=Growth)
+    is_saved: bool = False
+    """Whether a checkpoint was asked for since then."""
+    step_s: float = 0.0
+    """The longest of the last few steps."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,11 @@ class Resize:
 
 @dataclass(frozen=True)
 class Save:
-    """Commit a durable checkpoint at the next step boundary and wait for nodes."""
+    """Commit a durable checkpoint at the next step boundary."""
 
     reason: str
+    ends: bool = True
+    """Whether to wait for nodes then, or to train on."""
 
 
 Decision = Hold | Resize | Save
@@ -105,7 +114,11 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
         doomed = f"{len(group) - len(staying)} of {len(group)} workers on nodes that will go"
         if len(wanted) >= low:
             return Resize(wanted, doomed)
-        return Save(f"{doomed}, {len(wanted)} left, at least {low} needed")
+        reason = f"{doomed}, {len(wanted)} left, at least {low} needed"
+        last_moment = deadline - LEAVE_S - 3 * view.step_s
+        if deadline == inf or view.now >= last_moment:
+            return Save(reason)
+        return Hold() if view.is_saved else Save(reason, ends=False)
     is_growth = len(wanted) > len(group) and grow != "never"
     if is_growth and (grow == "always" or view.growth.pays(len(group), len(wanted))):
         return Resize(wanted, view.growth.words(len(group), len(wanted)))

@@ -126,6 +126,11 @@ class WorkerPool:
         return sorted(found, key=lambda worker: (not worker.has_trained, worker.started))
 
     @property
+    def newest_notice(self) -> float:
+        """When it came, in seconds since the epoch; 0 where no node will go."""
+        return max(self.notices.values(), default=0.0)
+
+    @property
     def preparing(self) -> int:
         """Workers that will be ready."""
         return sum(worker.metadata is None for worker in self.workers.values())

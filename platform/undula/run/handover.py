@@ -4,7 +4,6 @@ The controller ends a group by asking its ranks to leave at a step boundary, or 
 process stays, with its imports and its device context, and hands its state to the next group, where it may have another rank.
 """
 
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +86,16 @@ class Progress:
         return ProgressView(self._step, phase, time.monotonic() - since, max(self._step_times, default=0.0))
 
 
+@dataclass(frozen=True)
+class Request:
+    """What the controller wants of a rank at the next step boundary."""
+
+    leaves: bool = False
+    """The group is to end there."""
+    saves: bool = False
+    """A durable checkpoint is to be committed there."""
+
+
 @dataclass
 class Process:
     """The state of this worker process that outlives a worker group."""
@@ -97,10 +106,8 @@ class Process:
     """Its node."""
     kept: Kept | None = None
     progress: Progress = field(default_factory=Progress)
-    leave: threading.Event = field(default_factory=threading.Event)
-    """Set when the controller wants the group to end at the next step boundary."""
-    save: threading.Event = field(default_factory=threading.Event)
-    """Set when it wants a durable checkpoint there."""
+    request: Request = Request()
+    """Of the controller."""
     is_run: bool = False
     """Whether the train function is a Run's, which can leave at a step boundary."""
     has_told_snapshots: bool = False
@@ -112,8 +119,7 @@ class Process:
         """Called before each train function."""
         self.progress = Progress()
         self.is_run = self.is_sound = False
-        self.leave.clear()
-        self.save.clear()
+        self.request = Request()
 
 
 process = Process()

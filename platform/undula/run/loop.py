@@ -27,7 +27,7 @@ from undula.errors import StorageError
 from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean
 from undula.run.engine import Engine, engine_for
-from undula.run.handover import Kept, LeaveGroup, process
+from undula.run.handover import Kept, LeaveGroup, Request, process
 from undula.run.job import Job
 from undula.run.memory import LiveState, StateMemory, find_state
 from undula.run.messages import Publisher
@@ -42,7 +42,6 @@ from undula.run.telemetry import Telemetry
 from undula.run.validation import Validation
 from undula.state.checkpoint import Checkpointer
 from undula.state.ledger import Event, StepRow, next_attempt
-from undula.state.parts import rank_state
 from undula.state.snapshot import folder_of
 from undula.state.snapshot_writer import SnapshotWriter
 from undula.storage import open_store
@@ -240,11 +239,11 @@ class Run:
             is_planned: every rank is here: what only this one has is not lost where it is not part of the next group.
         """
         # Else what a former group has left is still the newest.
-        if self._boundary is not None and self._model is not None and self._optimizer is not None:
+        if self._boundary is not None and self._live is not None and self._optimizer is not None:
             process.kept = None
             self._buffers.undo_step()
             self._optimizer.zero_grad(set_to_none=True)
-            held = rank_state(self._state()).on_host()
+            held = self._live.held().on_host()
             process.kept = Kept(self._plan_digest, self._attempt, self._boundary, held, tuple(self._rows))
             if is_planned and self._mirror and held.sharding is not None:
                 self._mirror.give(process.kept)
@@ -281,14 +280,16 @@ class Run:
     def _wishes(self) -> Asked:
         """What this rank asks for after the step that it is about to commit."""
         takes, sends = self._memory.wants(self._step_s) if self._memory else (False, False)
-        saves = process.save.is_set()
+        request = process.request
         # A checkpoint that is being written is not torn down for a resize that can wait for it.
-        leaves = process.leave.is_set() and (saves or self._checkpoints.saving_step is None)
-        return Asked(leaves, saves, takes, sends, self._checkpoints.has_finished_here)
+        leaves = request.leaves and (request.saves or self._checkpoints.saving_step is None)
+        return Asked(leaves, request.saves, takes, sends, self._checkpoints.has_finished_here)
 
     def _committed(self, row: StepRow, stored_steps: int, asked: Asked) -> None:
         self._rows = [*(each for each in self._rows if each.step >= stored_steps), row]
         self._asked = asked
+        if asked.saves and process.request == Request(saves=True):
+            process.request = Request()
         self._step_s = row.seconds
         if self._telemetry:
             self._telemetry.step(row)

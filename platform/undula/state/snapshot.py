@@ -22,7 +22,8 @@ from torch import Tensor
 from undula.state.ledger import StepRow
 from undula.state.parts import Part, RankState, Sharding
 
-MEMORY = Path("/dev/shm")
+MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
+"""A file system in memory; for each of several nodes on one machine another one."""
 FORMAT = 2
 Age = tuple[int, int]
 """(attempt, steps): what a later attempt has is the run, even where an earlier one had come further."""

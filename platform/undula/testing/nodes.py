@@ -1,11 +1,13 @@
-"""Several Ray nodes on one machine: added, drained with a notice, and killed as a whole, as a cloud takes a machine away."""
+"""Several Ray nodes on one machine: added, drained with a notice, and killed as a whole with their memory, as a cloud takes machines."""
 
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,7 @@ from typing import Any
 
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.errors import ClusterError
+from undula.state.snapshot import MEMORY
 
 START_TIMEOUT_S = 20.0
 ATTEMPTS = 4
@@ -33,6 +36,7 @@ class Nodes:
         self.nodes: list[str] = []
         self._env = {**os.environ, **cluster.env, **env}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
         self._asking = threading.Lock()
         self._head = subprocess.Popen(
             [sys.executable, "-m", "undula.testing.gcs", cluster.address],
@@ -73,11 +77,12 @@ class Nodes:
             raise ClusterError(f"node {node} cannot be drained: {why}")
 
     def kill(self, node: str) -> None:
-        """SIGKILL everything on a node at once."""
+        """SIGKILL everything on a node at once; what it had in memory is gone."""
         if node in self.nodes:
             self.nodes.remove(node)
         if process := self._processes.pop(node, None):
             _kill_tree(process)
+        shutil.rmtree(self._memory / node, ignore_errors=True)
 
     def processes_of(self, node: str) -> list[int]:
         """Everything that runs on a node."""
@@ -96,6 +101,7 @@ class Nodes:
             _kill_tree(process)
         self._head.kill()
         self._head.wait()
+        shutil.rmtree(self._memory, ignore_errors=True)
 
     def _ask(self, command: str) -> Any:
         assert self._head.stdin is not None
@@ -121,8 +127,10 @@ class Nodes:
             *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
             *("--include-log-monitor=False", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
         ]
+        (self._memory / node).mkdir(exist_ok=True)
+        own = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node, "UNDULA_MEMORY": str(self._memory / node)}
         process = subprocess.Popen(
-            command, env={**self._env, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": node},
+            command, env={**self._env, **own},
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self._processes[node] = process

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from undula.elastic.policy import (
     HANG_FLOOR_S,
     START_LIMIT_S,
+    Decision,
     Growth,
     Hold,
     Resize,
@@ -87,8 +88,17 @@ def test_a_short_notice_is_not_waited_over() -> None:
     assert isinstance(decision, Resize)
 
 
-def test_below_the_fewest_a_checkpoint_is_saved_before_the_deadline() -> None:
-    assert isinstance(decide(View(NOW, seats("ab"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2), Save)
+def test_below_the_fewest_a_checkpoint_is_saved_and_trained_on_until_shortly_before_the_deadline() -> None:
+    def at(now: float, deadline: float, is_saved: bool) -> Decision:
+        return decide(View(now, seats("ab"), {"b": deadline}, NOW - 2, is_saved=is_saved, step_s=1.0), 2, 2)
+
+    first = at(NOW, NOW + 30, is_saved=False)
+    assert isinstance(first, Save)
+    assert not first.ends
+    assert at(NOW + 10, NOW + 30, is_saved=True) == Hold()
+    for last in (at(NOW + 18, NOW + 30, is_saved=True), at(NOW, NOW + 10, False), at(NOW, math.inf, False)):
+        assert isinstance(last, Save)
+        assert last.ends
 
 
 @given(SEATS, st.sets(st.sampled_from("abcd")), st.integers(1, 4), st.integers(0, 4))
