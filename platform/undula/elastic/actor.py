@@ -19,6 +19,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
 
+from undula.elastic.sockets import cut_connections, listening_ports
 from undula.run.handover import ProgressView, Request, process
 from undula.state.snapshot import packed
 
@@ -103,9 +104,8 @@ class ElasticWorker(RayTrainWorker):
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
             thread.join(AT_ONCE_S)
-            if thread.is_alive():
-                abort_collectives()
-                thread.join(patience_s)
+            abort_collectives()  # another rank may wait for this one
+            thread.join(patience_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
         return (thread is None or not thread.is_alive()) and (error is None or process.is_sound)
 
@@ -117,9 +117,10 @@ class ElasticWorker(RayTrainWorker):
 
 
 def abort_collectives() -> None:
-    """Wake a thread that waits in a collective of any of this process's groups for a rank that is gone."""
+    """Wake threads that wait in a rendezvous or a collective of this process's groups, here and on other ranks, for one that is gone."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        group.abort()
+        group.abort()  # which does nothing for gloo
+    cut_connections(listening_ports() - process.own_ports)
 
 
 def resident() -> int:

@@ -92,11 +92,14 @@ class PoolPolicy(ScalingPolicy):
         return NoopDecision()
 
     def _awaits_state(self) -> bool:
-        """Whether all who had the state are lost, and a new worker on a node whose memory may have it is worth a while."""
+        """Whether all who had the state are lost, and a new worker on a node whose memory may have it is worth a while.
+
+        So is the answer of one whose node will go.
+        """
         pool = self._pool()
         holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
         is_there = any(worker.has_trained or worker.node in holders for worker in pool.ready())
-        if is_there or not holders:
+        if not pool.is_rescuing and (is_there or not holders):
             self._lost_since = None
             return False
         self._lost_since = self._lost_since or time.monotonic()
@@ -255,6 +258,7 @@ class ElasticController(TrainController):
             resources=config._resources_per_worker_not_none,
             runtime_env=WorkerGroup._get_worker_runtime_env(context.run_config.worker_runtime_env),
             high=config.max_workers,
+            on_event=scaling_policy.on_event,
         )
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
@@ -272,7 +276,7 @@ class ElasticController(TrainController):
         """Keep a copy of a rank's snapshot; False where there is no room for it."""
         if not self._pool.keeper.has_room(data.nbytes):
             return False
-        self._pool.keeper.keep(rank, parsed(meta, await asyncio.to_thread(bytearray, data)))
+        self._pool.keeper.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
     async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:

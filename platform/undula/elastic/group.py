@@ -1,7 +1,7 @@
 """A worker group of Ray Train, made of workers that were there before it and stay after it."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -73,8 +73,9 @@ class ElasticWorkerGroup(WorkerGroup):
             raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
         for member in members:
             member.in_group = member.has_trained = True
+            member.giving = None  # what it has given is older than what it will have
             pool.trained_on.add(member.node)
-        workers = self._assign_worker_ranks([_as_worker(member, context) for member in members])
+        workers = _ranked_by_node(self._assign_worker_ranks([_as_worker(member, context) for member in members]))
         state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)
         try:
             self._begin(state, context)
@@ -114,6 +115,20 @@ class ElasticWorkerGroup(WorkerGroup):
 def actor_id(worker: Worker) -> str:
     """The id under which the pool knows it."""
     return str(worker.actor._actor_id.hex())
+
+
+def _ranked_by_node(workers: list[Worker]) -> list[Worker]:
+    """With local ranks by node, where Ray Train counts by address: several nodes of one machine have one address."""
+    nodes: dict[str, list[Worker]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.metadata.node_id, []).append(worker)
+    for node_rank, peers in enumerate(nodes.values()):
+        for local_rank, worker in enumerate(peers):
+            assert worker.distributed_context is not None
+            worker.distributed_context = replace(
+                worker.distributed_context, local_rank=local_rank, local_world_size=len(peers), node_rank=node_rank
+            )
+    return workers
 
 
 def _as_worker(member: PooledWorker, context: WorkerGroupContext) -> Worker:

@@ -10,15 +10,16 @@ from undula.state.snapshot import FREE_SHARE, NEVER, Age, Snapshot, available_me
 class SnapshotKeeper:
     """Keeps the newest state that is whole, and what has come of newer ones."""
 
-    _snapshots: dict[Age, dict[int, Snapshot]] = field(default_factory=dict)
-    """By age and rank."""
+    _snapshots: dict[Age, dict[str, Snapshot]] = field(default_factory=dict)
+    """By age and sender."""
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a rank's snapshot takes at most half of the memory that is free here."""
         return num_bytes <= FREE_SHARE * available_memory()
 
-    def keep(self, rank: int, snapshot: Snapshot) -> None:
-        self._snapshots.setdefault(snapshot.age, {})[rank] = snapshot
+    def keep(self, sender: str, snapshot: Snapshot) -> None:
+        """Keep what a rank has sent."""
+        self._snapshots.setdefault(snapshot.age, {})[sender] = snapshot
         newest = max((age for age in self._snapshots if self._is_whole(age)), default=NEVER)
         self._snapshots = {age: of_ranks for age, of_ranks in self._snapshots.items() if age >= newest}
 

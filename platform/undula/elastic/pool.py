@@ -16,6 +16,7 @@ from undula.elastic.capacity import Node, look
 from undula.elastic.keeper import SnapshotKeeper
 from undula.elastic.policy import Seat
 from undula.run.hub import UNRECORDED
+from undula.state.ledger import Event
 from undula.state.snapshot import parsed
 
 LOOK_INTERVAL_S = 0.25
@@ -71,6 +72,7 @@ class WorkerPool:
     resources: dict[str, float]
     runtime_env: dict[str, Any]
     high: int
+    on_event: Callable[[Event], None]
     nodes: dict[str, Node] = field(default_factory=dict)
     notices: dict[str, float] = field(default_factory=dict)
     """When the notice of each node that will go was first seen, in seconds since the epoch."""
@@ -117,8 +119,13 @@ class WorkerPool:
             return True
         if found:
             meta, data = found
-            self.keeper.keep(0, parsed(meta, bytearray(data)))
+            self.keeper.keep(worker.id, parsed(meta, bytearray(data)))
         return True
+
+    @property
+    def is_rescuing(self) -> bool:
+        """Whether a worker's state that may be the only one is on its way."""
+        return any(worker.giving and not worker.in_group for worker in self.workers.values())
 
     def ready(self) -> list[PooledWorker]:
         """Workers that can be in a group, those that have been in one first: they hold the state."""
@@ -154,7 +161,7 @@ class WorkerPool:
         there = _those_that_say_yes({member.actor.answer.remote(): member for member in members}, ANSWER_S)
         for member in members:
             if member not in there:
-                self.drop(member.id)
+                self.drop(member.id, "does not answer")
         return [member for member in members if member in there]
 
     def take_back(self, silent_s: Mapping[str, float]) -> None:
@@ -171,13 +178,21 @@ class WorkerPool:
         for worker in members:
             worker.in_group = False
             if worker.id not in left:
-                self.drop(worker.id)
+                self.drop(worker.id, "did not end its part of the group" if worker in answering else None)
 
-    def drop(self, worker: str) -> None:
-        """End a worker's process; at once, where it is stopped and another of its machine can."""
+    def drop(self, worker: str, why: str | None = None) -> None:
+        """End a worker's process; at once, where it is stopped and another of its machine can.
+
+        Args:
+            worker: its id.
+            why: told, where nobody would know otherwise.
+        """
         gone = self.workers.pop(worker, None)
         if gone is None:
             return
+        if why and gone.metadata:
+            who = f"process {gone.metadata.pid} on {gone.node[:8]}"
+            self.on_event(Event("crash", f"{who} {why}: ended, its node gets another one", data={"node": gone.node}))
         ray.kill(gone.actor)
         for other in self.workers.values():
             if gone.metadata and other.metadata and other.metadata.hostname == gone.metadata.hostname:

@@ -108,6 +108,8 @@ class Process:
     progress: Progress = field(default_factory=Progress)
     request: Request = Request()
     """Of the controller."""
+    own_ports: frozenset[int] = frozenset()
+    """That it listened on before it joined a group."""
     is_run: bool = False
     """Whether the train function is a Run's, which can leave at a step boundary."""
     has_told_snapshots: bool = False
