@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undula.errors import RunError
+from undula.run.engine import is_sharded
 from undula.run.handover import Kept
 from undula.run.modelstate import beside_model_and_optimizer, load_state, model_and_optimizer_state
 from undula.state.checkpoint import Checkpointer
@@ -121,9 +122,9 @@ def _from_ranks(
     common: list[Any] = [held[0].values, mine[0].rows, mine[0].origin] if is_source else [None, None, None]
     dist.broadcast_object_list(common, src=source, group=group)
     values, rows, origin = common
-    if whole:
+    if whole and not is_sharded(model):
         load_state(model, optimizer, held[0].whole())
-    if not all(None in of_rank for of_rank in shardings):
+    if is_sharded(model) or not all(None in of_rank for of_rank in shardings):
         _share(model, optimizer, held, shardings, values, group)
     return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
 

@@ -109,11 +109,13 @@ def _read(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any],
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(("steps_of", "step"), [([[5, 6], [5, 6]], 6), ([[5, 6], [5]], 5), ([[6], [5]], 0)])
+@pytest.mark.parametrize(
+    ("steps_of", "step"), [([[5, 6]], 6), ([[5, 6], [5, 6]], 6), ([[5, 6], [5]], 5), ([[6], [5]], 0)]
+)
 def test_parts_of_several_ranks_make_up_a_state_for_any_number_of_them(
     tmp_path: Path, world_size: int, steps_of: list[list[int]], step: int
 ) -> None:
-    written = on_ranks(2, _write, str(tmp_path), steps_of)[0]
+    written = on_ranks(len(steps_of), _write, str(tmp_path), steps_of)[0]
     for found_step, weights, has_moments in on_ranks(world_size, _read, str(tmp_path)):
         assert found_step == step
         assert has_moments == (step > 0)
