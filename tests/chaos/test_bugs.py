@@ -70,3 +70,43 @@ def test_a_script_that_no_worker_can_import_ends_the_job_and_says_why(session_jo
     done = replace(session_jobs, script=script, runs=str(tmp_path), settings=()).run("lost", *session_jobs.workers(1))
     assert done.status == 1
     assert "a_module_that_no_worker_has" in done.err
+
+
+UNMATCHED = """
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+import undula
+
+def train(run):
+    marker = Path(__file__).with_name("has-waited")
+    model = run.model(nn.Linear(4, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["text"][:, :4].float()).mean() * 1e-6)
+        if step.index == 3 and run.rank == 0 and not marker.exists():
+            marker.touch()
+            dist.barrier()
+        step.update()
+
+if __name__ == "__main__":
+    undula.main(train)
+"""
+
+
+def test_ranks_that_wait_for_each_other_are_woken_and_go_on(session_jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "unmatched.py"
+    script.write_text(UNMATCHED)
+    script.with_suffix(".yaml").write_text(
+        "name: unmatched\ndata: {train: x}\nplan: {virtual_workers: 2, global_batch: 8, max_steps: 8}\n"
+    )
+    jobs = replace(session_jobs, script=script, runs=str(tmp_path), settings=())
+    done = jobs.run("unmatched", *jobs.workers(2), "workers.hang_limit_s=2")
+    assert done.status == 0, done.err
+    assert done.out.count("all ranks have waited for each other for 2.0 s: meeting anew") == 1
+    assert "resumed from the memory of a worker of step 3 with 2 workers" in done.out
+    assert done.column("step") == list(range(8))
+    assert done.ledger.replaced.num_rows == 0

@@ -87,6 +87,10 @@ class ElasticWorker(RayTrainWorker):
         """For something at the next step boundary."""
         process.request = request
 
+    def break_collectives(self) -> None:
+        """Wake whoever waits there."""
+        abort_collectives()
+
     def answer(self) -> None:
         """That this process is there."""
 

@@ -66,6 +66,7 @@ class PoolPolicy(ScalingPolicy):
     _is_run: bool = False
     _noticed: set[str] = field(default_factory=set)
     _saved: float | None = None
+    _woken: float | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.scaling_config)
@@ -142,6 +143,7 @@ class PoolPolicy(ScalingPolicy):
 
     def _resize(self, num_workers: int) -> ResizeDecision:
         self._last.clear()
+        self._woken = None
         if self._has_run:
             self._changes += 1
             self._pause_began = self._pause_began or time.monotonic()
@@ -182,8 +184,7 @@ class PoolPolicy(ScalingPolicy):
         limit = hang_limit_s(self._longest_step_s, self.hang_limit_s)
         lost = lost_ranks(ranks, silent_s, limit)
         if len(lost) == len(ranks) and max(silent_s) <= limit and len(ranks) > 1:
-            self.on_event(Event("crash", f"all ranks have waited for each other for {limit:.1f} s: meeting anew"))
-            return True
+            return self._wake(state, limit)
         for rank in lost:
             worker = state.workers[rank]
             where = f"rank {rank} (process {worker.metadata.pid} on {worker.metadata.node_ip})"
@@ -191,6 +192,16 @@ class PoolPolicy(ScalingPolicy):
                 Event("crash", f"{where} made no step for {limit:.1f} s: treated as lost", data={"rank": rank})
             )
             self._pool().drop(actor_id(worker))
+        return False
+
+    def _wake(self, state: WorkerGroupState, limit_s: float) -> bool:
+        """Break the collective in which all ranks wait for each other; whether that was tried before, and they wait still."""
+        if self._woken is not None:
+            return time.monotonic() - self._woken > limit_s
+        self._woken = time.monotonic()
+        self.on_event(Event("crash", f"all ranks have waited for each other for {limit_s:.1f} s: meeting anew"))
+        for worker in state.workers:
+            worker.actor.break_collectives.remote()
         return False
 
     def _tell(self, decision: Resize | Save, current: int) -> None:
