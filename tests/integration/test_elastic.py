@@ -36,9 +36,12 @@ class Told:
     def sizes(self) -> list[int]:
         return [row["world_size"] for row in self.rows()]
 
-    def of(self, kind: str) -> list[str]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         events = read_ledger(self.store).events.to_pylist() if self.store.exists("ledger") else []
-        return [event["message"] for event in events if event["kind"] == kind]
+        return [event for event in events if event["kind"] == kind]
+
+    def of(self, kind: str) -> list[str]:
+        return [event["message"] for event in self.events(kind)]
 
     def has(self, kind: str, words: str) -> bool:
         return any(words in message for message in self.of(kind))
@@ -94,13 +97,15 @@ def test_below_the_fewest_workers_the_run_saves_trains_on_to_shortly_before_the_
         process = jobs.start("waits", *SETTINGS, "plan.max_steps=3000", "workers.min=2", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/waits"))
         wait_for(process, lambda: len(told.rows()) > 0)
+        deadline = time.time() + 20
         cluster.drain(doomed, deadline_s=20)
         wait_for(process, lambda: told.has("checkpoint", "committed"))
         first = find_commits(told.store)[0][0].step
         wait_for(process, lambda: told.has("waiting", "waiting for 1 more worker of 1 CPU"))
         last = find_commits(told.store)[0][0].step
         assert last > first + 5
-        assert doomed in cluster.alive()
+        saved = [event["time"] for event in told.events("checkpoint")]
+        assert deadline - 12 < saved[-1] < deadline - 5
         cluster.kill(doomed)
         cluster.add()
         wait_for(process, lambda: told.has("start", f"of step {last} with 2 workers"))
