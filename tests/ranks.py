@@ -44,6 +44,6 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     try:
         queue.put((rank, function(rank, world_size, *arguments), None))
-    except BaseException:
+    except BaseException:  # pytest's own failures are no Exceptions; told, and raised by the test's process
         queue.put((rank, None, traceback.format_exc()))
     dist.destroy_process_group()

@@ -68,6 +68,7 @@ class ElasticWorker(RayTrainWorker):
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         process.join_group()
+        process.own_ports = listening_ports()  # Ray's among them, which must not be cut whatever becomes of the group
         super().init_train_context(*arguments, **more)
         process.controller = get_train_context().controller_actor
 

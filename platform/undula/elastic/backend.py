@@ -16,7 +16,6 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from undula.elastic.sockets import listening_ports
 from undula.run.handover import process
 
 RENDEZVOUS_TIMEOUT_S = 10.0
@@ -53,7 +52,6 @@ class InProcessGroup(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         assert _rendezvous is not None
-        process.own_ports = listening_ports()
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
         if torch.cuda.is_available():
