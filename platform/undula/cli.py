@@ -251,7 +251,9 @@ def _chaos(options: argparse.Namespace) -> int:
     else:
         print("\n".join(found.lines()))
         print(f"certificate: {'holds' if certificate.holds else certificate.difference}; undula verify {store.url}")
-    return 0 if certificate.holds else 1
+    if found.problem:
+        print(f"undula: {found.problem}", file=sys.stderr)
+    return 0 if certificate.holds and not found.problem else 1
 
 
 def _report(options: argparse.Namespace) -> int:

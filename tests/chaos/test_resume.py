@@ -14,8 +14,11 @@ from undula.state.commit import find_commits
 from undula.storage import open_store
 
 STEPS = 90
+# Wide enough for a run not to end in the moment before it is killed.
 SETTINGS = (
     f"plan.max_steps={STEPS}",
+    "config.model.width=128",
+    "config.model.layers=4",
     "checkpoint.every_steps=10",
     "config.model.dropout=0.1",
     "workers.min=1",

@@ -140,6 +140,7 @@ def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_c
     assert certificate.holds, certificate.difference
 
 
+@pytest.mark.soak
 def test_a_state_that_waits_for_workers_outlasts_the_node_that_has_it(session_jobs: Jobs, tmp_path: Path) -> None:
     with nodes() as cluster:
         last, lost = cluster.add(), cluster.add()

@@ -93,15 +93,12 @@ def streamed(
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_world_size_streams_the_plan(cluster: LocalCluster, url: str, world_size: int) -> None:
     assert streamed(cluster, url, world_size) == planned(url)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_mix_through_ray_data_is_the_mix_read_here(
-    cluster: LocalCluster, url: str, tmp_path: Path, world_size: int
-) -> None:
+def test_a_mix_through_ray_data_is_the_mix_read_here(cluster: LocalCluster, url: str, tmp_path: Path) -> None:
     rows = 700
     values = np.arange(1000, 1000 + rows) + NUM_ROWS  # ids of a mix count on over its data sets
     table = pa.table({"value": values, "payload": pa.array([bytes(1000)] * rows)})
@@ -109,19 +106,19 @@ def test_a_mix_through_ray_data_is_the_mix_read_here(
     mix = {url: 3.0, str(tmp_path): 1.0}
     here = stream(mix, PLAN)
     expected = [here.ids.tolist() for _ in here]
-    assert streamed(cluster, mix, world_size) == expected
-    assert streamed(cluster, mix, world_size, start=35) == expected[35:]
+    assert streamed(cluster, mix, 1) == expected
+    assert streamed(cluster, mix, 3, start=35) == expected[35:]
 
 
-@pytest.mark.parametrize("start", [17, 31, 32])
+@pytest.mark.parametrize("start", [17, 31])
 def test_a_resume_goes_on_where_the_plan_stands(cluster: LocalCluster, url: str, start: int) -> None:
-    """In the middle of a row group, at an epoch's short last step, and at the next epoch's first."""
+    """In the middle of a row group, and at an epoch's short last step."""
     assert streamed(cluster, url, 2, start) == planned(url, start)
 
 
 @pytest.mark.parametrize(
     "reading",
-    [{"prefetch_mib": 1, "read_tasks": 1}, {"prefetch_mib": 1, "read_tasks": 8}, {"read_tasks": 8}, {"read_cpus": 1.0}],
+    [{"prefetch_mib": 1, "read_tasks": 1}, {"read_tasks": 8, "read_cpus": 1.0}],
 )
 def test_neither_prefetch_nor_data_cpus_change_the_order(
     cluster: LocalCluster, url: str, reading: dict[str, object]
@@ -140,7 +137,7 @@ def test_an_s3_that_fails_now_and_then_loses_nothing(
     with faulty_s3(s3_endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.slow_s = 0.5
-        proxy.faults.extend(faults * 8)
+        proxy.faults.extend(faults * 5)
         assert streamed(cluster, store.url, 2, start=21) == expected
         assert not proxy.faults
 

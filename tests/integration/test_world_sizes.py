@@ -9,9 +9,9 @@ TOLERANCE = 1e-5
 
 
 def test_any_world_size_gives_the_same_losses(session_jobs: Jobs) -> None:
-    """V = 6 on 1, 2, 3 and 4 ranks, with dropout; 4 does not divide 6. The rows are of several files, and an epoch ends on the way."""
+    """V = 6 on 1, 2 and 4 ranks, with dropout; 4 does not divide 6. The rows are of several files, and an epoch ends on the way."""
     runs = {}
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 2, 4):
         settings = (*session_jobs.workers(world_size), f"plan.max_steps={STEPS}", "config.model.dropout=0.1")
         done = session_jobs.run(f"world-{world_size}", *settings)
         assert done.status == 0, done.err
@@ -19,7 +19,7 @@ def test_any_world_size_gives_the_same_losses(session_jobs: Jobs) -> None:
         runs[world_size] = done
     alone = runs[1]
     assert alone.column("step") == list(range(STEPS))
-    for world_size in (2, 3, 4):
+    for world_size in (2, 4):
         assert runs[world_size].column("sample_digest") == alone.column("sample_digest")
         assert relative_difference(runs[world_size].column("loss"), alone.column("loss")) < TOLERANCE
 

@@ -21,7 +21,7 @@ from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.elastic.sockets import cut_connections, listening_ports
 from undula.run.handover import ProgressView, Request, process
-from undula.state.snapshot import packed
+from undula.state.snapshot import Age, packed
 
 AT_ONCE_S = 0.3
 """In which a train function ends by itself after it has left, or after a collective has failed."""
@@ -64,12 +64,14 @@ class ElasticWorker(RayTrainWorker):
         if prepare:
             prepare()
         fault_in(resident_bytes - resident())
+        gc.freeze()  # what is here now stays: the collections at the beginning of groups need not look at it
         return self.get_metadata()
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         process.join_group()
         process.own_ports = listening_ports()  # Ray's among them, which must not be cut whatever becomes of the group
         super().init_train_context(*arguments, **more)
+        gc.collect()  # of the former group's model what its script has left in cycles
         process.controller = get_train_context().controller_actor
 
     def poll_status(self) -> ElasticStatus:
@@ -95,10 +97,15 @@ class ElasticWorker(RayTrainWorker):
     def answer(self) -> None:
         """That this process is there."""
 
-    def give_state(self) -> tuple[bytes, np.ndarray[Any, Any]] | None:
-        """What the last group has left here of the state, as a snapshot's meta and bytes, as this node will go."""
+    def give_state(self, room: float, has: Age) -> tuple[bytes, np.ndarray[Any, Any]] | None:
+        """What the last group has left here of the state, as a snapshot's meta and bytes, as this node will go.
+
+        Args:
+            room: bytes that the controller has for it.
+            has: the age of the newest state that it has the whole of.
+        """
         kept = process.kept
-        if kept is None:
+        if kept is None or kept.age <= has or kept.state.bytes > room:
             return None
         meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
         return meta, np.frombuffer(data, np.uint8)
@@ -108,6 +115,7 @@ class ElasticWorker(RayTrainWorker):
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
+            process.has_ended = True  # it may compute, where no broken collective tells it
             thread.join(AT_ONCE_S)
             abort_collectives()  # another rank may wait for this one
             thread.join(patience_s)
@@ -123,9 +131,10 @@ class ElasticWorker(RayTrainWorker):
 
 def abort_collectives() -> None:
     """Wake threads that wait in a rendezvous or a collective of this process's groups, here and on other ranks, for one that is gone."""
+    # Gloo's first: a thread that an aborted NCCL collective lets go must not find a way to commit what came out of it.
+    cut_connections(listening_ports() - process.own_ports)
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()  # which does nothing for gloo
-    cut_connections(listening_ports() - process.own_ports)
 
 
 def resident() -> int:

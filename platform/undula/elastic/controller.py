@@ -21,7 +21,7 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.elastic.actor import ElasticStatus
-from undula.elastic.events import EventQueue
+from undula.elastic.events import ControllerEvents, EventQueue, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.group import PooledState, WorkerGroups, actor_id
 from undula.elastic.policy import LEAVE_S, Decision, Growth, Hold, Resize, Save, View, decide, hang_limit_s, lost_ranks
@@ -50,18 +50,21 @@ class PoolPolicy(ScalingPolicy):
     scaling_config: ScalingConfig
     grow: str
     hang_limit_s: float | None
-    on_event: EventQueue
+    on_event: EventSink = log_event
     pool: WorkerPool | None = None
     _leaving: Decision | None = None
     _has_run: bool = False
     _began: float = field(default_factory=time.monotonic)
     _told: float = float("-inf")
+    _told_ready: int = 0
     _waits_since: float | None = None
     _lost_since: float | None = None
     _changes: int = 0
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
     _last: dict[int, ProgressView] = field(default_factory=dict)
+    _reached: int = -1
+    """The step that the group before had come to."""
     _longest_step_s: float = 0.0
     _is_run: bool = False
     _noticed: set[str] = field(default_factory=set)
@@ -95,12 +98,14 @@ class PoolPolicy(ScalingPolicy):
     def _awaits_state(self) -> bool:
         """Whether all who had the state are lost, and a new worker on a node whose memory may have it is worth a while.
 
-        So is the answer of one whose node will go.
+        The answer of one whose node will go is worth all the time until then.
         """
         pool = self._pool()
         holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
         is_there = any(worker.has_trained or worker.node in holders for worker in pool.ready())
-        if not pool.is_rescuing and (is_there or not holders):
+        if pool.is_rescuing:
+            return True
+        if is_there or not holders:
             self._lost_since = None
             return False
         self._lost_since = self._lost_since or time.monotonic()
@@ -132,16 +137,19 @@ class PoolPolicy(ScalingPolicy):
         self._tell(decision, len(statuses))
         if not self._is_run:  # no Run that could end at a step boundary
             return NoopDecision() if isinstance(decision, Save) else self._resize(len(decision.workers))
-        request = Request(leaves=True)
         if isinstance(decision, Save):
             self._saved = pool.newest_notice
             request = Request(decision.ends, saves=True)
+        else:
+            group = {actor_id(worker) for worker in worker_group_state.workers}
+            request = Request(leaves=True, gives=not group <= set(decision.workers))
         self._leaving = decision if request.leaves else None
         for worker in worker_group_state.workers:
             worker.actor.ask.remote(request)
         return NoopDecision()
 
     def _resize(self, num_workers: int) -> ResizeDecision:
+        self._reached = max([self._reached, *(rank.step for rank in self._last.values())])
         self._last.clear()
         self._woken = None
         if self._has_run:
@@ -173,6 +181,7 @@ class PoolPolicy(ScalingPolicy):
                 self._last[rank] = status.progress
                 self._pool().worker_bytes = status.resident_bytes
         self._last = {rank: self._last[rank] for rank in range(len(statuses)) if rank in self._last}
+        self._tell_lost([rank.began for rank in self._last.values() if rank.began >= 0])
         if self._pause_began and any(rank.longest_step_s for rank in self._last.values()):
             self._pauses.append(time.monotonic() - self._pause_began)
             self._pause_began = None
@@ -187,6 +196,8 @@ class PoolPolicy(ScalingPolicy):
             return self._wake(state, limit)
         for rank in lost:
             worker = state.workers[rank]
+            if actor_id(worker) not in self._pool().workers:
+                continue  # it was ended, and Ray has not noticed yet
             where = f"rank {rank} (process {worker.metadata.pid} on {worker.metadata.node_ip})"
             self.on_event(
                 Event("crash", f"{where} made no step for {limit:.1f} s: treated as lost", data={"rank": rank})
@@ -239,16 +250,29 @@ class PoolPolicy(ScalingPolicy):
         for worker in state.workers:
             worker.actor.mark_preempt.remote(info)
 
+    def _tell_lost(self, begun: list[int]) -> None:
+        """Tell of steps that were done, and that the group does again."""
+        if not begun:
+            return
+        lost, self._reached = self._reached - begun[0], -1
+        if lost > 0:
+            words = f"{lost} step{'s are' if lost > 1 else ' is'} done again"
+            self.on_event(Event("lost", words, begun[0], {"steps": lost}))
+
     def _tell_waiting(self, ready: int, low: int, preparing: int) -> None:
         now = time.monotonic()
         self._waits_since = self._waits_since or now
         is_early = now - self._waits_since < (START_S if preparing else 1.0)  # workers that start are no news
-        if now - self._told < TELL_INTERVAL_S or is_early:
+        if is_early or (now - self._told < TELL_INTERVAL_S and ready == self._told_ready):
             return
-        self._told = now
+        self._told, self._told_ready = now, ready
         need = ", ".join(f"{amount:g} {name}" for name, amount in self._pool().resources.items() if amount)
-        missing = f"waiting for {low - ready} more worker{'s' if low - ready > 1 else ''} of {need}"
-        self.on_event(Event("waiting", f"{missing}: {ready} ready, {preparing} starting, at least {low} needed"))
+        missing = f"{low - ready} more worker{'s' if low - ready > 1 else ''} of {need}"
+        what = (
+            missing if ready < low else "a node that may have the run's state" if self._lost_since else "more workers"
+        )
+        words = f"waiting for {what}: {ready} ready, {preparing} starting, at least {low} needed"
+        self.on_event(Event("waiting", words, data={"ready": ready}))
 
     def _pool(self) -> WorkerPool:
         assert self.pool is not None
@@ -261,22 +285,32 @@ class PoolPolicy(ScalingPolicy):
 class ElasticController(TrainController):
     """Ray Train's controller with a pool of workers, which polls when there is something to see."""
 
-    def __init__(self, *, scaling_policy: PoolPolicy, prepare: Callable[[], None] | None, **arguments: Any):
+    def __init__(
+        self,
+        *,
+        scaling_policy: PoolPolicy,
+        prepare: Callable[[], None] | None,
+        on_event: EventSink,
+        callbacks: list[Any],
+        **arguments: Any,
+    ):
         config, context = scaling_policy.scaling_config, arguments["train_run_context"]
+        self._events = scaling_policy.on_event = EventQueue(on_event)
         self._pool = scaling_policy.pool = WorkerPool(
             train_fn_ref=arguments["train_fn_ref"],
             prepare=prepare,
             resources=config._resources_per_worker_not_none,
             runtime_env=WorkerGroup._get_worker_runtime_env(context.run_config.worker_runtime_env),
             high=config.max_workers,
-            on_event=scaling_policy.on_event,
+            on_event=self._events,
         )
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
         self._elastic_policy = scaling_policy
         self._retries: RetryUnlessBug = arguments["failure_policy"]
-        super().__init__(scaling_policy=scaling_policy, **arguments)
+        told = [*callbacks, ControllerEvents(self._events)]
+        super().__init__(scaling_policy=scaling_policy, callbacks=told, **arguments)
 
     async def wake(self) -> None:
         """A worker has something to tell."""
@@ -285,7 +319,7 @@ class ElasticController(TrainController):
 
     async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
         """Keep a copy of a rank's snapshot; False where there is no room for it."""
-        if not self._pool.keeper.has_room(data.nbytes):
+        if data.nbytes > self._pool.keeper.room():
             return False
         self._pool.keeper.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
@@ -305,13 +339,14 @@ class ElasticController(TrainController):
 
     async def _step(self) -> Any:
         if self._worker_group is None and not isinstance(self.get_state(), RunningState):
-            await asyncio.sleep(FAST_POLL_S)  # Ray's own loop would not let anything else run while it waits for nodes
+            # Ray's own loop would not let anything else run while it waits for nodes.
+            await asyncio.sleep(max(self._retries.take_pause_s(), FAST_POLL_S))
         return await super()._step()
 
     async def _shutdown(self) -> Any:
         result = await super()._shutdown()
         self._pool.close()
-        self._elastic_policy.on_event.close()
+        self._events.close()
         return result
 
     async def _pause(self) -> None:

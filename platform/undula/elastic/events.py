@@ -26,24 +26,18 @@ def log_event(event: Event) -> None:
 
 
 class EventQueue:
-    """Hands events to a sink in a thread, in order: one that writes to a slow storage must not hold up a decision.
-
-    It is made in the driver and goes to the controller with the policy; the thread begins there, with the first event.
-    """
+    """Hands events to a sink in a thread, in order: one that writes to a slow storage must not hold up a decision."""
 
     def __init__(self, sink: EventSink):
         self._sink = sink
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-events")
 
     def __call__(self, event: Event) -> None:
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="undula-events")
         self._thread.submit(self._sink, event)
 
     def close(self) -> None:
         """Wait until all are told."""
-        if self._thread:
-            self._thread.shutdown()
-            self._thread = None
+        self._thread.shutdown()
 
 
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):

@@ -19,6 +19,10 @@ BUGS = (
 )
 """Exceptions that come again when the same code runs again."""
 
+STORAGE_FAILURES = 60
+"""One after another without a step between them; with the pauses that comes to half an hour."""
+LONGEST_PAUSE_S = 30.0
+
 LOSSES = (
     ("NODE_OUT_OF_MEMORY|running low on memory", "out of memory: Ray ended the process as its node had little left"),
     ("node (has )?died|node is dead", "its node is gone"),
@@ -35,14 +39,17 @@ class RetryUnlessBug(DefaultFailurePolicy):
     """Tries again, up to max_failures, but for errors of the user's code that no other attempt would mend.
 
     Exceptions of the user's code count over the whole run; lost workers only as long as no step is committed between them, as a
-    cluster of spot nodes loses many.
+    cluster of spot nodes loses many. A storage that fails between two groups of a run that has stepped is given time: a group that
+    trains would have outlasted it.
     """
 
     def __init__(self, failure_config: FailureConfig):
         super().__init__(failure_config)
         self.has_stepped = False
         """Whether the group has committed a step, as the controller saw; since the last failure."""
-        self._exceptions = self._losses = 0
+        self._has_ever_stepped = False
+        self._exceptions = self._losses = self._storage_failures = 0
+        self._pause_s = 0.0
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         if is_waiting(training_failed_error):
@@ -51,14 +58,25 @@ class RetryUnlessBug(DefaultFailurePolicy):
             return super().make_decision(training_failed_error)
         if not self._is_retryable_error(training_failed_error) or is_bug(training_failed_error):
             return FailureDecision.RAISE
-        if is_exception(training_failed_error):
-            self._exceptions += 1
-        else:
-            self._losses = 1 if self.has_stepped else self._losses + 1
-        self.has_stepped = False
+        has_stepped, self.has_stepped = self.has_stepped, False
+        self._has_ever_stepped |= has_stepped
         limit = self.failure_config.max_failures
-        is_over = limit >= 0 and max(self._exceptions, self._losses) > limit
-        return FailureDecision.RAISE if is_over else FailureDecision.RETRY
+        if self._has_ever_stepped and limit != 0 and is_of_storage(training_failed_error):
+            self._storage_failures = 1 if has_stepped else self._storage_failures + 1
+            self._pause_s = min(2.0**self._storage_failures, LONGEST_PAUSE_S)
+            is_over = self._storage_failures > STORAGE_FAILURES
+        elif is_exception(training_failed_error):
+            self._exceptions += 1
+            is_over = self._exceptions > limit
+        else:
+            self._losses = 1 if has_stepped else self._losses + 1
+            is_over = self._losses > limit
+        return FailureDecision.RAISE if limit >= 0 and is_over else FailureDecision.RETRY
+
+    def take_pause_s(self) -> float:
+        """Seconds to wait before the next group, once."""
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return pause_s
 
 
 def is_waiting(error: BaseException) -> bool:
@@ -70,6 +88,13 @@ def is_exception(error: BaseException) -> bool:
     """Whether a worker failed by an exception of its own code, and not because another was lost."""
     failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
     return any(kept_traceback(failure) is not None and not is_of_collective(failure) for failure in failures)
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether the storage is all that workers failed by."""
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    own = [failure for failure in failures if not is_of_collective(failure)]
+    return bool(own) and all(isinstance(failure, StorageError) for failure in own)
 
 
 def is_bug(error: BaseException) -> bool:

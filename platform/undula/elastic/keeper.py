@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from undula.state.parts import is_complete
 from undula.state.snapshot import FREE_SHARE, NEVER, Age, Snapshot, available_memory
 
+UNFINISHED = 2
+"""Ages newer than the newest whole one of which parts are kept: one rank's may come while another's of the age before is on its way."""
+
 
 @dataclass
 class SnapshotKeeper:
@@ -13,15 +16,21 @@ class SnapshotKeeper:
     _snapshots: dict[Age, dict[str, Snapshot]] = field(default_factory=dict)
     """By age and sender."""
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether a rank's snapshot takes at most half of the memory that is free here."""
-        return num_bytes <= FREE_SHARE * available_memory()
+    def room(self) -> float:
+        """Bytes that a rank's snapshot may take: half of the memory that is free here."""
+        return FREE_SHARE * available_memory()
+
+    @property
+    def newest_whole(self) -> Age:
+        """Its age; NEVER where there is none."""
+        return max((age for age in self._snapshots if self._is_whole(age)), default=NEVER)
 
     def keep(self, sender: str, snapshot: Snapshot) -> None:
         """Keep what a rank has sent."""
         self._snapshots.setdefault(snapshot.age, {})[sender] = snapshot
-        newest = max((age for age in self._snapshots if self._is_whole(age)), default=NEVER)
-        self._snapshots = {age: of_ranks for age, of_ranks in self._snapshots.items() if age >= newest}
+        whole = self.newest_whole
+        newer = sorted(age for age in self._snapshots if age > whole)[-UNFINISHED:]
+        self._snapshots = {age: self._snapshots[age] for age in (whole, *newer) if age in self._snapshots}
 
     def share(self, rank: int, world_size: int) -> list[Snapshot]:
         """What one of so many ranks is to fetch, so that they have all of it together."""

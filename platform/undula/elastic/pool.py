@@ -109,7 +109,10 @@ class WorkerPool:
         staying = (each for each in self.workers.values() if each.node in self.nodes and each.node not in self.notices)
         if not worker.has_trained or any(each.has_trained for each in staying):
             return True
-        worker.giving = worker.giving or worker.actor.give_state.remote()
+        if worker.giving is None:
+            if self.is_rescuing:  # one after another: the head's memory is small
+                return False
+            worker.giving = worker.actor.give_state.remote(self.keeper.room(), self.keeper.newest_whole)
         done, _ = ray.wait([worker.giving], timeout=0)
         if not done:
             return False
@@ -246,7 +249,7 @@ class WorkerPool:
 
 
 def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:
-    """Those that answer, each within its own time."""
+    """Those that answer, waiting for those that have not as long as the most patient of them says."""
     asked, found = time.monotonic(), []
     while answers:
         left = max(patience_s[worker.id] for worker in answers.values()) - (time.monotonic() - asked)

@@ -28,7 +28,7 @@ class WorkersSpec:
     from those so far, is more than is lost in the pause, as measured; `always`; or `never`."""
     hang_limit_s: Annotated[float, Gt(0)] | None = None
     """Seconds after which a worker that makes no step is treated as lost; by default 10 times the longest of the last steps, and at
-    least 5."""
+    least 5. While it starts, validates or saves: 600 without a sign, or this, where it is more."""
     max_failures: Annotated[int, Ge(-1)] = 3
     """Failures after which the job gives up; -1 for never: exceptions of the script over the whole run, or workers lost without a step
     between them. An exception that another attempt would not mend, such as a KeyError, ends the job at once."""

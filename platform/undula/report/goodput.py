@@ -35,7 +35,7 @@ class Goodput:
 def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
     """The goodput of a run, from the first group of workers to the last thing that was told.
 
-    A group of W workers holds W ranks from its start to the next group's start; after "waiting" was told, those that were ready.
+    A group of W workers holds W ranks from its start to the next group's start; from when "waiting" was told, as many as were ready then.
     Within a group, what lies between its first step and its last is work, but for what the rows say of data and checkpoints.
     """
     groups = [event for event in events if event.kind == "group"]
@@ -44,10 +44,10 @@ def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
     seconds = dict.fromkeys(CLASSES, 0.0)
     for group, following in zip_longest(groups, groups[1:]):
         end = _end(following, times)
-        waiting = next((event for event in events if event.kind == "waiting" and group.time < event.time < end), None)
-        if waiting:
-            seconds["capacity"] += (end - waiting.time) * waiting.data.get("ready", 0)
-            end = waiting.time
+        waiting = [event for event in events if event.kind == "waiting" and group.time < event.time < end]
+        for event, until in zip(waiting, [*(each.time for each in waiting[1:]), end], strict=False):
+            seconds["capacity"] += (until - event.time) * event.data["ready"]
+        end = waiting[0].time if waiting else end
         own = {name: values[(rows["time"] > group.time) & (rows["time"] <= end)] for name, values in rows.items()}
         for name, spent in _of_group(own, end - group.time).items():
             seconds[name] += spent * len(group.data["workers"])

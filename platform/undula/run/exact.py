@@ -1,8 +1,8 @@
 """Sums of floating-point numbers that come out the same in any order, and so at any world size, bit for bit.
 
-Each number is rounded once to a multiple of 2^-80 and split into two integers, whose sums are exact (the fixed-point accumulator of
-Kulisch, "Computer Arithmetic and Validity", 2008, cut to the range that gradients have). float32 numbers of at least 2^-56 are not
-rounded at all.
+Each number is rounded once to a multiple of 2^-66 and split into two integers of 50 bits, whose sums are exact (the fixed-point
+accumulator of Kulisch, "Computer Arithmetic and Validity", 2008, cut to the range that gradients have). float32 numbers of at least
+2^-42 are not rounded at all.
 """
 
 import math
@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_HIGH_BITS, _LOW_BITS = 40, 80
-LIMIT = 2.0**20
+_HIGH_BITS, _LOW_BITS = 16, 66
+LIMIT = 2.0**34
 """Numbers of this size and above count as not finite: their sums could leave the integers' range."""
+MOST_ADDED = 2**13
+"""As many integers of 50 bits stay within 63."""
+_TOTAL_BITS = 80
 
 
 class ExactSum:
     """Sums of tensors of some shapes over virtual workers and ranks. Takes 16 bytes a number.
 
     Args:
-        like: tensors of the shapes, on the device; up to 2^21 of each shape may be added over all ranks.
+        like: tensors of the shapes, on the device; up to MOST_ADDED of each shape may be added over all ranks.
     """
 
     def __init__(self, like: Sequence[Tensor]):
@@ -56,8 +59,16 @@ class ExactSum:
             dist.all_reduce(self._sums)
 
     def values(self) -> list[Tensor | None]:
-        """The sums as float64, by shape; NaN where something was not finite, None where nothing was added."""
+        """The sums as float64, by shape; NaN where something was not finite, None where nothing was added.
+
+        Raises:
+            RuntimeError: more was added than can be.
+        """
         added, not_finite = (counts.tolist() for counts in (self._added, self._not_finite))
+        if max(added, default=0) > MOST_ADDED:
+            raise RuntimeError(
+                f"deterministic: true sums at most {MOST_ADDED} micro-batches a step, and this one has {max(added)}"
+            )
         found: list[Tensor | None] = []
         for place, shape in enumerate(self._shapes):
             value = self._highs[place].double() * 2.0**-_HIGH_BITS + self._lows[place].double() * 2.0**-_LOW_BITS
@@ -76,11 +87,11 @@ def exact_total(values: Sequence[float]) -> tuple[int, float]:
 def total_value(total: int, odd: float) -> float:
     """What a sum of `exact_total`s is, as a float."""
     try:
-        return float(total / 2**_LOW_BITS + odd)
+        return float(total / 2**_TOTAL_BITS + odd)
     except OverflowError:
         return math.copysign(math.inf, total) + odd
 
 
 def _integer(value: float) -> int:
     numerator, denominator = value.as_integer_ratio()
-    return (numerator << _LOW_BITS) // denominator
+    return (numerator << _TOTAL_BITS) // denominator

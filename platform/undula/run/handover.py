@@ -19,6 +19,10 @@ class LeaveGroup(BaseException):
     """Ends the user's train function at a step boundary; no Exception, so that no `except Exception` of a script holds it up."""
 
 
+class GroupEndedError(Exception):
+    """The group of a rank that had not met the others for a while has ended without it."""
+
+
 @dataclass(frozen=True)
 class Kept:
     """A run as of a step boundary."""
@@ -60,13 +64,15 @@ class ProgressView:
     """Seconds since it entered the phase."""
     longest_step_s: float
     """Of the last few steps; 0 before there are any."""
+    began: int = -1
+    """The step that the loop began with; -1 before."""
 
 
 class Progress:
     """Where this process's rank stands; written by the loop, read by the controller's polls."""
 
     def __init__(self) -> None:
-        self._step = -1
+        self._step = self._began = -1
         self._entered: tuple[str, float] = ("starting", time.monotonic())
         self._step_times: list[float] = []
 
@@ -74,8 +80,8 @@ class Progress:
         self._entered = (phase, time.monotonic())
 
     def begin(self, step: int) -> None:
-        """The loop stands before `step`."""
-        self._step = step
+        """The loop begins with `step`."""
+        self._step = self._began = step
 
     def committed(self, step: int, seconds: float) -> None:
         self._step = step
@@ -83,7 +89,8 @@ class Progress:
 
     def view(self) -> ProgressView:
         phase, since = self._entered
-        return ProgressView(self._step, phase, time.monotonic() - since, max(self._step_times, default=0.0))
+        longest_s = max(self._step_times, default=0.0)
+        return ProgressView(self._step, phase, time.monotonic() - since, longest_s, self._began)
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class Request:
 
     leaves: bool = False
     """The group is to end there."""
+    gives: bool = False
+    """One of its ranks will not be in the next group."""
     saves: bool = False
     """A durable checkpoint is to be committed there."""
 
@@ -117,11 +126,24 @@ class Process:
     is_sound: bool = False
     """Whether what ended the last group here was none of this process's doing, such as a lost rank: it is as good as before."""
 
+    has_ended: bool = False
+    """Whether the group has ended, while its train function may still run here."""
+
     def join_group(self) -> None:
         """Called before each train function."""
         self.progress = Progress()
-        self.is_run = self.is_sound = False
+        self.is_run = self.is_sound = self.has_ended = False
         self.request = Request()
+
+    def enter(self, phase: str) -> None:
+        """Called in the loop wherever the rank does something else.
+
+        Raises:
+            GroupEndedError: nobody waits for it any more.
+        """
+        if self.has_ended:
+            raise GroupEndedError("the group of this worker has ended")
+        self.progress.enter(phase)
 
 
 process = Process()

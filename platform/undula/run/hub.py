@@ -44,15 +44,18 @@ class HubPublisher:
         self.hub.publish.remote(message)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TellEverywhere:
     """Events of the controller: to the ledger, and to the driver's live view."""
 
     store: Store
     publish: HubPublisher
+    _writer: EventWriter | None = None
+    """Made where the first event is, as it cannot be sent."""
 
     def __call__(self, event: Event) -> None:
-        EventWriter(self.store, "controller").event(event)
+        self._writer = self._writer or EventWriter(self.store, "controller")
+        self._writer.event(event)
         self.publish(event)
 
 

@@ -210,6 +210,12 @@ class Run:
         finally:
             self._close()
 
+    def forget(self) -> None:
+        """Let go of model and optimizer, which the next group of this process makes anew: there may not be room for both."""
+        self._model = self._optimizer = self._live = self._memory = None
+        for name in ("_engine", "_buffers", "_checkpoints"):
+            self.__dict__.pop(name, None)
+
     def _open_stream(self, start: int) -> None:
         self._stream = rank_stream(self._data, self.plan, self._virtual_workers, self._job.data, start, self._map)
         self._stream.open()
@@ -232,25 +238,39 @@ class Run:
             _in_thread(self._telemetry.close)
         self._stream = self._memory = self._telemetry = None
 
-    def hand_over(self, is_planned: bool = False) -> None:
-        """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole.
-
-        Args:
-            is_planned: every rank is here: what only this one has is not lost where it is not part of the next group.
-        """
-        # Else what a former group has left is still the newest.
-        if self._boundary is not None and self._live is not None and self._optimizer is not None:
+    def hand_over(self) -> None:
+        """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole."""
+        # Else what a former group has left is still the newest. Before the first step there is nothing that a fresh start lacks, and
+        # asking an optimizer without state for its state would make it step.
+        if self._boundary and self._live is not None and self._optimizer is not None:
             process.kept = None
             self._buffers.undo_step()
             self._optimizer.zero_grad(set_to_none=True)
-            held = self._live.held().on_host()
-            process.kept = Kept(self._plan_digest, self._attempt, self._boundary, held, tuple(self._rows))
-            if is_planned and self._mirror and held.sharding is not None:
-                self._mirror.give(process.kept)
+            process.kept = self._kept(self._live, self._boundary)
         self._close(wait=not process.is_sound)
 
+    def _kept(self, live: LiveState, boundary: int) -> Kept:
+        return Kept(self._plan_digest, self._attempt, boundary, live.held().on_host(), tuple(self._rows))
+
+    def _leave(self, done: int) -> None:
+        """End the group here. All ranks call it at the same step boundary.
+
+        Raises:
+            LeaveGroup: always.
+        """
+        # A part that only a rank which is not in the next group has would be lost with it.
+        if self._asked.gives and self._live and self._live.is_sharded:
+            is_given = self._mirror is not None and self._mirror.give(self._kept(self._live, done))
+            answers: list[Any] = [None] * self.world_size
+            dist.all_gather_object(answers, is_given, group=self._control)
+            if not all(answers):
+                self._event(Event("notice", "the head has no room for the parts of the model: saving to storage", done))
+                self._save(done)
+        self._finish_saving()
+        raise LeaveGroup
+
     def _after_step(self, before: int, done: int, validation: Validation | None) -> None:
-        process.progress.enter("other")
+        process.enter("other")
         last = done == self.plan.total_steps
 
         def is_due(every: int) -> bool:
@@ -262,8 +282,7 @@ class Run:
         if is_due(self._job.checkpoint.every_steps) or self._asked.saves:
             self._save(done)
         if self._asked.leaves and not last:
-            self._finish_saving()
-            raise LeaveGroup
+            self._leave(done)
         self._blocked_s += time.perf_counter() - began
 
     @contextmanager
@@ -283,7 +302,9 @@ class Run:
         request = process.request
         # A checkpoint that is being written is not torn down for a resize that can wait for it.
         leaves = request.leaves and (request.saves or self._checkpoints.saving_step is None)
-        return Asked(leaves, request.saves, takes, sends, self._checkpoints.has_finished_here)
+        lacks_memory = self._memory is not None and self._memory.lacks_part
+        has_saved = self._checkpoints.has_finished_here
+        return Asked(leaves, request.gives, request.saves, takes, sends, lacks_memory, has_saved)
 
     def _committed(self, row: StepRow, stored_steps: int, asked: Asked) -> None:
         self._rows = [*(each for each in self._rows if each.step >= stored_steps), row]
@@ -293,7 +314,7 @@ class Run:
         self._step_s = row.seconds
         if self._telemetry:
             self._telemetry.step(row)
-        if self._memory and (news := self._memory.news(row.done)):
+        if self._memory and (news := self._memory.news(row.done, asked.lacks_memory)):
             self._event(news)
         if self._memory and asked.snapshots:
             self._memory.begin(row.done, self._rows, asked.sends)

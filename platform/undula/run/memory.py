@@ -13,7 +13,7 @@ from undula.run.mirror import Mirror
 from undula.run.modelstate import MODEL
 from undula.state.ledger import Event, StepRow
 from undula.state.parts import RankState, rank_state
-from undula.state.snapshot import Snapshot, find_snapshots
+from undula.state.snapshot import Snapshot, find_snapshots, is_private
 from undula.state.snapshot_writer import SnapshotWriter
 
 SCHEDULED = ("params", "lr")
@@ -31,7 +31,7 @@ class LiveState:
         self._model = model
         self._optimizer = optimizer
         self._state = state
-        self._keys: list[Any] = []
+        self._seen: list[Any] = []
         self._held: RankState | None = None
         self.is_sharded = is_sharded(model)
 
@@ -41,9 +41,8 @@ class LiveState:
         held += [
             value for group in self._optimizer.param_groups for key, value in group.items() if key not in SCHEDULED
         ]
-        keys = [id(value) if isinstance(value, Tensor | list) else value for value in held]
-        if self._held is None or keys != self._keys:
-            self._held, self._keys = rank_state(self._state()), keys
+        if self._held is None or not _are_same(held, self._seen):
+            self._held, self._seen = rank_state(self._state()), held
         return self._held
 
     def buffers(self) -> dict[str, Tensor]:
@@ -80,7 +79,7 @@ class StateMemory:
 
     def begin(self, done: int, rows: Sequence[StepRow], is_sent: bool) -> None:
         """Begin to take a snapshot of `done` steps."""
-        if self._writer:
+        if self._writer and not self._writer.problem:
             send = self._mirror.send if self._mirror and is_sent else None
             self._writer.begin(done, self._live.held(), self._live.buffers(), rows, send)
 
@@ -89,11 +88,22 @@ class StateMemory:
         if self._writer:
             self._writer.wait()
 
-    def news(self, done: int) -> Event | None:
-        """What is to be told of the snapshots: what they cost, once, and why there are none any more."""
+    @property
+    def lacks_part(self) -> bool:
+        """Whether there is no memory for this rank's part, without which those of the others are of no use."""
+        return self._live.is_sharded and self._writer is not None and self._writer.problem is not None
+
+    def news(self, done: int, lacks_part: bool) -> Event | None:
+        """What is to be told of the snapshots: what they cost, once, and why there are none any more.
+
+        Args:
+            done: steps.
+            lacks_part: whether any rank's part is missing, as all were told.
+        """
         if self._writer is None:
             return None
-        if problem := self._writer.problem:
+        if lacks_part or (self._writer.problem and not self._live.is_sharded):
+            problem = self._writer.problem or "the node of another rank has no room for its part"
             self.close()
             return Event("notice", f"no snapshots in memory: {problem}", done)
         if process.has_told_snapshots or not (told := self._writer.words()):
@@ -114,9 +124,17 @@ class StateMemory:
         self._writer = None
 
 
+def _are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether tensors and lists are the same objects, and what cannot change in place is equal."""
+    return len(now) == len(then) and all(
+        a is b or (not isinstance(a, Tensor | list) and type(a) is type(b) and a == b)
+        for a, b in zip(now, then, strict=True)
+    )
+
+
 def find_state(folder: Path, plan_digest: str, mirror: Mirror | None, rank: int, world_size: int) -> list[Snapshot]:
     """The snapshots that a rank can read: its node's, and its share of what the controller has, as all others may be gone."""
-    found = find_snapshots(folder, plan_digest)
+    found = find_snapshots(folder, plan_digest) if is_private(folder) else []
     if mirror:
         found += [each for each in mirror.fetch(rank, world_size) if each.plan_digest == plan_digest]
     return found

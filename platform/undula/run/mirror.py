@@ -49,13 +49,13 @@ class Mirror:
         self._is_on_its_way = True
         answer.future().add_done_callback(lambda answer: self._arrived(answer, began))
 
-    def give(self, kept: Kept) -> None:
-        """Send what this process has of the state, and wait for it to arrive: its node may go."""
+    def give(self, kept: Kept) -> bool:
+        """Send what this process has of the state, and wait for it to arrive: its node may go. False where it is not kept."""
         meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
         try:
-            ray.get(self._keep(meta, np.frombuffer(data, np.uint8)))
-        except RayError:  # there are checkpoints
-            return
+            return bool(ray.get(self._keep(meta, np.frombuffer(data, np.uint8))))
+        except RayError:
+            return False
 
     def fetch(self, rank: int, world_size: int) -> list[Snapshot]:
         """A rank's share of what the controller has."""

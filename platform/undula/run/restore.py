@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from undula.errors import RunError
 from undula.run.engine import is_sharded
-from undula.run.handover import Kept
+from undula.run.handover import Kept, process
 from undula.run.modelstate import beside_model_and_optimizer, load_state, model_and_optimizer_state
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import Commit
@@ -145,6 +145,7 @@ def _share(
     for source, pieces in _buckets(_pieces(targets, shardings), targets):
         example = targets[pieces[0][0]].tensor
         sizes = [torch.Size(box[1]).numel() for _, box in pieces]
+        process.enter("other")
         flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
         parts = torch.split(flat, sizes)
         if dist.get_rank(group) == source:
@@ -189,10 +190,6 @@ def _buckets(
 
 
 def _newest_checkpoint(checkpoints: Checkpointer, group: dist.ProcessGroup) -> tuple[Commit | None, dict[str, str]]:
-    is_first = dist.get_rank(group) == 0
-    if is_first:
+    if dist.get_rank(group) == 0:
         checkpoints.remove_uncommitted()
-    commit, damaged = checkpoints.newest_whole()
-    if is_first:
-        checkpoints.remove(damaged)  # or they would count among those to keep
-    return commit, damaged
+    return checkpoints.newest_whole()

@@ -23,12 +23,16 @@ class Asked:
 
     leaves: bool = False
     """To leave the group."""
+    gives: bool = False
+    """Not to keep for itself what only one rank has."""
     saves: bool = False
     """A durable checkpoint."""
     snapshots: bool = False
     """A snapshot in memory."""
     sends: bool = False
     """A copy of it at the controller."""
+    lacks_memory: bool = False
+    """For snapshots of its part, without which the others' are of no use."""
     has_saved: bool = False
     """To collect a checkpoint that it is done with; agreed on by all, where any rank's word is enough for the others."""
 

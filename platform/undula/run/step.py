@@ -79,7 +79,7 @@ class Step:
             self._weight = each.samples
             self._is_in_batch = True
             self._in_micro_batch = mark_on(run.device)
-            process.progress.enter("compute")
+            process.enter("compute")
             yield batch
             self._is_in_batch = False
             if self._in_micro_batch is not None:
@@ -97,7 +97,7 @@ class Step:
         if begin is None:
             raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
         if self._is_last:
-            process.progress.enter("reduce")
+            process.enter("reduce")
         (loss * (self._weight / self.samples)).backward()  # type: ignore[no-untyped-call]
         end = mark_on(run.device)
         ready = run._engine.gradients_ready or end
@@ -122,7 +122,7 @@ class Step:
             )
         assert run._model is not None
         assert run._optimizer is not None
-        process.progress.enter("reduce")
+        process.enter("reduce")
         begin = mark_on(run.device)
         run._engine.end_step()
         if run._buffers.is_needed:
@@ -140,7 +140,7 @@ class Step:
         self.updated = True
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
-        process.progress.enter("data")
+        process.enter("data")
         began = time.perf_counter()
         samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
         if size:

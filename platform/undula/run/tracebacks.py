@@ -4,6 +4,8 @@ import traceback
 
 import torch.distributed as dist
 
+from undula.run.handover import GroupEndedError
+
 _ATTRIBUTE = "undula_traceback"
 
 
@@ -20,4 +22,5 @@ def kept_traceback(error: BaseException) -> str | None:
 
 def is_of_collective(error: BaseException) -> bool:
     """Whether another rank is what failed: torch has no exception of its own for what gloo says."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    return is_gloo or isinstance(error, dist.DistError | GroupEndedError)

@@ -11,6 +11,7 @@ from undula.data.maps import SampleFunction
 from undula.data.mixture import rank_stream
 from undula.data.rows import Batch
 from undula.plan.plan import Plan, PlanSpec
+from undula.run.handover import process
 from undula.run.job import Job
 
 
@@ -61,9 +62,11 @@ class Validation:
         try:
             with torch.no_grad():
                 for each in self._plan.work(steps, self._virtual_workers):
+                    process.enter("other")
                     losses.append(self._loss_of(stream.take(each.virtual_worker, each.samples).batch) * each.samples)
                     samples += each.samples
                 for _ in range(self._rounds - len(losses)):
+                    process.enter("other")
                     self._loss_of(stream.any_rows(1).batch)
         finally:
             stream.close()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Worker:
                 self.train(run)
             except LeaveGroup:
                 assert run is not None
-                run.hand_over(is_planned=True)
+                run.hand_over()
                 process.progress.enter("left")
             except Exception as error:
                 process.is_sound = is_of_collective(error) or isinstance(error, StorageError)
@@ -52,7 +53,11 @@ class Worker:
                 if run is not None:
                     with suppress(Exception):  # a GPU in error gives nothing back
                         run.hand_over()
+                traceback.clear_frames(error.__traceback__)  # the script's variables have the model too
                 raise
+            finally:
+                if run is not None:
+                    run.forget()
 
 
 def open_data(job: Job) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from undula.errors import CheckpointError
-from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, find_commits
+from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, attempt_of, find_commits
 from undula.state.retention import superseded
 from undula.state.safetensors_io import SafetensorsReader, SafetensorsWriter
 from undula.storage import Store
@@ -57,6 +57,7 @@ class Checkpointer:
         self._saving: Future[Metadata] | None = None
         self._group = group
         self._saving_step = 0
+        self._damaged: set[str] = set()
         self._saving_group: dist.ProcessGroup | None = None
 
     @property
@@ -112,7 +113,8 @@ class Checkpointer:
     def newest_whole(self) -> tuple[Commit | None, dict[str, str]]:
         """The newest checkpoint without damage, and what is wrong with others, by folder; the same answer on every rank.
 
-        The ranks check the files together, each its share.
+        The ranks check the files together, each its share. Damaged ones stay until there is a newer checkpoint, and are not counted among
+        those to keep.
         """
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         commits, unreadable = self._from_rank_0(lambda: find_commits(self._store))
@@ -123,9 +125,10 @@ class Checkpointer:
             dist.all_gather_object(found, commit.damage(self._store, names), group=self._group)
             problems = [problem for problem in found if problem]
             if not problems:
-                return commit, damaged
+                break
             damaged[commit.folder] = problems[0]
-        return None, damaged
+        self._damaged = set(damaged)
+        return next((commit for commit in commits if commit.folder not in damaged), None), damaged
 
     def load(self, commit: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         """Load into the tensors of `state`, in place; returns the values that are no tensors."""
@@ -142,12 +145,13 @@ class Checkpointer:
         return dict(commit.values)
 
     def remove_uncommitted(self) -> None:
-        """Delete what earlier attempts began to write and never committed. For rank 0, while no save is under way."""
+        """Delete what attempts up to this one began to write and never committed. For rank 0, while no save is under way."""
         names = [entry.name for entry in self._store.list(CHECKPOINTS)]
         whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
-        self.remove({name.rpartition("/")[0] for name in names} - whole)
+        begun = {name.rpartition("/")[0] for name in names} - whole
+        self._remove(folder for folder in begun if attempt_of(folder) <= self._attempt)
 
-    def remove(self, folders: Iterable[str]) -> None:
+    def _remove(self, folders: Iterable[str]) -> None:
         """Delete checkpoints, each at once for readers."""
         for folder in folders:
             self._store.delete(f"{folder}/{COMMIT}")  # first, so that what is left is invisible
@@ -156,8 +160,10 @@ class Checkpointer:
     def _committed(self, step: int, seconds: float) -> None:
         self._after_commit(step, seconds)
         self.remove_uncommitted()
-        commits, _ = find_commits(self._store)
-        self.remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in commits], self._keep))
+        whole = [commit for commit in find_commits(self._store)[0] if commit.folder not in self._damaged]
+        self._remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in whole], self._keep))
+        self._remove(self._damaged)  # now that there is one that is newer than what could be loaded instead
+        self._damaged = set()
 
     def _from_rank_0(self, find: Callable[[], Found]) -> Found:
         box: list[Any] = [find() if dist.get_rank(self._group) == 0 else None]

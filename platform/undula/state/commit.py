@@ -52,7 +52,11 @@ def commit_json(body: dict[str, Any]) -> bytes:
 
 
 def find_commits(store: Store) -> tuple[list[Commit], dict[str, str]]:
-    """The committed checkpoints of a run, newest first; and what is wrong with those of an unreadable `commit.json`, by folder."""
+    """The committed checkpoints of a run, newest first; and what is wrong with those of an unreadable `commit.json`, by folder.
+
+    Raises:
+        CheckpointError: one is of another version of this library.
+    """
     commits, damaged = [], {}
     for entry in store.list(CHECKPOINTS):
         if entry.name.endswith(f"/{COMMIT}"):
@@ -75,7 +79,10 @@ def _read_commit(store: Store, folder: str) -> Commit:
     if body.pop("sha256") != _digest(body):
         raise ValueError("SHA-256")
     if body["format"] != FORMAT:
-        raise ValueError(f"format {body['format']}, this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{store.url}/{folder} is of format {body['format']}, and this version reads {FORMAT}: "
+            "use the version that wrote it, give another name, or start over with --fresh"
+        )
     return Commit(folder=folder, **{key: body[key] for key in ("step", "plan_digest", "tensors", "values", "files")})
 
 

@@ -41,6 +41,11 @@ class RankState:
         is_whole = all(part.box == (tuple(0 for _ in part.shape), part.shape) for part in self.parts.values())
         return None if is_whole else {name: (part.shape, part.box) for name, part in self.parts.items()}
 
+    @property
+    def bytes(self) -> int:
+        """Of the tensors."""
+        return sum(part.tensor.nbytes for part in self.parts.values())
+
     def whole(self) -> dict[str, Any]:
         """Tensors and values, where every tensor is whole."""
         return {**{name: part.tensor for name, part in self.parts.items()}, **self.values}

@@ -8,7 +8,10 @@ change and put back after: without it there is no snapshot. Nothing is unpickled
 import json
 import mmap
 import os
+import re
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -31,6 +34,11 @@ NEVER: Age = (-1, -1)
 FREE_SHARE = 0.5
 """Of the memory that is free, at most this goes to snapshots."""
 ROWS_KNOWN = 4096
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Where versions 2 and 1 say what a container may have, what it has, and which files of that could go."""
 
 
 class Layout:
@@ -111,11 +119,25 @@ def folder_of(run_url: str, run_id: str) -> Path:
     return MEMORY / f"undula-{os.getuid()}" / digest
 
 
+def is_private(folder: Path) -> bool:
+    """Whether nobody else could have put anything into a folder of `folder_of`, or will: all users may write to what is above it."""
+    try:
+        found = folder.parent.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
 def available_memory() -> int:
-    """Bytes of this machine's memory that a process can still have."""
+    """Bytes of memory that a process can still have here: the machine's, or its control group's where that has less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(kib) * 2**10
+    found = [int(kib) * 2**10]
+    for folder, limit, used, cached in CONTROL_GROUPS:
+        with suppress(OSError, ValueError):  # another version's, or without a limit
+            (reclaimable,) = re.findall(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            found.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(reclaimable))
+    return max(min(found), 0)
 
 
 def find_snapshots(folder: Path, plan_digest: str) -> list[Snapshot]:

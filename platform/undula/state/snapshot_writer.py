@@ -19,9 +19,11 @@ from undula.state.snapshot import (
     FREE_SHARE,
     MEMORY,
     Layout,
+    available_memory,
     encoded,
     find_snapshots,
     fixed_meta,
+    is_private,
 )
 
 MirrorTo = Callable[[bytes, memoryview], None]
@@ -161,13 +163,17 @@ class SnapshotWriter:
         self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, layout, held.values)
         self._slots = []
         try:
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not is_private(self._folder):
+                self.problem = f"{self._folder.parent} is not this user's alone: remove it"
+                return False
             _forget_old(self._folder.parent)
             room = os.statvfs(MEMORY)
             own = sum(file.stat().st_size for file in self._own.glob("*/data"))
-            if 2 * layout.bytes > FREE_SHARE * (room.f_bavail * room.f_frsize + own):
-                self.problem = (
-                    f"two copies of {layout.bytes / 2**20:.0f} MiB are more than half of what {MEMORY} has free"
-                )
+            free = min(room.f_bavail * room.f_frsize, available_memory()) + own
+            if 2 * layout.bytes > FREE_SHARE * free:
+                two, half = f"two copies of {layout.bytes / 2**20:.0f} MiB", f"half of the {free / 2**20:.0f} MiB"
+                self.problem = f"{two} are more than {half} that {MEMORY} has free"
                 return False
             newest = max(find_snapshots(self._own, self._plan_digest), key=lambda each: each.age, default=None)
             self._next = int(newest is not None and newest.data == self._own / "a" / "data")

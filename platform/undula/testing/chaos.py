@@ -99,12 +99,14 @@ class Chaos:
         self._order = list(nodes.nodes)
         self._dooms: list[tuple[float, str]] = []
         self.done: list[Done] = []
+        self.left: list[Fault] = []
+        """Faults that have not happened."""
 
     def run(self, faults: Sequence[Fault], limit_s: float) -> int:
         """Let the faults happen as the job gets to them, to the end of the job; its exit status."""
         began = time.monotonic()
         first_step: float | None = None
-        left = list(faults)
+        self.left = list(faults)
         while self._driver.process.poll() is None:
             now = time.monotonic()
             if now - began > limit_s:
@@ -112,10 +114,10 @@ class Chaos:
             if first_step is None and self._driver.step >= 0:
                 first_step = now
             if first_step is not None:
-                due = [fault for fault in left if fault.is_due(self._driver.step, now - first_step)]
+                due = [fault for fault in self.left if fault.is_due(self._driver.step, now - first_step)]
                 for fault in due:
                     if self.carry_out(fault):
-                        left.remove(fault)
+                        self.left.remove(fault)
             self.keep_dooms()
             time.sleep(LOOK_S)  # paces the looks
         self.keep_dooms(float("inf"))  # Ray ends such a node in its own time, and nobody would know
@@ -187,7 +189,7 @@ def replay(
             for _ in range(wanted - len(staying)):
                 nodes.add()
                 chaos.done.append(Done(time.time(), "add node"))
-            for node in staying[wanted:]:
+            for node in chance.sample(staying, max(len(staying) - wanted, 0)):
                 going.add(node)
                 if notice_s and chance.random() >= no_notice_share:
                     chaos.drain(node, notice_s)

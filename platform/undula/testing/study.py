@@ -1,10 +1,12 @@
 """A job under a trace of spot nodes or a schedule of faults, and what became of it: `undula chaos`."""
 
 import json
+import math
 import sys
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,17 +46,19 @@ class Outcome:
     steps_lost: int
     """Done twice."""
     outages_s: tuple[float, ...]
-    """After each thing that happened: the longest time without a step until the next one."""
+    """After each thing that happened: the longest time without a step until the next one; one for those with no step between them."""
     useful_rank_s: float
     oracle_rank_s: float
     """Of a trace: what all nodes would have done, if a resize took no time."""
+    problem: str | None = None
+    """Why this does not say how the job stands all that was to happen to it."""
 
     def lines(self) -> list[str]:
         """For a terminal."""
-        outages = sorted(self.outages_s) or [0.0]
+        outages = sorted(self.outages_s)
         found = [
             f"{len(self.done)} faults, {self.steps} steps, {self.steps_lost} of them lost and done again",
-            f"outage: median {np.median(outages):.2f} s, longest {outages[-1]:.2f} s",
+            f"outage: median {np.median(outages):.2f} s, longest {outages[-1]:.2f} s" if outages else "no outage",
         ]
         if self.oracle_rank_s:
             share = self.useful_rank_s / self.oracle_rank_s
@@ -128,28 +132,49 @@ def undergo(
             else:
                 began = time.time()
                 chaos.run(ordeal.faults, limit_s)
+            status = driver.process.poll()
         finally:
             driver.stop()
-    return outcome(read_ledger(store), tuple(chaos.done), ordeal, began, low)
+    found = outcome(read_ledger(store), tuple(chaos.done), ordeal, began, low)
+    return replace(found, problem=_problem(status, chaos.left, is_trace=bool(ordeal.changes)))
+
+
+def _problem(status: int | None, left: Sequence[Fault], is_trace: bool) -> str | None:
+    if status:
+        return f"the job ended with status {status}"
+    if is_trace and status is not None:
+        return "the job ended before the trace: give it more steps, with plan.epochs= and plan.max_steps="
+    return f"the job ended before it was time: {'; '.join(map(str, left))}" if left else None
 
 
 def outcome(ledger: Ledger, done: tuple[Done, ...], ordeal: Ordeal, began: float, low: int) -> Outcome:
     """The figures of a job that has undergone an ordeal."""
     times = np.sort(np.concatenate([ledger.steps["time"].to_numpy(), ledger.replaced["time"].to_numpy()]))
-    ends = [each.time for each in done[1:]] + [float("inf")]
-    outages = tuple(_longest_gap(times, each.time, end) for each, end in zip(done, ends, strict=True))
+    outages = outages_s(times.tolist(), [each.time for each in done])
     oracle = oracle_rank_s(ordeal.changes, ordeal.end_s, low) if ordeal.changes else 0.0
     steps = ledger.steps
     within = (steps["time"].to_numpy() >= began) & (steps["time"].to_numpy() <= began + ordeal.end_s)
     seconds = sum(steps[f"{name}_s"].to_numpy() for name in ("compute", "communication", "other"))
     useful = float((seconds * steps["world_size"].to_numpy())[within].sum())
-    return Outcome(done, len(steps), len(ledger.replaced), outages, useful, oracle)
+    told = [json.loads(event["data"])["steps"] for event in ledger.events.to_pylist() if event["kind"] == "lost"]
+    lost = max(len(ledger.replaced), sum(told))  # rows that were lost with their writer are told of all the same
+    return Outcome(done, len(steps), lost, outages, useful, oracle)
 
 
-def _longest_gap(times: "np.ndarray[Any, Any]", begin: float, end: float) -> float:
-    before = times[times <= begin][-1:]
-    within = np.concatenate([before, times[(times > begin) & (times <= end)]])
-    return max((float(later - earlier) for earlier, later in pairwise(within)), default=0.0)
+def outages_s(steps: Sequence[float], events: Sequence[float]) -> tuple[float, ...]:
+    """The longest time without a step from each event to the next one.
+
+    Args:
+        steps: when they were done, in order.
+        events: when something happened, in order. Those without a step between them count as one.
+    """
+    before = [-math.inf, *events]
+    first = [time for time, last in zip(events, before, strict=False) if bisect(steps, time) > bisect(steps, last)]
+    found = []
+    for begin, end in zip(first, [*first[1:], math.inf], strict=False):
+        within = steps[max(bisect(steps, begin) - 1, 0) : bisect(steps, end)]
+        found.append(max((later - earlier for earlier, later in pairwise(within)), default=0.0))
+    return tuple(found)
 
 
 def _await_first_step(driver: Driver) -> None:

@@ -10,7 +10,7 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 
-from undula.elastic.failures import RetryUnlessBug, summary, whole_story
+from undula.elastic.failures import LONGEST_PAUSE_S, STORAGE_FAILURES, RetryUnlessBug, summary, whole_story
 from undula.errors import ManifestError, StorageError
 from undula.run.tracebacks import keep_traceback
 
@@ -76,6 +76,32 @@ def test_losses_count_while_no_step_lies_between_them() -> None:
         policy.has_stepped = has_stepped
         decisions.append(policy.make_decision(failed(RayActorError())))
     assert decisions == [*[FailureDecision.RETRY] * 2, *[FailureDecision.RAISE] * 2]
+
+
+def test_a_storage_that_fails_between_steps_is_given_time() -> None:
+    policy = RetryUnlessBug(FailureConfig(max_failures=1))
+    outage = failed(raised(StorageError("no answer")), raised(RuntimeError("gloo: connection closed by peer")))
+    policy.has_stepped = True
+    pauses = []
+    for _ in range(STORAGE_FAILURES):
+        assert policy.make_decision(outage) == FailureDecision.RETRY
+        pauses.append(policy.take_pause_s())
+        assert policy.take_pause_s() == 0
+    assert pauses[:3] == [2, 4, 8]
+    assert max(pauses) == LONGEST_PAUSE_S
+    assert policy.make_decision(outage) == FailureDecision.RAISE
+
+    policy.has_stepped = True  # it has come back in between
+    assert policy.make_decision(outage) == FailureDecision.RETRY
+    assert (
+        policy.make_decision(failed(raised(RuntimeError("x")))) == FailureDecision.RETRY
+    )  # the first of the script's own
+
+
+def test_a_run_that_never_stepped_waits_for_no_storage() -> None:
+    policy = RetryUnlessBug(FailureConfig(max_failures=1))
+    decisions = [policy.make_decision(failed(raised(StorageError("no such bucket")))) for _ in range(2)]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
 
 
 def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import arange
 
-from undula.elastic.keeper import SnapshotKeeper
+from undula.elastic.keeper import UNFINISHED, SnapshotKeeper
 from undula.state.parts import Part, RankState, is_complete
-from undula.state.snapshot import Snapshot, packed, parsed
+from undula.state.snapshot import NEVER, Snapshot, packed, parsed
 
 HALVES = ((0, 4), (4, 6))
 
@@ -19,16 +19,23 @@ def snapshot(step: int, half: int | None) -> Snapshot:
     return parsed(meta, data)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 1])), max_size=12))
-def test_the_newest_of_which_all_parts_have_come_stays_whole(sent: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
+def test_the_newest_of_which_all_parts_have_come_stays_whole(comes: list[tuple[bool, bool]]) -> None:
+    """Rank 0 sends a half at each step; rank 1's half does not come at all, or comes only after rank 0's next."""
     keeper = SnapshotKeeper()
-    for step, half in sent:
-        keeper.keep(f"rank {half}", snapshot(step, half))
-    whole = [step for step in range(1, 5) if {(step, 0), (step, 1)} <= set(sent)]
-    kept = keeper.share(0, 1)
-    assert {each.age for each in kept} == {(1, step) for step, _ in sent if not whole or step >= max(whole)}
-    if whole:
-        assert is_complete([each.sharding for each in kept if each.age == (1, max(whole))])
+    whole, late = 0, 0
+    for step, (comes_at_all, is_late) in enumerate(comes, 1):
+        keeper.keep("rank 0", snapshot(step, 0))
+        for ready in (late, step if comes_at_all and not is_late else 0):
+            if ready:
+                keeper.keep("rank 1", snapshot(ready, 1))
+                whole = max(whole, ready)
+        late = step if comes_at_all and is_late else 0
+        assert keeper.newest_whole == ((1, whole) if whole else NEVER)
+        kept = keeper.share(0, 1)
+        assert len(kept) <= 2 + UNFINISHED  # two halves, and what has come of newer ones
+        if whole:
+            assert is_complete([each.sharding for each in kept if each.age == (1, whole)])
 
 
 def test_ranks_fetch_all_of_it_together() -> None:

@@ -53,6 +53,13 @@ def test_steps_done_again_are_not_useful_and_waiting_for_nodes_is_told_apart() -
     assert spent.held_s == pytest.approx(5 * 2 + 4 * 1 + 4 * 1)
 
 
+def test_workers_that_become_ready_while_others_are_waited_for_are_held_from_then_on() -> None:
+    waiting = [Event("waiting", "", data={"ready": ready}, time=5.0 + 2 * ready) for ready in range(3)]
+    events = [group(0.0, 3), *waiting, group(19.0, 3), Event("end", "", time=20.0)]
+    spent = goodput(ledger([row(0, 5.0, 1, 3)], [], events), events)
+    assert spent.seconds["capacity"] == pytest.approx(2 * 0 + 2 * 1 + 10 * 2)
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.floats(0, 5), st.integers(0, 6), st.floats(0, 3)), min_size=1, max_size=5)
 )

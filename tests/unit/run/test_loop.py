@@ -1,6 +1,8 @@
 """The loop in one process, without Ray: what a step insists on, and what it records."""
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,8 +12,10 @@ from numbers_job import numbers_job, write_numbers
 from torch import nn
 
 from undula.errors import RunError
+from undula.run.handover import GroupEndedError, process
 from undula.run.job import Job
 from undula.run.loop import Run, Step
+from undula.run.tracebacks import is_of_collective
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 
@@ -79,6 +83,50 @@ def test_batches_of_a_step_come_once(job: Job) -> None:
         step.backward(model(batch["x"][:, None]).mean())
     with pytest.raises(RuntimeError, match="called twice"):
         next(step.batches())
+    steps.close()
+
+
+def test_a_group_that_is_lost_before_its_first_commit_leaves_what_a_fresh_start_has(job: Job) -> None:
+    """AdamW's state, asked for before there is one, would have counted a step."""
+    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
+    steps = run.steps()
+    next(next(steps).batches())
+    run.hand_over()
+    assert process.kept is None
+    steps.close()
+
+
+def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
+    steps = steps_of(job)
+    run, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+    step.update()
+    run, model, step = next(steps)
+    steps.close()
+    run.hand_over()
+    run.forget()
+    process.kept = None
+    held = weakref.ref(model)
+    del model, step, steps
+    gc.collect()  # as a worker does when it joins the next group: torch leaves cycles
+    assert held() is None
+
+
+def test_a_rank_that_computes_after_its_group_has_ended_ends_with_the_next_batch(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    batches = step.batches()
+    step.backward(model(next(batches)["x"][:, None]).mean())
+    process.has_ended = True
+    try:
+        with pytest.raises(GroupEndedError) as caught:
+            next(batches)
+    finally:
+        process.join_group()
+    assert is_of_collective(caught.value)
     steps.close()
 
 

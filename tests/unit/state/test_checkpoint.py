@@ -1,5 +1,6 @@
 """Checkpoints in one process: whole or invisible, checked before they are loaded, never unpickled."""
 
+import json
 import os
 from pathlib import Path
 
@@ -118,17 +119,40 @@ def test_a_commit_that_is_not_what_was_written_is_named_and_passed_over(store: S
     assert f"{folder}/{COMMIT} is not what was written" in damaged[folder]
 
 
-def test_damaged_checkpoints_that_are_removed_push_out_no_whole_one(store: Store) -> None:
+def test_damaged_checkpoints_push_out_no_whole_one_and_go_when_there_is_a_newer_one(store: Store) -> None:
     former = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     save(former, 100, 1)
     save(former, 200, 2)
     store.write("checkpoints/step-00000200-a1/rank-00000.safetensors", b"")
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=2, keep=1)
-    commit, damaged = checkpoints.newest_whole()
-    checkpoints.remove(damaged)
-    save(checkpoints, 150, 3)
+    commit, _ = checkpoints.newest_whole()
     assert commit is not None
-    assert (commit.step, [left.step for left in find_commits(store)[0]]) == (100, [150])
+    assert (commit.step, [left.step for left in find_commits(store)[0]]) == (100, [200, 100])
+    save(checkpoints, 150, 3)
+    assert [left.step for left in find_commits(store)[0]] == [150]
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_stays(store: Store) -> None:
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
+    save(checkpoints, 1, 1)
+    path = "checkpoints/step-00000001-a1/commit.json"
+    body = json.loads(store.read(path))
+    del body["sha256"]
+    store.write(path, commit_json({**body, "format": 99}))
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001-a1 is of format 99, and this version reads 1: use the version"
+    ):
+        checkpoints.newest_whole()
+    assert store.exists(path)
+
+
+def test_what_a_later_attempt_is_writing_is_left_alone(store: Store) -> None:
+    for attempt in (1, 2, 3):
+        store.write(f"checkpoints/step-00000009-a{attempt}/rank-00000.safetensors", b"half of it")
+    Checkpointer(store, dist.group.WORLD, attempt=2, keep=1).remove_uncommitted()
+    assert [entry.name for entry in store.list("checkpoints")] == [
+        "checkpoints/step-00000009-a3/rank-00000.safetensors"
+    ]
 
 
 def test_of_two_attempts_the_later_one_counts(store: Store) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from undula.state import snapshot_writer
+from undula.run.memory import find_state
+from undula.state import snapshot, snapshot_writer
 from undula.state.ledger import StepRow
 from undula.state.parts import Part, RankState, rank_state
-from undula.state.snapshot import Snapshot, find_snapshots, packed, parsed
+from undula.state.snapshot import Snapshot, available_memory, find_snapshots, is_private, packed, parsed
 from undula.state.snapshot_writer import SnapshotWriter
 
 
@@ -156,6 +157,28 @@ def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -
     loaded = found.load().whole()
     assert torch.equal(loaded["model.w"], torch.full((3, 5), 2.0))
     assert torch.equal(loaded["model.more"], torch.full((1000,), 3.0))
+
+
+def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> None:
+    folder = tmp_path / "open" / "run"
+    take(SnapshotWriter(folder, "plan"), 1)
+    assert is_private(folder)
+    folder.parent.chmod(0o777)
+    writer = SnapshotWriter(folder, "plan")
+    take(writer, 2)
+    assert writer.problem == f"{folder.parent} is not this user's alone: remove it"
+    assert find_state(folder, "plan", None, 0, 1) == []
+    folder.parent.chmod(0o700)
+    assert [found.age for found in find_state(folder, "plan", None, 0, 1)] == [(0, 1)]
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("max", "5000"), ("current", "4000"), ("stat", "anon 3000\ninactive_file 500\nslab 1\n")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    monkeypatch.setattr(snapshot, "CONTROL_GROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
+    assert available_memory() == 1500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 2**20
 
 
 def test_a_snapshot_of_another_version_is_none(tmp_path: Path) -> None:
