@@ -165,7 +165,7 @@ class SnapshotWriter:
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(self._folder):
-                self.problem = f"{self._folder.parent} is not this user's alone: remove it"
+                self.problem = f"{self._folder.parent} can be written to by others: remove it"
                 return False
             _forget_old(self._folder.parent)
             room = os.statvfs(MEMORY)

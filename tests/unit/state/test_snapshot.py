@@ -166,7 +166,7 @@ def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> No
     folder.parent.chmod(0o777)
     writer = SnapshotWriter(folder, "plan")
     take(writer, 2)
-    assert writer.problem == f"{folder.parent} is not this user's alone: remove it"
+    assert writer.problem == f"{folder.parent} can be written to by others: remove it"
     assert find_state(folder, "plan", None, 0, 1) == []
     folder.parent.chmod(0o700)
     assert [found.age for found in find_state(folder, "plan", None, 0, 1)] == [(0, 1)]
