@@ -128,8 +128,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jo
 
 
 def test_fresh_starts_over(jobs: Jobs) -> None:
-    assert jobs.run("fresh", "plan.max_steps=10").status == 0
-    done = jobs.run("fresh", "plan.max_steps=12", "--fresh")
+    assert jobs.run("fresh", "plan.max_steps=10", *jobs.workers(1)).status == 0
+    done = jobs.run("fresh", "plan.max_steps=12", *jobs.workers(1), "--fresh")
     assert done.status == 0, done.err
     assert done.column("step") == list(range(12))
     assert set(done.column("attempt")) == {1}

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from jobs_kit import Jobs, relative_difference
 
 STEPS = 100
@@ -24,6 +25,7 @@ def test_any_world_size_gives_the_same_losses(session_jobs: Jobs) -> None:
         assert relative_difference(runs[world_size].column("loss"), alone.column("loss")) < TOLERANCE
 
 
+@pytest.mark.soak
 def test_a_mix_of_data_sets_is_the_same_at_any_world_size(session_jobs: Jobs) -> None:
     parts = (
         {"url": f"{session_jobs.text}/{name}", "weight": weight} for name, weight in (("train", 3), ("validation", 1))
