@@ -97,16 +97,20 @@ class ElasticWorker(RayTrainWorker):
     def answer(self) -> None:
         """That this process is there."""
 
-    def give_state(self, room: float, has: Age) -> tuple[bytes, np.ndarray[Any, Any]] | None:
+    def give_state(self, room: float, has: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
         """What the last group has left here of the state, as a snapshot's meta and bytes, as this node will go.
 
         Args:
             room: bytes that the controller has for it.
             has: the age of the newest state that it has the whole of.
+
+        Returns: None where it has nothing newer; in words why it does not give what it has.
         """
         kept = process.kept
-        if kept is None or kept.age <= has or kept.state.bytes > room:
+        if kept is None or kept.age <= has:
             return None
+        if kept.state.bytes > room:
+            return f"{kept.state.bytes / 2**20:.0f} MiB of it are more than half of the memory that the head has free"
         meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
         return meta, np.frombuffer(data, np.uint8)
 

@@ -120,7 +120,9 @@ class WorkerPool:
             found = ray.get(worker.giving)
         except RayError:
             return True
-        if found:
+        if isinstance(found, str):
+            self.on_event(Event("notice", f"the newest state goes with its last node: {found}"))
+        elif found:
             meta, data = found
             self.keeper.keep(worker.id, parsed(meta, bytearray(data)))
         return True

@@ -1,10 +1,15 @@
 """What the controller keeps is always a whole state, and the newest."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import arange
 
+from undula.elastic.actor import ElasticWorker
 from undula.elastic.keeper import UNFINISHED, SnapshotKeeper
+from undula.run.handover import Kept, process
 from undula.state.parts import Part, RankState, is_complete
 from undula.state.snapshot import NEVER, Snapshot, packed, parsed
 
@@ -50,3 +55,14 @@ def test_of_a_state_that_each_rank_has_whole_one_copy_is_kept() -> None:
     for step in (1, 2, 3):
         keeper.keep("rank 0", snapshot(step, None))
     assert [each.age for each in keeper.share(0, 1)] == [(1, 3)]
+
+
+def test_a_worker_gives_what_is_newer_and_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    give: Any = ElasticWorker.give_state
+    assert give(None, room=1e9, has=NEVER) is None
+    state = RankState({"w": Part(arange(10), (10,), (0,))}, {})
+    monkeypatch.setattr(process, "kept", Kept("plan", 1, 3, state, ()))
+    meta, data = give(None, room=80, has=(1, 2))
+    assert parsed(meta, bytearray(data)).age == (1, 3)
+    assert give(None, room=80, has=(1, 3)) is None
+    assert give(None, room=79, has=NEVER).endswith("more than half of the memory that the head has free")
