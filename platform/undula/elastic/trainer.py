@@ -19,7 +19,7 @@ from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from undula.elastic.backend import ElasticTorchConfig
-from undula.elastic.controller import ElasticController, PoolPolicy
+from undula.elastic.controller import ElasticController
 from undula.elastic.events import ControllerEvents, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.spec import WorkersSpec
@@ -71,16 +71,19 @@ class ElasticTorchTrainer(TorchTrainer):
         kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
         controller_arguments["callbacks"] = kept
         controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
-        controller_arguments["scaling_policy"] = PoolPolicy(
-            cast(ScalingConfig, self.scaling_config), self._grow, self._hang_limit_s
-        )
+        del controller_arguments["scaling_policy"]  # the controller makes its own
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
         controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
         controller: Any = controller_class.remote(
-            prepare=self._prepare, on_event=self._on_event, **controller_arguments
+            scaling_config=self.scaling_config,
+            grow=self._grow,
+            hang_limit_s=self._hang_limit_s,
+            prepare=self._prepare,
+            on_event=self._on_event,
+            **controller_arguments,
         )
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
