@@ -235,7 +235,7 @@ def _chaos(options: argparse.Namespace) -> int:
             options.trace, options.speedup, workers.max, options.changes, options.notice, options.no_notice_share
         )
         if options.trace
-        else from_faults(options.faults, workers.max)
+        else from_faults(options.faults, options.nodes or workers.max, loaded.spec.plan.max_steps)
     )
     as_ray = ["checkpoint.every_steps=10", "checkpoint.snapshot_every_steps=0"] if options.baseline else []
     name = f"{loaded.spec.name}-chaos{f'-{options.baseline}' if options.baseline else ''}"  # never the run of that name itself
@@ -243,7 +243,15 @@ def _chaos(options: argparse.Namespace) -> int:
     loaded = load_spec(options.job, overrides)
     command = script_command(script, str(options.job.absolute()), overrides, options.baseline or "undula")
     store = open_store(loaded.spec.run_url)
-    found = undergo(ordeal, command, script.parent, store, workers.min, options.limit, print)
+    log = sys.stderr if options.json else sys.stdout
+    if store.exists("job.json"):
+        print(f"chaos: replacing the run in {store.url}", file=log)
+    found = undergo(
+        ordeal, command, script.parent, store, workers.min, options.limit, lambda line: print(line, file=log)
+    )
+    if found.problem and not store.exists("job.json"):
+        print(f"undula: {found.problem}", file=sys.stderr)
+        return 1
     run = read_run(store)
     certificate = certify(run, data_of(run))
     if options.json:
@@ -352,6 +360,9 @@ def _add_chaos_command(chaos: argparse.ArgumentParser) -> None:
     )
     chaos.add_argument(
         "--faults", type=Path, metavar="FILE", help="a schedule instead, a line each: `at step 40: sigkill worker 1`"
+    )
+    chaos.add_argument(
+        "--nodes", type=int, metavar="N", help="at first, under a schedule, of one worker each (default: workers.max)"
     )
     chaos.add_argument(
         "--limit", type=float, default=3600.0, metavar="S", help="seconds for a job under a schedule (default: 3600)"

@@ -40,8 +40,8 @@ def replayed(
         *("workers.min=1", f"workers.max={most}"),
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    _, _, last = done.stdout.rpartition("\n{\n")
-    found = json.loads("{" + last)
+    found = json.loads(done.stdout)
+    outages_s = [outage["seconds"] for outage in found["outages"]]
     return {
         "trace": trace.stem,
         "nodes": most,
@@ -50,8 +50,8 @@ def replayed(
         "trainer": trainer,
         "steps": found["steps"],
         "steps lost": found["steps_lost"],
-        "median outage, s": statistics.median(found["outages_s"] or [0.0]),
-        "longest outage, s": max(found["outages_s"], default=0.0),
+        "median outage, s": statistics.median(outages_s or [0.0]),
+        "longest outage, s": max(outages_s, default=0.0),
         "of the oracle": found["useful_rank_s"] / found["oracle_rank_s"],
         "certificate": found["certificate"]["holds"],
     }

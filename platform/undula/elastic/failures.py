@@ -107,12 +107,15 @@ def is_bug(error: BaseException) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """The failures of the workers in one line: rank, exception and place of each."""
-    failures = error.worker_failures if isinstance(error, WorkerGroupError) else {None: error}
-    return "; ".join(
-        _one_line(failure) if rank is None else f"rank {rank}: {_one_line(failure)}"
-        for rank, failure in failures.items()
-    )
+    """The failures of the workers in one line: rank, exception and place of each; last those that only met a lost one."""
+    if not isinstance(error, WorkerGroupError):
+        return _one_line(error)
+    failures = sorted(error.worker_failures.items())
+    broken = [str(rank) for rank, failure in failures if is_of_collective(failure)]
+    told = [f"rank {rank}: {_one_line(failure)}" for rank, failure in failures if not is_of_collective(failure)]
+    if broken:
+        told.append(f"rank{'s' * (len(broken) > 1)} {', '.join(broken)}: a collective broke, as another rank is gone")
+    return "; ".join(told)
 
 
 def whole_story(error: BaseException) -> str:
@@ -129,8 +132,6 @@ def _one_line(failure: BaseException) -> str:
         said = str(failure).strip()
         known = (words for pattern, words in LOSSES if re.search(pattern, said))
         return next(known, (said.splitlines() or [type(failure).__name__])[-1])
-    if is_of_collective(failure):
-        return "a collective broke, as another rank is gone"
     message = (str(failure).strip().splitlines() or [""])[0]
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]

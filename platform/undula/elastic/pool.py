@@ -233,6 +233,9 @@ class WorkerPool:
             if node.deadline is None and count > 0 and now - self._tried.get(node.id, float("-inf")) >= RETRY_S:
                 self._tried[node.id] = now
                 missing -= count
+                if self.trained_on:
+                    words = f"node {node.id[:8]} has room: {count} worker{'s' * (count > 1)} being started there"
+                    self.on_event(Event("node", words, data={"node": node.id}))
                 for _ in range(count):
                     self._start(node.id, now)
 

@@ -74,6 +74,12 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
             _check_against(run, against, 0.0 if _is_exact(run) and _is_exact(against) else tolerance, found)
     except _DifferenceError as difference:
         found.difference = str(difference)
+    if _is_elastic(run) and against is None:
+        spans = run.ledger.steps["span"].to_numpy()
+        found.not_proved.append(
+            f"that the losses are those of a fixed cluster: with batch: elastic, {int((spans > 1).sum())} of "
+            f"{counted(len(spans), 'update')} took several global batches"
+        )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
         found.not_proved.append(
             "that the weights are the same: without `deterministic: true` no ledger has digests of them"

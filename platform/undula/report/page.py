@@ -235,7 +235,7 @@ def _figure(chart: Chart, axis: Axis, marks: Sequence[Mark]) -> str:
     tracks = [track for track in chart.tracks if track.only in (None, axis.name)]
     low, high = chart.domain()
     step = nice_step(high - low, {"tall": 6, "middle": 4, "low": 2}[chart.height])
-    step = max(step, 1.0) if chart.key == "world_size" else step
+    step = math.ceil((high - low) / 4) if chart.key == "world_size" else step  # whole ranks, more than one label
     rows = [(f"{100 * (high - tick) / (high - low):.2f}%", tick_text(tick, step)) for tick in ticks(low, high, step)]
     grid = "".join(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/>' for y, _ in rows)
     y_texts = "".join(f'<text x="100%" y="{y}" dx="-8" dy="4" text-anchor="end">{text}</text>' for y, text in rows)

@@ -39,6 +39,7 @@ from undula.state.ledger import LEDGER, Event
 from undula.storage import Store
 
 EVENTS_SHOWN = 12
+ROUTINE = ("checkpoint", "validation", "snapshot")
 SIDE_BY_SIDE_WIDTH = 110
 PLOT_ROWS = 9
 _AXIS_WIDTH = 9
@@ -103,7 +104,7 @@ def print_run(store: Store, json: bool = False, *, now: float | None = None, con
     elif console.encoding.startswith("utf"):
         width = (console.width - 4) // 2 if wide else min(console.width, 100)
         console.print(_beside([loss_plot(run, width), speed_plot(run, width)], wide))
-    console.print(_events_table(run.events[-EVENTS_SHOWN:]))
+    console.print(_events_table(run.events))
 
 
 def plot(
@@ -287,11 +288,16 @@ def _seconds_table(summary: RunSummary) -> Table:
 
 
 def _events_table(events: Sequence[Event]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """The newest, those of the routine left out first."""
+    told = [event for event in events if event.kind not in ROUTINE] if len(events) > EVENTS_SHOWN else list(events)
+    shown = told[-EVENTS_SHOWN:]
+    left_out = len(events) - len(shown)
+    title = f"{len(shown)} of {len(events)} events; the others are in the report" if left_out else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=title, caption_justify="left")
     table.add_column("time", no_wrap=True, style="dim")
     table.add_column("step", justify="right")
     table.add_column("event", overflow="fold")
-    for event in events:
+    for event in shown:
         when = datetime.fromtimestamp(event.time).strftime("%m-%d %H:%M:%S")
         message = Text(printable(event.message), style=_KIND_STYLE.get(event.kind, ""))
         table.add_row(when, "–" if event.step is None else f"{event.step:,}", message)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from undula.errors import ClusterError
-from undula.state.ledger import last_event, read_ledger
+from undula.state.ledger import Event, EventWriter, last_event, read_ledger
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
@@ -32,6 +32,8 @@ class Done:
     """Seconds since the epoch."""
     fault: str
     """In words."""
+    step: int
+    """Steps committed by then, as the job's last line said."""
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Chaos:
         self._driver = driver
         self._order = list(nodes.nodes)
         self._dooms: list[tuple[float, str]] = []
+        self._events = EventWriter(store, "chaos")
         self.done: list[Done] = []
         self.left: list[Fault] = []
         """Faults that have not happened."""
@@ -125,8 +128,10 @@ class Chaos:
 
     def carry_out(self, fault: Fault) -> bool:
         """Let one fault happen; False where it must wait, as the group has no such rank now."""
+        what = str(fault)
         if fault.action == "add":
             self._order.append(self._nodes.add())
+            what += f" ({self._order[-1][:8]})"
         elif fault.action in ("sigkill", "sigstop"):
             number = signal.SIGKILL if fault.action == "sigkill" else signal.SIGSTOP
             pids = self.worker_pids()
@@ -136,15 +141,21 @@ class Chaos:
         elif fault.target >= len(self._order):
             return False
         elif (node := self._order[fault.target]) in self._nodes.nodes:
+            what += f" ({node[:8]})"
             if fault.action == "kill":
                 self._nodes.kill(node)
             else:
                 self.drain(node, fault.deadline_s)
         else:
-            self.done.append(Done(time.time(), f"{fault}: the node is gone already"))
-            return True
-        self.done.append(Done(time.time(), str(fault)))
+            what += f" ({node[:8]}), which is gone already"
+        self.tell(what)
         return True
+
+    def tell(self, what: str) -> None:
+        """Something has happened to the cluster: for who looks on, and in the run's ledger."""
+        self.done.append(Done(time.time(), what, self._driver.step))
+        self._driver.show(f"chaos: {what}")
+        self._events.event(Event("fault", what, max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """A notice, and its end when the time is over."""
@@ -187,16 +198,15 @@ def replay(
             _, wanted = left.pop(0)
             staying = [node for node in nodes.nodes if node not in going]
             for _ in range(wanted - len(staying)):
-                nodes.add()
-                chaos.done.append(Done(time.time(), "add node"))
+                chaos.tell(f"add node ({nodes.add()[:8]})")
             for node in chance.sample(staying, max(len(staying) - wanted, 0)):
                 going.add(node)
                 if notice_s and chance.random() >= no_notice_share:
                     chaos.drain(node, notice_s)
-                    chaos.done.append(Done(time.time(), f"drain node, {notice_s:g} s"))
+                    chaos.tell(f"drain node ({node[:8]}) deadline {notice_s:g}")
                 else:
                     nodes.kill(node)
-                    chaos.done.append(Done(time.time(), "kill node"))
+                    chaos.tell(f"kill node ({node[:8]})")
         chaos.keep_dooms()
         time.sleep(LOOK_S)  # paces the looks
     return began_at

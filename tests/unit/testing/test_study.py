@@ -1,8 +1,12 @@
 """What became of a job under faults."""
 
+from pathlib import Path
+
 import pytest
 
-from undula.testing.study import outages_s
+from undula.errors import SpecError
+from undula.testing.chaos import Done
+from undula.testing.study import from_faults, from_trace, outages
 
 STEPS = [float(second) for second in range(10)] + [14.0, 15.0, 16.0, 18.5, 19.0]
 
@@ -22,4 +26,31 @@ STEPS = [float(second) for second in range(10)] + [14.0, 15.0, 16.0, 18.5, 19.0]
 def test_an_outage_is_the_longest_time_without_a_step_up_to_the_next_event(
     events: list[float], found: list[float]
 ) -> None:
-    assert list(outages_s(STEPS, events)) == found
+    done = [Done(time, f"at {time}", number) for number, time in enumerate(events)]
+    told = outages(STEPS, done)
+    assert [each.seconds for each in told] == found
+    assert [fault for each in told for fault in each.faults] == [each.fault for each in done]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("at step 5: kill node 3", "nodes are counted from 0 as they are added, here to 2"),
+        ("at step 60: sigkill worker 0", r"the job's last step is 60 \(plan.max_steps\)"),
+    ],
+)
+def test_what_cannot_happen_is_refused(tmp_path: Path, line: str, sentence: str) -> None:
+    path = tmp_path / "faults.txt"
+    path.write_text(f"at step 1: add node\n{line}\n")
+    with pytest.raises(SpecError, match=f"faults.txt: '{line}': {sentence}"):
+        from_faults(path, first_nodes=2, steps=60)
+
+
+def test_a_traces_numbers_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"metadata": {"gap_seconds": 300}, "data": [1, 2, 3, 2]}')
+    assert from_trace(path, 10, 2, 1, 20, 0).end_s == 60
+    with pytest.raises(SpecError, match="--speedup is 0, which is out of its range"):
+        from_trace(path, 0, 2, None, 20, 0)
+    with pytest.raises(SpecError, match=r"--changes is 2, and .*trace.json has 1 of up to workers.max \(2\) nodes"):
+        from_trace(path, 10, 2, 2, 20, 0)
