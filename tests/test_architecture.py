@@ -25,7 +25,7 @@ BELOW = {
     "testing": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster"},
 }
 """Packages and modules from the ground up, and what each may import. What stands on top (spec, preflight, live, entrypoint, cli,
-reference) may import all."""
+chaos_command, reference) may import all."""
 HEAVY = {  # library -> where it may be imported
     "ray": {"data", "run", "elastic", "cluster", "study", "testing", "entrypoint", "live"},
     "torch": {"data", "state", "run", "elastic", "study", "testing", "preflight"},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from undula.chaos_command import add_chaos_arguments
 from undula.errors import SpecError, one_sentence
 from undula.storage import Store, open_store
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(options: argparse.Namespace) -> int:
     from undula.cluster.local import running_or_local
     from undula.live import LiveScreen
-    from undula.spec import load_spec
+    from undula.spec import absolute_paths, load_spec
 
     loaded = load_spec(options.job, options.overrides)
     if options.print:
@@ -56,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         raise SpecError(
             f"there is no script {script}: give it with --script, or lay it beside {options.job} with its name"
         )
-    overrides = [*options.overrides, *_absolute_paths(loaded.spec)]
+    overrides = [*options.overrides, *absolute_paths(loaded.spec)]
     # The script's folder travels; the YAML goes with it when it lies there.
     job = options.job.absolute()
     config = job.name if job.parent == script.absolute().parent else str(job)
@@ -75,18 +76,6 @@ def _run(options: argparse.Namespace) -> int:
             raise
         finally:
             screen.close()
-
-
-def _absolute_paths(spec: Any) -> list[str]:
-    """Overrides that make relative paths absolute: the job runs in another directory than this one."""
-    paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
-    given = [f"{key}={_absolute(path)}" for key, path in paths.items() if path is not None and path != _absolute(path)]
-    mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]
-    return [*given, f"data.mix={json.dumps(mix)}"] if mix else given
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith(("/", "~", "s3://")) else str(Path(path).absolute())
 
 
 def _data(options: argparse.Namespace) -> int:
@@ -217,53 +206,6 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if found.holds else 1
 
 
-def _chaos(options: argparse.Namespace) -> int:
-    from undula.report.certificate import certify, data_of
-    from undula.report.summary import read_run
-    from undula.spec import load_spec
-    from undula.testing.study import from_faults, from_trace, script_command, undergo
-
-    loaded = load_spec(options.job, options.overrides)
-    script = (options.script or options.job.with_suffix(".py")).absolute()
-    if not script.is_file():
-        raise SpecError(f"there is no script {script}: give it with --script, or lay it beside {options.job}")
-    if (options.trace is None) == (options.faults is None):
-        raise SpecError("command line: give either --trace FILE or --faults FILE")
-    workers = loaded.spec.workers
-    ordeal = (
-        from_trace(
-            options.trace, options.speedup, workers.max, options.changes, options.notice, options.no_notice_share
-        )
-        if options.trace
-        else from_faults(options.faults, options.nodes or workers.max, loaded.spec.plan.max_steps)
-    )
-    as_ray = ["checkpoint.every_steps=10", "checkpoint.snapshot_every_steps=0"] if options.baseline else []
-    name = f"{loaded.spec.name}-chaos{f'-{options.baseline}' if options.baseline else ''}"  # never the run of that name itself
-    overrides = [*options.overrides, *_absolute_paths(loaded.spec), *as_ray, f"name={name}"]
-    loaded = load_spec(options.job, overrides)
-    command = script_command(script, str(options.job.absolute()), overrides, options.baseline or "undula")
-    store = open_store(loaded.spec.run_url)
-    log = sys.stderr if options.json else sys.stdout
-    if store.exists("job.json"):
-        print(f"chaos: replacing the run in {store.url}", file=log)
-    found = undergo(
-        ordeal, command, script.parent, store, workers.min, options.limit, lambda line: print(line, file=log)
-    )
-    if found.problem and not store.exists("job.json"):
-        print(f"undula: {found.problem}", file=sys.stderr)
-        return 1
-    run = read_run(store)
-    certificate = certify(run, data_of(run))
-    if options.json:
-        print(json.dumps({**found.as_json(), "certificate": certificate.as_json()}, indent=1))
-    else:
-        print("\n".join(found.lines()))
-        print(f"certificate: {'holds' if certificate.holds else certificate.difference}; undula verify {store.url}")
-    if found.problem:
-        print(f"undula: {found.problem}", file=sys.stderr)
-    return 0 if certificate.holds and not found.problem else 1
-
-
 def _report(options: argparse.Namespace) -> int:
     from undula.report.page import write_report
 
@@ -325,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(command=_verify)
 
-    _add_chaos_command(
+    add_chaos_arguments(
         commands.add_parser(
             "chaos", help="run a job on a local cluster whose nodes come and go, and tell what became of it"
         )
@@ -339,41 +281,6 @@ def _parser() -> argparse.ArgumentParser:
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     schema.set_defaults(command=_schema)
     return parser
-
-
-def _add_chaos_command(chaos: argparse.ArgumentParser) -> None:
-    chaos.add_argument("job", type=Path, metavar="JOB.yaml")
-    chaos.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chaos.add_argument("--script", type=Path, help="the job's script (default: beside JOB.yaml, with its name)")
-    chaos.add_argument(
-        "--trace", type=Path, metavar="FILE", help="recorded counts of spot nodes: nodes come and go as it says"
-    )
-    chaos.add_argument("--speedup", type=float, default=60.0, metavar="X", help="of the trace (default: 60)")
-    chaos.add_argument(
-        "--changes", type=int, metavar="N", help="the stretch of the trace with so many changes and the fewest zeros"
-    )
-    chaos.add_argument(
-        "--notice", type=float, default=20.0, metavar="S", help="seconds of notice that a node gets (default: 20)"
-    )
-    chaos.add_argument(
-        "--no-notice-share", type=float, default=0.0, metavar="P", help="share of nodes that get none (default: 0)"
-    )
-    chaos.add_argument(
-        "--faults", type=Path, metavar="FILE", help="a schedule instead, a line each: `at step 40: sigkill worker 1`"
-    )
-    chaos.add_argument(
-        "--nodes", type=int, metavar="N", help="at first, under a schedule, of one worker each (default: workers.max)"
-    )
-    chaos.add_argument(
-        "--limit", type=float, default=3600.0, metavar="S", help="seconds for a job under a schedule (default: 3600)"
-    )
-    chaos.add_argument(
-        "--baseline",
-        choices=["ray"],
-        help="run it with Ray Train's own trainer and a checkpoint every 10 steps, to compare",
-    )
-    chaos.add_argument("--json", action="store_true")
-    chaos.set_defaults(command=_chaos)
 
 
 def _add_writing(parser: argparse.ArgumentParser, row_group_mib: float) -> None:

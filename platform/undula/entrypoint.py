@@ -19,6 +19,7 @@ import ray
 from ray.train import TrainingFailedError
 
 from undula.elastic.failures import whole_story
+from undula.elastic.quiet import keep_quiet
 from undula.elastic.spec import WorkersSpec
 from undula.elastic.trainer import ElasticTorchTrainer, ray_trainer, run_config, scaling_config
 from undula.errors import ClusterError, StorageError, one_sentence
@@ -133,6 +134,7 @@ def _connect() -> None:
         except (OSError, ray.exceptions.RayError) as error:
             where = address or "on this machine"
             raise ClusterError(f"cannot connect to the Ray cluster {where}: {' '.join(str(error).split())}") from error
+    keep_quiet()
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

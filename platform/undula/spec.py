@@ -329,3 +329,15 @@ def _sentence(error: ErrorDetails, path: tuple[str, ...], where: _Where) -> str:
     accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
     accepted = accepted.replace("an object", "a mapping")
     return f"{where(here)}: {'.'.join(here)} is {json.dumps(error['input'])}: {accepted}"
+
+
+def absolute_paths(spec: JobSpec) -> list[str]:
+    """Overrides that make relative paths absolute: the job runs in another directory than this one."""
+    paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
+    given = [f"{key}={_absolute(path)}" for key, path in paths.items() if path is not None and path != _absolute(path)]
+    mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]
+    return [*given, f"data.mix={json.dumps(mix)}"] if mix else given
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith(("/", "~", "s3://")) else str(Path(path).absolute())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,9 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     assert "certificate: holds" in done.stdout
     assert "resizing from 1 to 2 workers" in done.stdout
     assert "resizing from 2 to 1 workers" in done.stdout
+    assert "(raylet)" not in done.stdout
+    assert re.search(r"^chaos: drain node \(\w{8}\) deadline 5$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +\d+\.\d\d s +\d+  add node \(\w{8}\)$", done.stdout, re.MULTILINE)
 
 
 def test_what_is_no_schedule_is_refused_before_anything_starts(tmp_path: Path) -> None:

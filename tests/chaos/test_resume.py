@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from jobs_kit import Finished, Jobs, await_checkpoint, relative_difference
 from undula.cluster.local import local_cluster
 from undula.state.commit import find_commits
 from undula.storage import open_store
+from undula.testing.nodes import descendants
 
 STEPS = 90
 # Wide enough for a run not to end in the moment before it is killed, and at a rate at which rounding does not grow.
@@ -34,8 +36,10 @@ def kill_at(text: str, runs: str, step: int) -> None:
         process = jobs.start("killed", *SETTINGS)
         store = open_store(f"{runs}/killed")
         await_checkpoint(process, store, step)
-        os.killpg(process.pid, signal.SIGKILL)
-        os.killpg(cluster.pid, signal.SIGKILL)
+        # One by one: Ray's processes are of several groups, and a raylet whose parent has died lets the workers train on for a while.
+        for pid in [*descendants(process.pid), *descendants(cluster.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 

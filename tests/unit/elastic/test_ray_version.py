@@ -23,6 +23,7 @@ def test_the_private_api_that_is_overridden_is_there() -> None:
         "controller_init_kwargs",
     ]
     assert WorkerGroup._assign_worker_ranks
+    assert "print_to_stdstream(" in inspect.getsource(ray._private.worker.listen_error_messages)
     assert TrainController.worker_group_cls is WorkerGroup
     create = inspect.signature(WorkerGroup.create).parameters
     assert list(create) == ["train_run_context", "worker_group_context", "callbacks"]
