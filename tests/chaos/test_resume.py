@@ -37,7 +37,7 @@ def kill_at(text: str, runs: str, step: int) -> None:
         store = open_store(f"{runs}/killed")
         await_checkpoint(process, store, step)
         # One by one: Ray's processes are of several groups, and a raylet whose parent has died lets the workers train on for a while.
-        for pid in [*descendants(process.pid), *descendants(cluster.pid)]:
+        for pid in (process.pid, cluster.pid, *descendants(process.pid), *descendants(cluster.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
