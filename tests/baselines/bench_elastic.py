@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -162,7 +163,17 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
         fault("node killed", 2, 1, lambda: cluster.kill(cluster.nodes[1]))
         cluster.add()
         fault("hang", 2, None, stop_worker, HANG_LIMIT_S)
+        figures.update(step_times(job.made()))
     return figures
+
+
+def step_times(made: list[Made]) -> dict[str, float]:
+    """Median seconds from a step to the next, by the number of workers that made both: what an outage has in it in any case."""
+    times: dict[int, list[float]] = {}
+    for earlier, later in pairwise(sorted(made, key=lambda each: each.time)):
+        if earlier.world == later.world:
+            times.setdefault(later.world, []).append(later.time - earlier.time)
+    return {f"a step of {world}, s": statistics.median(each) for world, each in sorted(times.items())}
 
 
 def drain_and_kill(cluster: Nodes, node: str, deadline_s: float = 20.0) -> None:
