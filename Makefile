@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench bench-data bench-elastic soak clean
+.PHONY: help horovod setup train test check format bench bench-data bench-elastic soak clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -21,13 +21,19 @@ help:  ## This list
 	@command -v chromium >/dev/null || tests/install_chromium.sh
 	@touch $@
 
-setup: .venv/ready-to-test  ## Install everything that development needs into .venv
+.venv/ready-with-horovod: .venv/ready-to-test
+	@$(BIN)/undula build-horovod
+	@touch $@
+
+horovod: .venv/ready-with-horovod  ## Build Horovod for the installed torch, once, and install it into .venv
+
+setup: .venv/ready-with-horovod  ## Install everything that development needs into .venv
 
 train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, leave a run directory
 	@$(BIN)/undula data stdlib-text --out $(DATA) --if-missing
 	@$(BIN)/undula run jobs/language_model.yaml name=$(RUN)
 
-test: .venv/ready-to-test check  ## Lint, type check, all tests
+test: .venv/ready-with-horovod check  ## Lint, type check, all tests
 	$(BIN)/pytest
 
 check: .venv/ready-to-test  ## Lint and type check
@@ -39,13 +45,14 @@ format: .venv/ready-to-test  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/ready-to-test  ## Step throughput beside a hand-written torchrun DDP loop; build/bench/loop.json
+bench: .venv/ready-with-horovod  ## Step throughput beside hand-written loops, torchrun DDP and horovodrun; build/bench/loop*.json
 	$(BIN)/python -m tests.baselines.bench_loop
+	$(BIN)/python -m tests.baselines.bench_loop --engine horovod
 
 bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, MosaicML Streaming and LitData; build/bench/data-*.json
 	$(BIN)/python -m tests.baselines.bench_data
 
-bench-elastic: .venv/ready-to-test  ## Outage and lost steps beside Ray Train, torchft and torchrun, and cost per step; build/bench/elastic-*.json
+bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Train, torchft and torchrun, and cost per step; build/bench/elastic-*.json
 	$(BIN)/python -m tests.baselines.bench_elastic
 	$(BIN)/python -m tests.baselines.bench_cost
 

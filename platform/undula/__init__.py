@@ -4,15 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undula.elastic.trainer import ElasticTorchTrainer
+    from undula.elastic.horovod import HorovodConfig
+    from undula.elastic.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
     from undula.entrypoint import main
     from undula.run.loop import Run
     from undula.run.step import Step
 
-__all__ = ["ElasticTorchTrainer", "Run", "Step", "main"]
+__all__ = ["ElasticHorovodTrainer", "ElasticTorchTrainer", "HorovodConfig", "Run", "Step", "main"]
 
 _HOMES = {
+    "ElasticHorovodTrainer": "undula.elastic.trainer",
     "ElasticTorchTrainer": "undula.elastic.trainer",
+    "HorovodConfig": "undula.elastic.horovod",
     "Run": "undula.run.loop",
     "Step": "undula.run.step",
     "main": "undula.entrypoint",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from undula.data.manifest import Manifest
 
 DEFAULT_RUNS = "~/undula/runs"
+CACHE = Path("~/.cache/undula")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -219,6 +220,13 @@ def _run_store(run: str) -> Store:
     return beside if "/" not in run and not Path(run).exists() and beside.exists() else open_store(run)
 
 
+def _build_horovod(options: argparse.Namespace) -> int:
+    from undula.build_horovod import build_horovod
+
+    build_horovod(options.cache)
+    return 0
+
+
 def _schema(options: argparse.Namespace) -> int:
     from undula.reference import markdown
     from undula.spec import json_schema
@@ -276,6 +284,13 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html into a run directory")
     report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     report.set_defaults(command=_report)
+
+    horovod = commands.add_parser(
+        "build-horovod", help="build Horovod for the torch that is installed, and install it; for engine: horovod"
+    )
+    text = f"folder that keeps what was built (default: {CACHE})"
+    horovod.add_argument("--cache", type=Path, default=CACHE.expanduser(), metavar="FOLDER", help=text)
+    horovod.set_defaults(command=_build_horovod)
 
     schema = commands.add_parser("schema", help="print the JSON schema of JOB.yaml, for editors")
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")

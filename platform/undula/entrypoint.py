@@ -17,11 +17,13 @@ from pathlib import Path
 
 import ray
 from ray.train import TrainingFailedError
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from undula.elastic.failures import whole_story
+from undula.elastic.horovod import HorovodConfig
 from undula.elastic.quiet import keep_quiet
 from undula.elastic.spec import WorkersSpec
-from undula.elastic.trainer import ElasticTorchTrainer, ray_trainer, run_config, scaling_config
+from undula.elastic.trainer import elastic_trainer, ray_trainer
 from undula.errors import ClusterError, StorageError, one_sentence
 from undula.live import live_view
 from undula.preflight import Prepared, describe, prepare
@@ -29,7 +31,7 @@ from undula.run.hub import HubPublisher, TellEverywhere, start_hub
 from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.worker import Worker, open_data
-from undula.spec import load_spec
+from undula.spec import JobSpec, load_spec
 from undula.state.directory import JOB_FILE, forget, held
 from undula.state.ledger import Event, EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
@@ -69,7 +71,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         print(f"{prepared.store.url}: starting {_range(loaded.spec.workers)} ...", flush=True)
         with live_view(hub):
             job = replace(loaded.job(), run_id=run_id)
-            error = _fit(train, job, loaded.spec.workers, prepared, HubPublisher(hub), options.trainer)
+            error = _fit(train, job, loaded.spec, prepared, HubPublisher(hub), options.trainer)
         _say_result(prepared, error)
         if error:
             raise SystemExit(1)
@@ -86,23 +88,20 @@ def _run_id(store: Store) -> str:
 def _fit(
     train: Callable[[Run], None],
     job: Job,
-    workers: WorkersSpec,
+    spec: JobSpec,
     prepared: Prepared,
     publish: HubPublisher,
     trainer_name: str,
 ) -> Exception | None:
     on_event = TellEverywhere(prepared.store, publish)
+    worker = Worker(train, job, publish)
+    trainer: DataParallelTrainer
     if trainer_name == "ray":
-        trainer = ray_trainer(Worker(train, job, publish), workers, prepared.store, on_event)
+        trainer = ray_trainer(worker, spec.workers, prepared.store, on_event)
     else:
-        trainer = ElasticTorchTrainer(
-            Worker(train, job, publish),
-            scaling_config=scaling_config(workers),
-            run_config=run_config(workers, prepared.store),
-            on_event=on_event,
-            grow=workers.grow,
-            hang_limit_s=workers.hang_limit_s,
-            prepare=partial(open_data, job),
+        horovod = HorovodConfig(**vars(spec.horovod)) if spec.engine == "horovod" else None
+        trainer = elastic_trainer(
+            worker, horovod, spec.workers, prepared.store, on_event, prepare=partial(open_data, job)
         )
     _ship_modules_beside_the_script()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))

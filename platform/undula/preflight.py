@@ -13,6 +13,7 @@ from torch import nn
 
 from undula.data.manifest import load_manifest
 from undula.data.mixture import Data, Mixture, load_data
+from undula.elastic.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.run.loop import Run
@@ -44,6 +45,8 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
         UndulaError: one sentence for the first thing that is wrong.
     """
     spec = loaded.spec
+    if spec.engine == "horovod":
+        check_horovod(spec.horovod)
     data = _training_data(loaded)
     if spec.data.validation is not None:
         key, url = "data.validation", spec.data.validation

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from annotated_types import MinLen
@@ -20,11 +20,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import ErrorDetails
 
 from undula.data.spec import DataSpec
-from undula.elastic.spec import WorkersSpec
+from undula.elastic.spec import HorovodSpec, WorkersSpec
 from undula.errors import SpecError
 from undula.plan.plan import STRICT, PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.run.job import GradientSpec, Job, ValidationSpec
+from undula.run.job import EngineName, GradientSpec, Job, ValidationSpec
 from undula.state.spec import CheckpointSpec
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -40,8 +40,8 @@ class JobSpec:
     """What the job reads."""
     runs: Annotated[str, MinLen(1)] = "~/undula/runs"
     """Path or s3:// URL that holds the run directories; all nodes must reach it."""
-    engine: Literal["torch"] = "torch"
-    """What reduces the gradients: torch DistributedDataParallel."""
+    engine: EngineName = "torch"
+    """What reduces the gradients: torch DistributedDataParallel, or Horovod, which `undula build-horovod` installs."""
     plan: PlanSpec = field(default_factory=PlanSpec)
     """What each step consumes."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
@@ -57,6 +57,8 @@ class JobSpec:
     summed exactly, and torch may use deterministic algorithms alone. Costs 16 bytes a parameter, and time."""
     workers: WorkersSpec = field(default_factory=WorkersSpec)
     """How many workers, and what each needs."""
+    horovod: HorovodSpec = field(default_factory=HorovodSpec)
+    """How Horovod's ranks find each other and pass on what they have, with `engine: horovod`."""
     config: dict[str, Any] = field(default_factory=dict)
     """The job's own settings: the script reads them as run.config."""
 
@@ -66,6 +68,11 @@ class JobSpec:
                 f"workers.max is {self.workers.max}, more than plan.virtual_workers ({self.plan.virtual_workers}): "
                 "a worker without a virtual worker has nothing to do; raise one or lower the other"
             )
+        for key, value in (("reduce", self.gradient.reduce), ("compression", self.gradient.compression)):
+            if self.deterministic and value in ("adasum", "fp16"):
+                raise ValueError(f"gradient.{key} is {value}, which deterministic: true does not have: leave out one of them")
+        if self.gradient.reduce == "adasum" and self.gradient.compression != "none":
+            raise ValueError("gradient.compression is fp16, which Adasum does not have: leave out one of them")
 
     @property
     def run_url(self) -> str:
@@ -95,6 +102,7 @@ class LoadedSpec:
             checkpoint=spec.checkpoint,
             deterministic=spec.deterministic,
             config=self.config,
+            engine=spec.engine,
         )
 
     def tree(self) -> dict[str, Any]:

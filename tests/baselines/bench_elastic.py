@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -80,11 +81,12 @@ class Job:
             self.process.wait()
 
 
-def undula_job(cluster: Nodes, data: str, folder: str) -> Job:
+def undula_job(cluster: Nodes, data: str, folder: str, engine: str = "torch") -> Job:
     command = [
         *(sys.executable, str(ROOT / "jobs" / "language_model.py"), "name=job", f"runs={folder}"),
         *(f"data.train={data}/train", "data.validation=null", "plan.max_steps=100000", "schedule.decay=constant"),
         *("schedule.base_lr=3e-4", "workers.min=1", "workers.max=2", "checkpoint.every_steps=200"),
+        f"engine={engine}",
     ]
     store = open_store(f"{folder}/job")
 
@@ -245,6 +247,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     contenders = {
         "undula": lambda data: one_round(undula_job, data),
+        "undula-horovod": lambda data: one_round(partial(undula_job, engine="horovod"), data),
         "ray": lambda data: one_round(ray_job, data),
         "torchrun": torchrun_round,
         "torchft": torchft_round,

@@ -1,4 +1,4 @@
-"""Step throughput of the main job's loop beside a hand-written torchrun DDP loop: same model, data and cores.
+"""Step throughput of the main job's loop beside a hand-written one, DDP under torchrun or Horovod under horovodrun: same model, data, cores.
 
     make bench
 
@@ -26,6 +26,7 @@ from undula.state.ledger import read_ledger
 from undula.storage import open_store
 
 ROOT = Path(__file__).parents[2]
+BASELINE = {"torch": "torchrun DDP", "horovod": "horovodrun"}
 SKIPPED_STEPS = 20
 GLOBAL_BATCH = 32
 
@@ -49,13 +50,15 @@ def ours(
     return differences(read_ledger(open_store(f"{runs}/{name}")).steps["time"].to_pylist())
 
 
-def theirs(data: str, folder: str, name: str, steps: int, workers: int) -> list[float]:
+def theirs(engine: str, data: str, folder: str, name: str, steps: int, workers: int) -> list[float]:
     """Seconds of each counted step."""
     out = Path(folder) / f"{name}.json"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone")
+    horovodrun = (str(Path(sys.executable).parent / "horovodrun"), "-np", str(workers), "--gloo", sys.executable)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone"),
-        *(str(ROOT / "tests" / "baselines" / "ddp.py"), f"--data={data}/train", f"--steps={steps}", f"--out={out}"),
-        f"--global-batch={GLOBAL_BATCH}",
+        *(torchrun if engine == "torch" else horovodrun),
+        *(str(ROOT / "tests" / "baselines" / "plain_loop.py"), f"--engine={engine}", f"--data={data}/train"),
+        *(f"--steps={steps}", f"--out={out}", f"--global-batch={GLOBAL_BATCH}"),
     ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     return differences(json.loads(out.read_text()))
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--engine", choices=["torch", "horovod"], default="torch")
     parser.add_argument("overrides", nargs="*", help="overrides of the job")
     options = parser.parse_args()
     rounds = []
@@ -80,13 +84,14 @@ def main() -> None:
         for number in range(options.rounds):
             # Ray is not there while the other runs: its daemons are part of what ours costs.
             name = f"round-{number}"
+            overrides = [f"engine={options.engine}", *options.overrides]
             with local_cluster(num_cpus=2) as cluster:
-                our = ours(cluster, data, f"{folder}/runs", name, options.steps, options.workers, options.overrides)
-            their = theirs(data, folder, name, options.steps, options.workers)
+                our = ours(cluster, data, f"{folder}/runs", name, options.steps, options.workers, overrides)
+            their = theirs(options.engine, data, folder, name, options.steps, options.workers)
             rounds.append(
                 {
                     "undula, samples/s": GLOBAL_BATCH / statistics.median(our),
-                    "torchrun DDP, samples/s": GLOBAL_BATCH / statistics.median(their),
+                    f"{BASELINE[options.engine]}, samples/s": GLOBAL_BATCH / statistics.median(their),
                     "ratio": statistics.median(their) / statistics.median(our),
                 }
             )
@@ -94,7 +99,8 @@ def main() -> None:
                 f"round {number + 1}: " + ", ".join(f"{key} {value:.3f}" for key, value in rounds[-1].items()),
                 flush=True,
             )
-    print_and_write("loop" if options.workers == 2 else f"loop-{options.workers}", rounds)
+    name = "loop" if options.engine == "torch" else f"loop-{options.engine}"
+    print_and_write(name if options.workers == 2 else f"{name}-{options.workers}", rounds)
 
 
 if __name__ == "__main__":

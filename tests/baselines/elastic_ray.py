@@ -16,7 +16,7 @@ from ray.train.torch import TorchTrainer
 
 def train(config: dict[str, str]) -> None:
     sys.path.insert(0, config["root"])
-    from tests.baselines.ddp import rows
+    from tests.baselines.plain_loop import rows
     from tests.baselines.elastic_loop import loop
 
     def load():  # type: ignore[no-untyped-def]

@@ -21,7 +21,7 @@ def train(config: dict[str, str]) -> None:
     from torchft.checkpointing.pg_transport import PGTransport
 
     sys.path.insert(0, config["root"])
-    from tests.baselines.ddp import rows
+    from tests.baselines.plain_loop import rows
     from tests.baselines.elastic_loop import GLOBAL_BATCH, GPT, GPTConfig, write_step
 
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
 
-from undula.elastic.sockets import cut_connections, listening_ports
+from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.run.handover import ProgressView, Request, process
 from undula.state.snapshot import Age, packed
 
@@ -137,6 +137,7 @@ def abort_collectives() -> None:
     """Wake threads that wait in a rendezvous or a collective of this process's groups, here and on other ranks, for one that is gone."""
     # Gloo's first: a thread that an aborted NCCL collective lets go must not find a way to commit what came out of it.
     cut_connections(listening_ports() - process.own_ports)
+    cut_sockets(process.collective_sockets)
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()  # which does nothing for gloo
 

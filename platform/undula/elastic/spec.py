@@ -1,9 +1,11 @@
 """The part of a job's spec that says how many workers it wants and what each needs."""
 
 from dataclasses import field
-from typing import Annotated, Literal
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.plan.plan import STRICT
@@ -36,3 +38,75 @@ class WorkersSpec:
     def __post_init__(self) -> None:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, more than max ({self.max}): lower min or raise max")
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(sorted(value)) if isinstance(value, set | frozenset) else value
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class HorovodSpec:
+    """How Horovod's ranks find each other and pass on what they have.
+
+    Each field becomes one of Horovod 0.28.1's HOROVOD_* variables: horovod/common/operations.cc, gloo/gloo_context.cc, stall_inspector.cc,
+    parameter_manager.cc.
+    """
+
+    nics: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
+    """Network interfaces, the first of them that a node has (HOROVOD_GLOO_IFACE; NCCL_SOCKET_IFNAME has all); by default the one with
+    the address under which Ray knows the node."""
+    timeout_s: Annotated[int, Gt(0)] = 30
+    """Seconds that a rank waits for others, at the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS); a rank that is known
+    to be lost is not waited for."""
+    fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
+    """Gradients up to so many MiB together go in one message (HOROVOD_FUSION_THRESHOLD); by default 128, or what autotune finds."""
+    cycle_time_ms: Annotated[float, Gt(0)] | None = None
+    """Milliseconds between two looks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1, or what autotune finds."""
+    cache_capacity: Annotated[int, Ge(0)] | None = None
+    """Tensors that the ranks need not name to each other again (HOROVOD_CACHE_CAPACITY); by default 1024, and 0 for none."""
+    autotune: bool = False
+    """Look for the best of the three above while training (HOROVOD_AUTOTUNE); anew in each group."""
+    autotune_log: str | None = None
+    """File for what autotune tried, on the node of rank 0 (HOROVOD_AUTOTUNE_LOG)."""
+    timeline: str | None = None
+    """File for a trace that chrome://tracing shows, on the node of rank 0 (HOROVOD_TIMELINE); each group's has its number before the ending."""
+    timeline_mark_cycles: bool = False
+    """Mark the looks for gradients in the timeline (HOROVOD_TIMELINE_MARK_CYCLES)."""
+    hierarchical_allreduce: bool = False
+    """Sum within each node before the nodes do (HOROVOD_HIERARCHICAL_ALLREDUCE); takes a Horovod with NCCL."""
+    stall_check_s: Annotated[int, Ge(0)] = 60
+    """Seconds after which Horovod's log names tensors that some ranks have not brought (HOROVOD_STALL_CHECK_TIME_SECONDS); 0 for never."""
+    stall_shutdown_s: Annotated[int, Ge(0)] = 0
+    """Seconds after which it then ends the group (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); 0 for never. The job has workers.hang_limit_s."""
+    num_nccl_streams: Annotated[int, Gt(0)] = 1
+    """CUDA streams for NCCL (HOROVOD_NUM_NCCL_STREAMS)."""
+    log_level: Literal["info", "warning", "error", "fatal"] = "warning"
+    """Of Horovod's own log, which is in the workers' log files (HOROVOD_LOG_LEVEL); below, it would tell the rendezvous' secret."""
+
+    def variables(self, group: int) -> dict[str, str]:
+        """What the workers' environment has of it but for addresses; `group` counts the run's worker groups."""
+        scaled = None if self.fusion_threshold_mib is None else int(self.fusion_threshold_mib * 2**20)
+        values: dict[str, Any] = {
+            "GLOO_TIMEOUT_SECONDS": self.timeout_s,
+            "FUSION_THRESHOLD": scaled,
+            "CYCLE_TIME": self.cycle_time_ms,
+            "CACHE_CAPACITY": self.cache_capacity,
+            "AUTOTUNE": int(self.autotune),
+            "AUTOTUNE_LOG": self.autotune_log,
+            "TIMELINE": self.timeline and _numbered(self.timeline, group),
+            "TIMELINE_MARK_CYCLES": int(self.timeline_mark_cycles),
+            "HIERARCHICAL_ALLREDUCE": int(self.hierarchical_allreduce),
+            "STALL_CHECK_DISABLE": int(self.stall_check_s == 0),
+            "STALL_CHECK_TIME_SECONDS": self.stall_check_s or None,
+            "STALL_SHUTDOWN_TIME_SECONDS": self.stall_shutdown_s,
+            "NUM_NCCL_STREAMS": self.num_nccl_streams,
+            "LOG_LEVEL": self.log_level,
+            "CONTROLLER": "gloo",
+            "CPU_OPERATIONS": "gloo",
+        }
+        return {f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None}
+
+
+def _numbered(file: str, group: int) -> str:
+    path = PurePath(file)
+    return str(path.with_name(f"{path.stem}-{group}{path.suffix}"))

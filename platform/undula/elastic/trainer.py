@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, cast
 
 import ray
@@ -15,6 +16,7 @@ from ray.train.v2._internal.constants import (
 )
 from ray.train.v2.api.callback import RayTrainCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
@@ -22,45 +24,33 @@ from undula.elastic.backend import ElasticTorchConfig
 from undula.elastic.controller import ElasticController
 from undula.elastic.events import ControllerEvents, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
+from undula.elastic.horovod import HorovodConfig, check, import_horovod
 from undula.elastic.spec import WorkersSpec
 from undula.run.hub import UNRECORDED
 from undula.storage import Store
 
 
-class ElasticTorchTrainer(TorchTrainer):
-    """A TorchTrainer whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+class ElasticTrainer(DataParallelTrainer):
+    """What the trainers have in common. They take the arguments of Ray's own, and:
 
-    Takes TorchTrainer's arguments but for those that it deprecates, and `on_event`: called in the controller's process with each
-    resize, crash and notice; it must be picklable. By default events go to the logger "undula". And `prepare`: called in each worker's
-    process before it joins its first group, beside the group that trains.
+    Args:
+        on_event: called in the controller's process with each resize, crash and notice; it must be picklable. By default events go to
+            the logger "undula".
+        grow, hang_limit_s: as WorkersSpec's.
+        prepare: called in each worker's process before it joins its first group, beside the group that trains.
     """
 
     def __init__(
         self,
         train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
         *,
-        train_loop_config: dict[str, Any] | None = None,
-        torch_config: TorchConfig | None = None,
-        scaling_config: ScalingConfig | None = None,
-        run_config: RunConfig | None = None,
-        datasets: dict[str, Any] | None = None,
-        dataset_config: DataConfig | None = None,
-        validation_config: ValidationConfig | None = None,
         on_event: EventSink = log_event,
         grow: Literal["auto", "always", "never"] = "auto",
         hang_limit_s: float | None = None,
         prepare: Callable[[], None] | None = None,
+        **arguments: Any,
     ):
-        super().__init__(
-            train_loop_per_worker,
-            train_loop_config=train_loop_config,
-            torch_config=ElasticTorchConfig(**vars(torch_config or TorchConfig())),
-            scaling_config=scaling_config,
-            run_config=run_config,
-            datasets=datasets,
-            dataset_config=dataset_config,
-            validation_config=validation_config,
-        )
+        super().__init__(train_loop_per_worker, **arguments)
         self._on_event = on_event
         self._grow = grow
         self._hang_limit_s = hang_limit_s
@@ -95,6 +85,84 @@ class ElasticTorchTrainer(TorchTrainer):
         return (PlacementGroupCleanerCallback, *(() if self.datasets else (DatasetsCallback,)))
 
 
+class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
+    """A TorchTrainer whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+
+    Takes TorchTrainer's arguments but for those that it deprecates, and ElasticTrainer's.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        torch_config: TorchConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        **elastic: Any,
+    ):
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            torch_config=ElasticTorchConfig(**vars(torch_config or TorchConfig())),
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            validation_config=validation_config,
+            **elastic,
+        )
+
+
+class ElasticHorovodTrainer(ElasticTrainer):
+    """Ray's former HorovodTrainer, whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+
+    `hvd.init()` has been called before the train function; calling it again does nothing. Takes HorovodTrainer's arguments but for
+    those that Ray Train has given up, and ElasticTrainer's.
+
+    Raises:
+        ClusterError: Horovod is not installed here, or lacks something that `horovod_config` asks for.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        horovod_config: HorovodConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        prepare: Callable[[], None] | None = None,
+        **elastic: Any,
+    ):
+        horovod_config = horovod_config or HorovodConfig()
+        check(horovod_config.spec)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=horovod_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            validation_config=validation_config,
+            prepare=partial(_import_horovod_and, prepare),
+            **elastic,
+        )
+
+
+def _import_horovod_and(prepare: Callable[[], None] | None) -> None:
+    import_horovod()
+    if prepare:
+        prepare()
+
+
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:
     """Ray's ScalingConfig for a job's workers."""
     gpus = {"GPU": workers.gpus} if workers.gpus else {}
@@ -113,6 +181,28 @@ def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
         storage_filesystem=store.filesystem,
         failure_config=FailureConfig(max_failures=workers.max_failures),
     )
+
+
+def elastic_trainer(
+    train_loop_per_worker: Callable[[], Any],
+    horovod_config: HorovodConfig | None,
+    workers: WorkersSpec,
+    store: Store,
+    on_event: EventSink,
+    prepare: Callable[[], None],
+) -> ElasticTrainer:
+    """The trainer of a job: torch's, or Horovod's where that is configured."""
+    settings: dict[str, Any] = {
+        "scaling_config": scaling_config(workers),
+        "run_config": run_config(workers, store),
+        "on_event": on_event,
+        "grow": workers.grow,
+        "hang_limit_s": workers.hang_limit_s,
+        "prepare": prepare,
+    }
+    if horovod_config is None:
+        return ElasticTorchTrainer(train_loop_per_worker, **settings)
+    return ElasticHorovodTrainer(train_loop_per_worker, horovod_config=horovod_config, **settings)
 
 
 def ray_trainer(

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from undula.run.collectives import AllReduce, sum_over_ranks
 
 _HIGH_BITS, _LOW_BITS = 16, 66
 LIMIT = 2.0**34
@@ -53,10 +54,9 @@ class ExactSum:
         self._highs[place] += high.long()
         self._lows[place] += low.long()
 
-    def all_reduce(self) -> None:
+    def all_reduce(self, all_reduce: AllReduce = sum_over_ranks) -> None:
         """Sum over the ranks; every rank has added what its virtual workers had."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(self._sums)
+        all_reduce(self._sums)
 
     def values(self) -> list[Tensor | None]:
         """The sums as float64, by shape; NaN where something was not finite, None where nothing was added.

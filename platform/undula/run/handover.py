@@ -119,6 +119,8 @@ class Process:
     """Of the controller."""
     own_ports: frozenset[int] = frozenset()
     """That it listened on before it joined a group."""
+    collective_sockets: frozenset[str] = frozenset()
+    """Horovod's, by name."""
     is_run: bool = False
     """Whether the train function is a Run's, which can leave at a step boundary."""
     has_told_snapshots: bool = False

@@ -1,7 +1,7 @@
 """What a worker is told of the job: the parts of its spec that do not speak of the cluster."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -12,12 +12,20 @@ from undula.plan.schedule import ScheduleSpec
 from undula.state.spec import CheckpointSpec
 
 
+EngineName = Literal["torch", "horovod"]
+
+
 @checked_dataclass(frozen=True, config=STRICT)
 class GradientSpec:
     """What happens to the gradient before the optimizer sees it."""
 
     max_norm: Annotated[float, Gt(0)] | None = None
     """Norm to which the gradient is clipped; by default it is not."""
+    reduce: Literal["average", "sum", "adasum"] = "average"
+    """How the virtual workers' gradients become one: their mean over the step's samples; the sum of their means, as Horovod's `Sum` over
+    as many ranks; or Adasum (arXiv:2006.02924), with the memory of one gradient for each virtual worker of a rank."""
+    compression: Literal["none", "fp16"] = "none"
+    """How gradients go over the network: as they are, or as 16-bit floats, whose rounding depends on the number of workers."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -44,5 +52,6 @@ class Job:
     checkpoint: CheckpointSpec
     deterministic: bool
     config: Any
+    engine: EngineName = "torch"
     run_id: str = ""
     """Tells this run from a former one in the same directory."""

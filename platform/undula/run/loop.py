@@ -26,7 +26,8 @@ from undula.data.rows import Batch
 from undula.errors import StorageError
 from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean
-from undula.run.engine import Engine, engine_for
+from undula.run.engine import Engine
+from undula.run.engines import engine_for
 from undula.run.handover import Kept, LeaveGroup, Request, process
 from undula.run.job import Job
 from undula.run.memory import LiveState, StateMemory, find_state
@@ -104,6 +105,7 @@ class Run:
         self._step_s = 0.0
         self._blocked_s = 0.0
         self._rate = Rate(job.schedule, self.plan.total_samples)
+        self._loss_scale = job.plan.virtual_workers if job.gradient.reduce == "sum" else 1
         self._boundary: int | None = None
         self._asked = Asked()
         self._map: SampleFunction | None = None
@@ -120,13 +122,15 @@ class Run:
         """
         if self._model is not None:
             raise RuntimeError("run.model() was called twice: a run has one model; put several modules into one")
-        self._engine: Engine = engine_for(module, self.device, self._job.deterministic)
+        self._engine: Engine = engine_for(module, self.device, self._job, self.rank, self.world_size)
         self._model = self._engine.wrap(module)
         self._buffers = BufferMean(module, exact=self._job.deterministic)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hand over the optimizer: the loop steps it and moves each group's learning rate along the schedule."""
+        if hasattr(optimizer, "skip_synchronize"):
+            raise RuntimeError("run.optimizer() got a DistributedOptimizer of Horovod: hand over the optimizer itself")
         self._optimizer = optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         return optimizer

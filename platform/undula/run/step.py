@@ -70,13 +70,14 @@ class Step:
         rounds = run.plan.rounds(steps, run.world_size) if run._engine.rounds_must_match else 1
         work += [MicroBatch(self.index, run._virtual_workers[0], 0, 0)] * (rounds - len(work))
         run._buffers.begin_step()
+        run._engine.begin_step(len(work))
         for place, each in enumerate(work):
             batch = self._next_batch(each.virtual_worker, each.samples)
             self._is_last = place == len(work) - 1
             run._engine.before_micro_batch(run._model, is_last=self._is_last)
             run._buffers.begin_micro_batch()
             seed_micro_batch(run._job.plan.seed, each.step, each.virtual_worker, each.number)
-            self._weight = each.samples
+            self._micro_batch, self._weight = each, each.samples
             self._is_in_batch = True
             self._in_micro_batch = mark_on(run.device)
             process.enter("compute")
@@ -98,12 +99,12 @@ class Step:
             raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
         if self._is_last:
             process.enter("reduce")
-        (loss * (self._weight / self.samples)).backward()  # type: ignore[no-untyped-call]
+        (loss * (run._loss_scale * self._weight / self.samples)).backward()  # type: ignore[no-untyped-call]
         end = mark_on(run.device)
         ready = run._engine.gradients_ready or end
         self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
         self._losses.append((loss.detach(), self._weight))
-        run._engine.after_micro_batch(self._weight)
+        run._engine.after_micro_batch(self._micro_batch)
         run._buffers.end_micro_batch(self._weight)
 
     def log(self, **values: float | Tensor) -> None:
@@ -124,7 +125,7 @@ class Step:
         assert run._optimizer is not None
         process.enter("reduce")
         begin = mark_on(run.device)
-        run._engine.end_step()
+        run._engine.end_step(self.samples)
         if run._buffers.is_needed:
             run._buffers.end_step(self.samples)
         self._spans.append(("communication_s", begin, mark_on(run.device)))

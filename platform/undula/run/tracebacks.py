@@ -21,6 +21,7 @@ def kept_traceback(error: BaseException) -> str | None:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether another rank is what failed: torch has no exception of its own for what gloo says."""
+    """Whether another rank is what failed: torch has no exception of its own for what gloo says, and Horovod's need not be installed."""
     is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    return is_gloo or isinstance(error, dist.DistError | GroupEndedError)
+    is_horovod = type(error).__name__ == "HorovodInternalError"
+    return is_gloo or is_horovod or isinstance(error, dist.DistError | GroupEndedError)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from undula.plan.plan import assign
+from undula.plan.plan import MicroBatch, assign
 from undula.run.buffers import BufferMean
 from undula.run.engine import ExactEngine, TorchEngine
 from undula.run.stats import Asked, LocalStats, StepReducer, StepStats
@@ -44,14 +44,15 @@ def _train_step(
     buffers = BufferMean(module, exact)
     buffers.begin_step()
     mine = assign(len(shares), world_size)[rank]
+    engine.begin_step(len(mine))
     for virtual_worker in mine:
         engine.before_micro_batch(model, is_last=virtual_worker == mine[-1])
         buffers.begin_micro_batch()
         loss = model(pieces[virtual_worker]).square().mean()
         (loss * shares[virtual_worker] / sum(shares)).backward()
-        engine.after_micro_batch(shares[virtual_worker])
+        engine.after_micro_batch(MicroBatch(0, virtual_worker, 0, shares[virtual_worker]))
         buffers.end_micro_batch(shares[virtual_worker])
-    engine.end_step()
+    engine.end_step(sum(shares))
     buffers.end_step(sum(shares))
     gradient = [float(value) for parameter in module.parameters() for value in parameter.grad.flatten()]
     return gradient, [float(value) for buffer in module.buffers() for value in buffer.flatten()]

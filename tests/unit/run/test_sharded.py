@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from undula.run.engine import engine_for
-from undula.run.job import Job
+from undula.run.engines import engine_for
+from undula.run.job import GradientSpec, Job
 from undula.run.loop import Run
 from undula.run.modelstate import model_and_optimizer_state
 from undula.run.restore import restore
@@ -122,18 +122,22 @@ def test_parts_of_several_ranks_make_up_a_state_for_any_number_of_them(
         assert step == 0 or weights == written[step]
 
 
-def _refusal(rank: int, world_size: int) -> list[str]:
-    module = nn.Sequential(nn.Linear(1, 2))
-    fully_shard(module[0])
+def _refusal(rank: int, world_size: int, folder: str) -> list[str]:
+    job = numbers_job(Path(folder))
+    half, adasum = GradientSpec(compression="fp16"), GradientSpec(reduce="adasum")
     found = []
-    for module_, deterministic in ((module, False), (network(is_sharded=True), True)):
+    for changes in ({"deterministic": True}, {"engine": "horovod"}, {"gradient": half}, {"gradient": adasum}, {}):
+        module = nn.Sequential(nn.Linear(1, 2)) if not changes else network(is_sharded=True)
+        if not changes:
+            fully_shard(module[0])
         with pytest.raises(RuntimeError) as refusal:
-            engine_for(module_, torch.device("cpu"), deterministic)
+            engine_for(module, torch.device("cpu"), replace(job, **changes), rank, world_size)
         found.append(str(refusal.value))
     return found
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
-    (partly, exactly) = on_ranks(1, _refusal)[0]
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    *keys, partly = on_ranks(1, _refusal, str(tmp_path))[0]
+    for message, key in zip(keys, ("deterministic: true", "engine: horovod", "fp16", "adasum"), strict=True):
+        assert key in message.partition("whole gradients")[0]
     assert "call fully_shard() on it as well" in partly
-    assert "deterministic" in exactly

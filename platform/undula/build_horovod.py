@@ -1,0 +1,109 @@
+"""Builds Horovod against the torch that is installed, once, and installs it: `undula build-horovod`.
+
+The package index has Horovod 0.28.1 as a source distribution alone, and that asks for C++14, with which torch's headers of today do not
+compile. Both of its CMake files that say so are set to C++17.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from undula.errors import ClusterError
+
+VERSION = "0.28.1"
+STANDARD = re.compile(r"set\(CMAKE_CXX_STANDARD 14\)")
+CMAKE_FILES = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+CHOICES = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_CPU_OPERATIONS": "GLOO",
+}
+"""What is built where the environment does not say otherwise."""
+TOOLS = {("c++", "g++", "clang++"): "a C++ compiler", ("cmake",): "CMake", ("make", "ninja"): "make"}
+
+
+def build_horovod(cache: Path) -> None:
+    """Install Horovod into this Python, from a wheel in `cache`, which is built where it is not there.
+
+    Variables of the environment that begin with HOROVOD_ go to the build: HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
+
+    Raises:
+        ClusterError: something that the build needs is missing, or it failed.
+    """
+    folder = cache / _build_name(os.environ)
+    wheels = list(folder.glob("*.whl"))
+    if not wheels:
+        _check_tools()
+        print(f"building Horovod {VERSION} for torch {version('torch')}, which takes some minutes", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        wheels = [_built(folder)]
+    print(f"installing {wheels[0]}", flush=True)
+    _pip("install", "--quiet", "--force-reinstall", "--no-deps", str(wheels[0]))
+    _pip("install", "--quiet", f"horovod=={VERSION}")  # what it depends on
+
+
+def _build_name(env: Mapping[str, str]) -> str:
+    """Tells apart builds that cannot stand in for each other."""
+    choices = "".join(f"-{name[8:].lower()}-{env[name].lower()}" for name in sorted(env) if name.startswith("HOROVOD_"))
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
+    return re.sub(r"[^\w.+-]", "_", f"horovod-{VERSION}-torch-{version('torch')}-{tag}{choices}")
+
+
+def _check_tools() -> None:
+    missing = [name for tools, name in TOOLS.items() if not any(map(shutil.which, tools))]
+    if missing:
+        raise ClusterError(
+            f"building Horovod needs {' and '.join(missing)}, which this machine lacks: on Debian, apt-get install g++ cmake make"
+        )
+
+
+def _built(folder: Path) -> Path:
+    """A wheel in a folder, from the package index's source; there only when it is whole."""
+    with tempfile.TemporaryDirectory() as scratch:
+        _pip("download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={scratch}", f"horovod=={VERSION}")
+        (archive,) = Path(scratch).glob("horovod-*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(scratch, filter="data")
+        source = Path(scratch) / f"horovod-{VERSION}"
+        for name in CMAKE_FILES:
+            text, changes = STANDARD.subn("set(CMAKE_CXX_STANDARD 17)", (source / name).read_text())
+            if changes != 1:
+                raise ClusterError(f"{name} of Horovod {VERSION} is not what it was: the package index has another source")
+            (source / name).write_text(text)
+        with _clock("compiling"):
+            _pip("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={scratch}", str(source), env=CHOICES)
+        (wheel,) = Path(scratch).glob("horovod-*.whl")
+        partial = folder / f"{wheel.name}.partial"
+        shutil.copy(wheel, partial)
+        return partial.rename(folder / wheel.name)
+
+
+@contextmanager
+def _clock(what: str) -> Iterator[None]:
+    """Shows on a terminal that something is under way."""
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
+
+
+def _pip(*arguments: str, env: Mapping[str, str] | None = None) -> None:
+    command: Sequence[str] = (sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments)
+    done = subprocess.run(command, env={**(env or {}), **os.environ}, capture_output=True, text=True)
+    if done.returncode:
+        log = Path(tempfile.gettempdir()) / "undula-build-horovod.log"
+        log.write_text(done.stdout + done.stderr)
+        found = re.findall(r".*(?:error|Error|ERROR)\b.*", done.stdout + done.stderr)
+        raise ClusterError(f"pip {arguments[0]} failed ({(found or ['no reason given'])[0].strip()}): see {log}")

@@ -1,0 +1,169 @@
+"""Horovod beside torch's process group, in the thread that trains: torch's small one carries decisions, Horovod the gradients."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.backend import BackendConfig
+from ray.train.torch import TorchConfig
+
+from undula.elastic.backend import ElasticTorchBackend, InProcessGroup
+from undula.elastic.rendezvous import RendezvousServer
+from undula.elastic.sockets import cut_sockets, open_sockets
+from undula.elastic.spec import HorovodSpec
+from undula.errors import ClusterError
+from undula.run.handover import process
+
+WITHOUT_EFFECT = ("verbose", "ssh_port", "ssh_identity_file", "ssh_str", "placement_group_timeout_s")
+"""Arguments of Ray's former HorovodConfig for what Ray itself does, or what nothing used."""
+
+_variables: Sequence[dict[str, str]] = ()
+
+
+class HorovodConfig(BackendConfig):
+    """Horovod for `ElasticHorovodTrainer`, with the arguments of Ray's former class.
+
+    Args:
+        key: what the secret in the rendezvous' address begins with; the rest is drawn anew for each group.
+        fields: those of HorovodSpec, the job's `horovod` section. Those of Ray's that have no meaning here are taken, with a warning.
+
+    Raises:
+        pydantic.ValidationError: a field has no such value.
+    """
+
+    def __init__(self, *, key: str | None = None, **fields: Any):
+        ignored = [name for name in WITHOUT_EFFECT if fields.pop(name, None) is not None]
+        if ignored:
+            warnings.warn(f"HorovodConfig({', '.join(ignored)}): has no effect, as Ray starts the workers", stacklevel=2)
+        self.spec = HorovodSpec(**fields)
+        self.key = key
+
+    @property
+    def backend_cls(self) -> type["ElasticHorovodBackend"]:
+        return ElasticHorovodBackend
+
+    @property
+    def train_func_context(self) -> type["InHorovodGroup"]:
+        return InHorovodGroup
+
+
+class ElasticHorovodBackend(ElasticTorchBackend):
+    """Tells the ranks where to meet, each time at a new secret; lives in the controller, and serves the rendezvous there."""
+
+    _server: RendezvousServer | None = None
+    _groups = 0
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_start(worker_group, TorchConfig(backend="gloo"))
+        if self._server is None:
+            self._server = RendezvousServer(ray.util.get_node_ip_address(), backend_config.key)
+        self._groups += 1
+        common = {**backend_config.spec.variables(self._groups), **self._server.begin_group()}
+        hosts = [worker.metadata.node_id for worker in worker_group.get_workers()]
+        worker_group.execute(use_variables, [{**common, **place} for place in places(hosts)], backend_config.spec.nics)
+
+
+def places(hosts: Sequence[str]) -> list[dict[str, str]]:
+    """By rank the variables that say where it stands, given the host of each. `CROSS` counts the hosts that have such a local rank."""
+    local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    found = []
+    for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
+        peers = [each for each, local in zip(hosts, local_ranks, strict=True) if local == local_rank]
+        place = {
+            "RANK": rank,
+            "SIZE": len(hosts),
+            "LOCAL_RANK": local_rank,
+            "LOCAL_SIZE": hosts.count(host),
+            "CROSS_RANK": peers.index(host),
+            "CROSS_SIZE": len(peers),
+            "HOSTNAME": host,
+        }
+        found.append({f"HOROVOD_{name}": str(value) for name, value in place.items()})
+    return found
+
+
+def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
+    """Called in each worker before its train function."""
+    from psutil import net_if_addrs  # Horovod brings it along
+
+    global _variables
+    interface = interface_of(ray.util.get_node_ip_address(), nics, net_if_addrs())
+    _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
+    if nics:
+        os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
+
+
+def interface_of(address: str, nics: Sequence[str] | None, here: dict[str, Any]) -> str:
+    """The network interface of this node to use: the first of `nics` that is here, or the one with this address.
+
+    Raises:
+        ClusterError: none of them is here.
+    """
+    found = [name for name in nics or () if name in here]
+    found += [name for name, all_of in here.items() if not nics and address in [each.address for each in all_of]]
+    if not found:
+        wanted = f"none of {', '.join(nics)}" if nics else f"no network interface with the address {address}"
+        raise ClusterError(f"horovod.nics: this node has {wanted}: give one of {', '.join(sorted(here))}")
+    return found[0]
+
+
+class InHorovodGroup(InProcessGroup):
+    """The train function runs in this context, where torch's group is there as well, and `hvd.init()` has been called."""
+
+    def __enter__(self) -> None:
+        super().__enter__()  # so that Horovod, which ends the process where a rank does not come, begins when all are there
+        hvd: Any = import_module("horovod.torch")
+        variables = _variables[ray.train.get_context().get_world_rank()]
+        for name in [name for name in os.environ if name.startswith("HOROVOD_GLOO_RENDEZVOUS")]:
+            del os.environ[name]
+        is_alone = variables["HOROVOD_SIZE"] == "1"
+        os.environ.update(
+            {name: value for name, value in variables.items() if not (is_alone and "RENDEZVOUS" in name)}
+        )
+        before = open_sockets()
+        hvd.init()
+        process.collective_sockets = open_sockets() - before
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            cut_sockets(process.collective_sockets)  # or the end would wait for ranks that are lost
+        hvd: Any = import_module("horovod.torch")
+        hvd.shutdown()
+        hvd.mpi_ops._handle_map.clear()  # what was not waited for holds the former group's gradients
+        process.collective_sockets = frozenset()
+        super().__exit__(kind, error, trace)
+
+
+def import_horovod() -> Any:
+    """Horovod for torch.
+
+    Raises:
+        ClusterError: it is not there, or was built for another torch.
+    """
+    try:
+        return import_module("horovod.torch")
+    except ImportError as error:
+        reason = "" if isinstance(error, ModuleNotFoundError) else f" with this torch ({error})"
+        raise ClusterError(
+            f"engine: horovod needs Horovod, which is not installed here{reason}: `undula build-horovod` builds and installs it"
+        ) from error
+
+
+def check(spec: HorovodSpec) -> None:
+    """Whether the Horovod that is installed here can do what a spec says.
+
+    Raises:
+        ClusterError: it is not there, or lacks something.
+    """
+    hvd = import_horovod()
+    if spec.hierarchical_allreduce and not hvd.nccl_built():
+        raise ClusterError(
+            "horovod.hierarchical_allreduce needs a Horovod with NCCL: HOROVOD_GPU_OPERATIONS=NCCL undula build-horovod"
+        )

@@ -1,0 +1,111 @@
+"""What a user would write without Undula: a loop over the main job's model and data, with torch's DDP or with Horovod.
+
+    torchrun --nproc-per-node 2 tests/baselines/plain_loop.py --data URL --steps 150 --out times.json
+    horovodrun -np 2 --gloo python tests/baselines/plain_loop.py --engine horovod --data URL --steps 150 --out times.json
+
+Same global batch, optimizer, clipping and schedule; rows from Parquet into memory, shuffled by DistributedSampler.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "jobs"))
+from gpt import GPT, GPTConfig
+
+
+class Torch:
+    """torch.distributed over gloo."""
+
+    def __init__(self, lr: float):
+        dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(GPT(GPTConfig()))
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.1)
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def end(self) -> None:
+        dist.destroy_process_group()
+
+
+class Horovod:
+    """As its documentation shows for clipped gradients."""
+
+    def __init__(self, lr: float):
+        import horovod.torch as hvd
+
+        hvd.init()
+        self.rank, self.world_size = hvd.rank(), hvd.size()
+        torch.manual_seed(0)
+        self.model = GPT(GPTConfig())
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.1)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
+        self.end = hvd.shutdown
+
+    def update(self) -> None:
+        self.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def rows(path: str) -> torch.Tensor:
+    """[samples, context + 1] uint8"""
+    column = pyarrow.dataset.dataset(path, format="parquet", exclude_invalid_files=True).to_table(["text"])["text"]
+    values = column.combine_chunks()
+    return torch.from_numpy(values.flatten().to_numpy().copy()).view(len(values), -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=["torch", "horovod"], default="torch")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--global-batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    engine: Any = {"torch": Torch, "horovod": Horovod}[options.engine](options.lr)
+    dataset = TensorDataset(rows(options.data))
+    sampler = DistributedSampler(dataset, engine.world_size, engine.rank, shuffle=True, drop_last=True)
+    batch_size = options.global_batch // engine.world_size
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=True)
+
+    times = []
+    for step, (batch,) in zip(range(options.steps), loader, strict=False):
+        text = batch.long()
+        loss = F.cross_entropy(engine.model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        for group in engine.optimizer.param_groups:
+            warmup = min((step + 1) / 30, 1)
+            group["lr"] = options.lr * warmup * (0.55 + 0.45 * math.cos(math.pi * step / options.steps))
+        engine.update()
+        loss.item()
+        times.append(time.time())
+    if engine.rank == 0:
+        options.out.write_text(json.dumps(times))
+    engine.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Horovod's own elastic scenarios (its test/integration/elastic_common.py), written anew: the same bits as torch's run left alone."""
+
+from pathlib import Path
+
+import pytest
+from chaos_kit import SCHEDULED_STEPS, assert_certified, command, run_through, told, wrapped
+
+from undula.report.certificate import certify, data_of
+from undula.report.summary import read_run
+from undula.storage import open_store
+from undula.testing.chaos import Chaos, start_driver
+from undula.testing.faults import parse_faults
+from undula.testing.nodes import Nodes
+
+STEPS = 60
+INTERLEAVED = """
+at step 10: sigkill worker 1
+at step 25: kill node 0
+at step 30: add node
+at step 45: drain node 1 deadline 8
+at step 50: add node
+at step 70: sigkill worker 0
+at step 85: sigstop worker 1
+at step 110: sigkill worker 0
+at step 110: sigkill worker 1
+"""
+SCENARIOS = {
+    "hosts removed": "at step 15: drain node 0 deadline 8",
+    "a host added": "at step 10: kill node 1\nat step 25: add node",
+    "a single rank left": "at step 15: sigkill worker 1\nat step 16: kill node 0",
+    "all ranks lost at once": "at step 20: sigkill worker 0\nat step 20: sigkill worker 1",
+    "below the minimum, then capacity again": "at step 15: kill node 1\nat step 15: add node",
+}
+ONCE_A_FAULT = """
+from pathlib import Path
+
+def before(step):
+    marker = Path({marker!r})
+    if step.index == 20 and not marker.exists():
+        marker.touch()
+        raise OSError("a fault of the user's code")
+"""
+ALWAYS_KILLED = """
+import os, signal
+
+def before(step):
+    if step.index == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+pytest.importorskip("horovod", reason="Horovod is not installed: make horovod")
+pytestmark = pytest.mark.timeout(400)
+
+
+def horovod_run(
+    text: str, spot: Nodes, folder: Path, faults: str, *settings: str, script: Path | None = None, steps: int = STEPS
+) -> str:
+    """URL of a run with `engine: horovod` through some faults."""
+    scripts = {} if script is None else {"script": script}
+    job = command(text, str(folder), "run", "engine=horovod", f"plan.max_steps={steps}", *settings, **scripts)
+    run_through(parse_faults(faults), spot, job, f"{folder}/run")
+    return f"{folder}/run"
+
+
+def test_hosts_and_ranks_that_come_and_go_leave_the_run_what_it_would_have_been(
+    spot: Nodes, text: str, alone: str, tmp_path: Path
+) -> None:
+    url = horovod_run(text, spot, tmp_path, INTERLEAVED, steps=SCHEDULED_STEPS)
+    assert_certified(url, alone, SCHEDULED_STEPS)
+    assert "resumed from the memory of a worker" in told(url)
+    sizes = set(read_run(open_store(url)).ledger.steps["world_size"].to_pylist())
+    assert sizes == {1, 2}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_scenario_leaves_the_run_what_it_would_have_been(
+    spot: Nodes, text: str, alone: str, tmp_path: Path, scenario: str
+) -> None:
+    fewest = 2 if "minimum" in scenario else 1
+    url = horovod_run(text, spot, tmp_path, SCENARIOS[scenario], f"workers.min={fewest}")
+    assert_certified(url, alone, STEPS)
+    if fewest == 2:
+        assert "waiting for 1 more worker" in told(url)
+
+
+def test_a_fault_in_the_users_code_is_tried_again(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
+    script = wrapped(tmp_path, ONCE_A_FAULT.format(marker=str(tmp_path / "has-failed")))
+    url = horovod_run(text, spot, tmp_path, "", script=script)
+    assert_certified(url, alone, STEPS)
+    assert "a fault of the user's code" in told(url)
+
+
+def test_the_limit_of_failures_ends_the_job_and_what_is_there_holds(spot: Nodes, text: str, tmp_path: Path) -> None:
+    while len(spot.nodes) < 2:
+        spot.add()
+    spot.await_all()
+    settings = ("engine=horovod", "workers.max=2", "workers.max_failures=1", f"plan.max_steps={STEPS}")
+    job = command(text, str(tmp_path), "run", *settings, script=wrapped(tmp_path, ALWAYS_KILLED))
+    driver = start_driver(job, spot, print)
+    chaos = Chaos(spot, open_store(f"{tmp_path}/run"), driver)
+    assert chaos.run((), limit_s=200) == 1
+    assert "training failed" in " ".join(driver.lines)
+    run = read_run(open_store(f"{tmp_path}/run"))
+    assert run.ledger.steps["step"].to_pylist() == list(range(12))
+    certificate = certify(run, data_of(run))
+    assert certificate.holds, certificate.difference

@@ -1,0 +1,65 @@
+"""What Horovod is told of a group: pure, and without Horovod."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from undula.elastic.horovod import HorovodConfig, interface_of, places
+from undula.elastic.spec import HorovodSpec
+from undula.errors import ClusterError
+
+
+def numbers(place: dict[str, str], *names: str) -> tuple[int, ...]:
+    return tuple(int(place[f"HOROVOD_{name}"]) for name in names)
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
+def test_every_rank_has_a_place_of_its_own(hosts: list[str]) -> None:
+    found = places(hosts)
+    assert [numbers(place, "RANK", "SIZE") for place in found] == [(rank, len(hosts)) for rank in range(len(hosts))]
+    for host, count in Counter(hosts).items():
+        here = [place for place in found if place["HOROVOD_HOSTNAME"] == host]
+        assert [numbers(place, "LOCAL_RANK", "LOCAL_SIZE") for place in here] == [(rank, count) for rank in range(count)]
+    for local_rank in range(max(Counter(hosts).values())):
+        across = [place for place in found if numbers(place, "LOCAL_RANK") == (local_rank,)]
+        assert [numbers(place, "CROSS_RANK", "CROSS_SIZE") for place in across] == [
+            (rank, len(across)) for rank in range(len(across))
+        ]
+
+
+def test_the_interface_is_the_nodes_own_or_the_first_that_is_named_and_there() -> None:
+    here = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth7": [SimpleNamespace(address="10.1.2.3")]}
+    assert interface_of("10.1.2.3", None, here) == "eth7"
+    assert interface_of("10.1.2.3", ("ib0", "lo"), here) == "lo"
+    with pytest.raises(ClusterError, match="none of ib0, ib1: give one of eth7, lo"):
+        interface_of("10.1.2.3", ("ib0", "ib1"), here)
+    with pytest.raises(ClusterError, match=r"no network interface with the address 10\.9\.9\.9"):
+        interface_of("10.9.9.9", None, here)
+
+
+def test_fields_become_variables_and_those_that_autotune_finds_are_left_open() -> None:
+    plain = HorovodSpec().variables(1)
+    assert plain["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
+    assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE"} & plain.keys()
+    chosen = HorovodSpec(fusion_threshold_mib=2, cycle_time_ms=0.5, timeline="/tmp/trace.json", stall_check_s=0)
+    found = chosen.variables(3)
+    assert found["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
+    assert found["HOROVOD_CYCLE_TIME"] == "0.5"
+    assert found["HOROVOD_TIMELINE"] == "/tmp/trace-3.json"
+    assert found["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+
+
+def test_an_old_scripts_arguments_are_taken() -> None:
+    with pytest.warns(UserWarning, match="verbose, ssh_port"):
+        config = HorovodConfig(nics={"eth1", "eth0"}, verbose=2, ssh_port=22, timeout_s=300, key="k")
+    assert config.spec.nics == ("eth0", "eth1")
+    assert config.spec.timeout_s == 300
+    assert "k" not in str(config.to_dict())
+    with pytest.raises(ValidationError, match="timeout_s"):
+        HorovodConfig(timeout_s=-1)
+    with pytest.raises(ValidationError, match="cycle_time"):
+        HorovodConfig(cycle_time=1)
