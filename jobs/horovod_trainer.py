@@ -1,7 +1,7 @@
 """A script of Ray Train's former HorovodTrainer: only its imports have changed, and num_workers has become a range.
 
-    undula data digits --out ~/undula/data/digits
-    ray job submit --address http://HEAD:8265 --runtime-env jobs/runtime_env.yaml -- python jobs/horovod_trainer.py
+undula data digits --out ~/undula/data/digits
+ray job submit --address http://HEAD:8265 --runtime-env jobs/runtime_env.yaml -- python jobs/horovod_trainer.py
 """
 
 import argparse
@@ -18,6 +18,8 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 
 from undula import ElasticHorovodTrainer as HorovodTrainer
 from undula import HorovodConfig
+
+UNDULA = Path.home() / "undula"
 
 
 def train_loop_per_worker(config: dict) -> None:
@@ -52,14 +54,10 @@ def train_loop_per_worker(config: dict) -> None:
             ray.train.report(metrics, checkpoint=Checkpoint(folder) if hvd.rank() == 0 else None)
 
 
-def home(url: str) -> str:
-    return url.replace("~", str(Path.home()), 1) if url.startswith("~") else url
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="~/undula/data/digits/train", help="folder of Parquet")
-    parser.add_argument("--storage", default="~/undula/runs", help="folder or s3:// URL for checkpoints")
+    parser.add_argument("--data", default=f"{UNDULA}/data/digits/train", help="folder of Parquet")
+    parser.add_argument("--storage", default=f"{UNDULA}/runs", help="folder or s3:// URL for checkpoints")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs=2, default=(1, 2), metavar=("MIN", "MAX"))
     options = parser.parse_args()
@@ -70,10 +68,10 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=tuple(options.workers)),
         run_config=RunConfig(
             name="horovod-trainer",
-            storage_path=home(options.storage),
+            storage_path=options.storage,
             failure_config=FailureConfig(max_failures=3),
         ),
-        datasets={"train": ray.data.read_parquet(home(options.data))},
+        datasets={"train": ray.data.read_parquet(options.data)},
     )
     print(json.dumps(trainer.fit().metrics))
 

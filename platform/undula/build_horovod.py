@@ -82,7 +82,9 @@ def _built(folder: Path) -> Path:
         for name in CMAKE_FILES:
             text, changes = STANDARD.subn("set(CMAKE_CXX_STANDARD 17)", (source / name).read_text())
             if changes != 1:
-                raise ClusterError(f"{name} of Horovod {VERSION} is not what it was: the package index has another source")
+                raise ClusterError(
+                    f"{name} of Horovod {VERSION} is not what it was: the package index has another source"
+                )
             (source / name).write_text(text)
         with _clock("compiling"):
             _pip("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={scratch}", str(source), env=CHOICES)

@@ -70,7 +70,9 @@ class JobSpec:
             )
         for key, value in (("reduce", self.gradient.reduce), ("compression", self.gradient.compression)):
             if self.deterministic and value in ("adasum", "fp16"):
-                raise ValueError(f"gradient.{key} is {value}, which deterministic: true does not have: leave out one of them")
+                raise ValueError(
+                    f"gradient.{key} is {value}, which deterministic: true does not have: leave out one of them"
+                )
         if self.gradient.reduce == "adasum" and self.gradient.compression != "none":
             raise ValueError("gradient.compression is fp16, which Adasum does not have: leave out one of them")
 

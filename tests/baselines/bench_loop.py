@@ -1,4 +1,4 @@
-"""Step throughput of the main job's loop beside a hand-written one, DDP under torchrun or Horovod under horovodrun: same model, data, cores.
+"""Step throughput of the main job's loop beside a hand-written one, with DDP or Horovod: same model, data and cores.
 
     make bench
 

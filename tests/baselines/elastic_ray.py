@@ -16,8 +16,8 @@ from ray.train.torch import TorchTrainer
 
 def train(config: dict[str, str]) -> None:
     sys.path.insert(0, config["root"])
-    from tests.baselines.plain_loop import rows
     from tests.baselines.elastic_loop import loop
+    from tests.baselines.plain_loop import rows
 
     def load():  # type: ignore[no-untyped-def]
         checkpoint = ray.train.get_checkpoint()

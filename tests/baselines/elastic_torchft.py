@@ -21,8 +21,8 @@ def train(config: dict[str, str]) -> None:
     from torchft.checkpointing.pg_transport import PGTransport
 
     sys.path.insert(0, config["root"])
-    from tests.baselines.plain_loop import rows
     from tests.baselines.elastic_loop import GLOBAL_BATCH, GPT, GPTConfig, write_step
+    from tests.baselines.plain_loop import rows
 
     torch.manual_seed(0)
     model = GPT(GPTConfig())

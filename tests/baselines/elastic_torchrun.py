@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.baselines.plain_loop import rows
 from tests.baselines.elastic_loop import loop
+from tests.baselines.plain_loop import rows
 
 
 def main() -> None:

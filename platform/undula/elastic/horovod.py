@@ -39,7 +39,9 @@ class HorovodConfig(BackendConfig):
     def __init__(self, *, key: str | None = None, **fields: Any):
         ignored = [name for name in WITHOUT_EFFECT if fields.pop(name, None) is not None]
         if ignored:
-            warnings.warn(f"HorovodConfig({', '.join(ignored)}): has no effect, as Ray starts the workers", stacklevel=2)
+            warnings.warn(
+                f"HorovodConfig({', '.join(ignored)}): has no effect, as Ray starts the workers", stacklevel=2
+            )
         self.spec = HorovodSpec(**fields)
         self.key = key
 
@@ -61,11 +63,16 @@ class ElasticHorovodBackend(ElasticTorchBackend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         super().on_start(worker_group, TorchConfig(backend="gloo"))
         if self._server is None:
-            self._server = RendezvousServer(ray.util.get_node_ip_address(), backend_config.key)
+            self._server = RendezvousServer(node_address(), backend_config.key)
         self._groups += 1
         common = {**backend_config.spec.variables(self._groups), **self._server.begin_group()}
         hosts = [worker.metadata.node_id for worker in worker_group.get_workers()]
         worker_group.execute(use_variables, [{**common, **place} for place in places(hosts)], backend_config.spec.nics)
+
+
+def node_address() -> str:
+    """Under which Ray knows this node."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def places(hosts: Sequence[str]) -> list[dict[str, str]]:
@@ -92,7 +99,7 @@ def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None)
     from psutil import net_if_addrs  # Horovod brings it along
 
     global _variables
-    interface = interface_of(ray.util.get_node_ip_address(), nics, net_if_addrs())
+    interface = interface_of(node_address(), nics, net_if_addrs())
     _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
     if nics:
         os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
@@ -122,9 +129,7 @@ class InHorovodGroup(InProcessGroup):
         for name in [name for name in os.environ if name.startswith("HOROVOD_GLOO_RENDEZVOUS")]:
             del os.environ[name]
         is_alone = variables["HOROVOD_SIZE"] == "1"
-        os.environ.update(
-            {name: value for name, value in variables.items() if not (is_alone and "RENDEZVOUS" in name)}
-        )
+        os.environ.update({name: value for name, value in variables.items() if not (is_alone and "RENDEZVOUS" in name)})
         before = open_sockets()
         hvd.init()
         process.collective_sockets = open_sockets() - before

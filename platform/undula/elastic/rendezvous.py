@@ -1,7 +1,7 @@
 """Where Horovod's ranks meet: the key-value server that its HTTPStore asks (horovod/common/gloo/http_store.cc), behind a secret.
 
-Horovod's client takes its address and port from two variables and asks for http://ADDRESS:PORT/SCOPE/KEY. With ADDRESS as HOST:REAL_PORT/SECRET
-the secret becomes the first part of each path. Its own server (horovod/runner/http/http_server.py) lets anybody in.
+Horovod's client takes its address and port from two variables and asks for http://ADDRESS:PORT/SCOPE/KEY. With HOST:REAL_PORT/SECRET as
+its address the secret becomes the first part of each path. Its own server (horovod/runner/http/http_server.py) lets anybody in.
 """
 
 import secrets

@@ -69,7 +69,7 @@ class HorovodSpec:
     autotune_log: str | None = None
     """File for what autotune tried, on the node of rank 0 (HOROVOD_AUTOTUNE_LOG)."""
     timeline: str | None = None
-    """File for a trace that chrome://tracing shows, on the node of rank 0 (HOROVOD_TIMELINE); each group's has its number before the ending."""
+    """File for a trace that chrome://tracing shows, on the node of rank 0 (HOROVOD_TIMELINE); each group's has its number at the end."""
     timeline_mark_cycles: bool = False
     """Mark the looks for gradients in the timeline (HOROVOD_TIMELINE_MARK_CYCLES)."""
     hierarchical_allreduce: bool = False

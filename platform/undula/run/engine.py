@@ -13,6 +13,7 @@ from undula.run.clock import Mark, mark_on
 from undula.run.collectives import AllReduce, broadcast_from_rank_0, sum_over_ranks
 from undula.run.exact import ExactSum
 
+
 class Engine:
     """Sums gradients over the micro-batches and ranks of a step; this one does so for a rank that is alone."""
 
@@ -75,10 +76,14 @@ class TorchEngine(Engine):
     def _sum(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self.gradients_ready = mark_on(self.device)
         gradients = bucket.buffer()
-        sent = gradients.to(self._sent_as or gradients.dtype)
-        work = dist.all_reduce(sent, async_op=True)
+        work = dist.all_reduce(gradients.to(self._sent_as or gradients.dtype), async_op=True)
         assert work is not None
-        return work.get_future().then(lambda _: gradients.copy_(sent) if sent is not gradients else gradients)
+
+        def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            (summed,) = future.value()
+            return summed if summed.dtype == gradients.dtype else gradients.copy_(summed)
+
+        return work.get_future().then(received)  # type: ignore[no-any-return]
 
 
 class ShardedEngine(Engine):

@@ -11,7 +11,6 @@ from undula.plan.plan import STRICT, PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.spec import CheckpointSpec
 
-
 EngineName = Literal["torch", "horovod"]
 
 

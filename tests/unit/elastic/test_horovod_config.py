@@ -23,7 +23,9 @@ def test_every_rank_has_a_place_of_its_own(hosts: list[str]) -> None:
     assert [numbers(place, "RANK", "SIZE") for place in found] == [(rank, len(hosts)) for rank in range(len(hosts))]
     for host, count in Counter(hosts).items():
         here = [place for place in found if place["HOROVOD_HOSTNAME"] == host]
-        assert [numbers(place, "LOCAL_RANK", "LOCAL_SIZE") for place in here] == [(rank, count) for rank in range(count)]
+        assert [numbers(place, "LOCAL_RANK", "LOCAL_SIZE") for place in here] == [
+            (rank, count) for rank in range(count)
+        ]
     for local_rank in range(max(Counter(hosts).values())):
         across = [place for place in found if numbers(place, "LOCAL_RANK") == (local_rank,)]
         assert [numbers(place, "CROSS_RANK", "CROSS_SIZE") for place in across] == [
