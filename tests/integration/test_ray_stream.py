@@ -203,3 +203,29 @@ def test_memory_of_a_rank_stays_flat_over_data_far_larger_than_its_prefetch(
     quarter = len(resident) // 4
     assert resident[quarter:].max() < resident[:quarter].max() + 16
     assert stored.max() < 32 + 2 * 32 + 32  # what may wait, what two tasks bring, and what is in use
+
+
+WAITING = """
+import json, logging, sys, time
+import ray
+from undula.data import stream
+from undula.plan.plan import PlanSpec
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+plan = PlanSpec(global_batch=96, virtual_workers=6, window=3, epochs=200)
+batches = iter(stream(sys.argv[1], plan, head_mib=0, prefetch_mib=8))
+for _ in range(20):
+    next(batches)
+time.sleep(2)  # what may be read ahead is there
+began = time.process_time()
+time.sleep(3)
+print("CPU", (time.process_time() - began) / 3)
+"""
+
+
+def test_what_is_read_ahead_waits_for_a_slow_training_without_taking_its_core(cluster: LocalCluster, url: str) -> None:
+    """The execution is not at its end, and has nothing to do; left to itself it takes a core. The script ends with it under way."""
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run([sys.executable, "-c", WAITING, url], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("CPU"))
+    assert float(line.split()[1]) < 0.3

@@ -1,5 +1,6 @@
 """The stream for a trainer of one's own: an iterable of torch batches whose position is a step and no more."""
 
+import atexit
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[Batch]:
         source = rank_stream(self._data, self.plan, self._virtual_workers, self._reading, self.step, self._function)
+        atexit.register(source.close)  # else a script that ends within a step would end Ray first, and wait for it
         try:
             source.open()
             while self.step < self.plan.total_steps:
@@ -57,6 +59,7 @@ class Stream:
                 yield samples.batch
             self.step = 0
         finally:
+            atexit.unregister(source.close)
             source.close()
 
     def __len__(self) -> int:

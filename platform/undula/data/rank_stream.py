@@ -27,6 +27,7 @@ from undula.plan.plan import Plan
 CHUNK_WINDOWS = 1024
 """Windows of one execution of Ray Data, planned when its turn comes."""
 CLOSE_WITHIN_S = 10.0
+LOOK_S = 0.05
 T = TypeVar("T")
 
 
@@ -237,6 +238,27 @@ def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None,
                 yield need.block(parts)
 
 
+class Paced:
+    """Has an executor of Ray Data look for work at most twenty times a second.
+
+    Its loop waits for running tasks alone: where there are none, as what they brought waits for the training, it takes a whole core, in
+    the process that trains (Ray 2.60, StreamingExecutor.run). One of `ExecutionCallback`'s, whose class is private.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def before_execution_starts(self, executor: object) -> None: ...
+
+    def on_execution_step(self, executor: object) -> None:
+        time.sleep(max(LOOK_S - (time.monotonic() - self._last), 0.0))
+        self._last = time.monotonic()
+
+    def after_execution_succeeds(self, executor: object) -> None: ...
+
+    def after_execution_fails(self, executor: object, error: Exception) -> None: ...
+
+
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
     """The rows of the reads, in order, by tasks of Ray Data."""
     prefetch_bytes = spec.prefetch_mib * 2**20
@@ -252,4 +274,5 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None
     options.preserve_order = True
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
     dataset.context.enable_progress_bars = False
+    dataset.context.custom_execution_callback_classes = [Paced]
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
