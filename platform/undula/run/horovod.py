@@ -1,11 +1,14 @@
 """Horovod's side of the loop; imported only where a job's engine is Horovod, which nothing else needs."""
 
+import time
+
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
 from undula.run.engine import Engine
 
+LOOK_S = 0.0002
 COMPRESSION = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 
 
@@ -41,4 +44,7 @@ class HorovodEngine(Engine):
         self._reduction.set_backward_passes_per_step(micro_batches)
 
     def end_step(self, samples: int) -> None:
+        # Horovod's own wait goes round without a pause, at the cost of the core on which its thread, or another rank, could work.
+        while any(handle is not None and not hvd.poll(handle) for handle, _ in self._reduction._handles.values()):
+            time.sleep(LOOK_S)
         self._reduction.synchronize()

@@ -130,7 +130,7 @@ class Run:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hand over the optimizer: the loop steps it and moves each group's learning rate along the schedule."""
         if hasattr(optimizer, "skip_synchronize"):
-            raise RuntimeError("run.optimizer() got a DistributedOptimizer of Horovod: hand over the optimizer itself")
+            raise TypeError("run.optimizer() got a DistributedOptimizer of Horovod: hand over the optimizer itself")
         self._optimizer = optimizer
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         return optimizer
