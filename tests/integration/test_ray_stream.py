@@ -215,10 +215,12 @@ plan = PlanSpec(global_batch=96, virtual_workers=6, window=3, epochs=200)
 batches = iter(stream(sys.argv[1], plan, head_mib=0, prefetch_mib=8))
 for _ in range(20):
     next(batches)
-time.sleep(2)  # what may be read ahead is there
-began = time.process_time()
-time.sleep(3)
-print("CPU", (time.process_time() - began) / 3)
+shares = []
+while len(shares) < 20 and min(shares, default=1) >= 0.3:  # until what may be read ahead is there
+    began = time.process_time()
+    time.sleep(1)
+    shares.append(time.process_time() - began)
+print("CPU", min(shares))
 """
 
 

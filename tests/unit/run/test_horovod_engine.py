@@ -70,7 +70,7 @@ def test_gradients_are_those_of_torchs_engine(world_size: int) -> None:
 
 
 def _left_behind(rank: int, world_size: int) -> float | None:
-    """Rank 1 freezes; rank 0, which waits for it in a reduction, is woken by its own hand."""
+    """Rank 1 stays away; rank 0, which waits for it in a reduction, is woken by its own hand."""
     import threading
 
     import horovod.torch as hvd
@@ -82,18 +82,19 @@ def _left_behind(rank: int, world_size: int) -> float | None:
     own = open_sockets() - before
     assert own
     if rank == 1:
-        time.sleep(3)  # what a stopped process looks like from outside
-        cut_sockets(own)
+        dist.barrier()  # it comes to no reduction before rank 0 has given up
         return None
     threading.Timer(1.0, cut_sockets, [own]).start()
     began = time.monotonic()
     with pytest.raises(Exception, match="Horovod has been shut down") as caught:
         hvd.allreduce(torch.ones(4), op=hvd.Sum, name="waits")
+    waited = time.monotonic() - began
     assert is_of_collective(caught.value)
-    return time.monotonic() - began
+    dist.barrier()
+    return waited
 
 
 def test_a_rank_that_waits_for_one_that_never_comes_is_woken() -> None:
     waited = on_horovod_ranks(2, _left_behind)[0]
     assert waited is not None
-    assert 0.5 < waited < 2.5
+    assert waited < 15.0  # by itself Horovod waits for 30 s
