@@ -10,15 +10,16 @@ from undula.testing.faults import Fault, parse_faults
 from undula.testing.nodes import Nodes
 
 STEPS = 100
-SCHEDULE = """
-at step 10: sigkill worker 1
+# A fault of worker 1 that comes after another waits for a group that has one again, which a slow machine may not see in time.
+WAITS = "at step 40: sigkill worker 1"
+SCHEDULE = f"""
+at step 10: sigstop worker 1
 at step 25: sigkill worker 0
-at step 40: sigstop worker 1
+{WAITS}
 at step 50: drain node 1 deadline 8
 at step 55: add node
 at step 80: kill node 0
 at step 110: sigkill worker 0
-at step 110: sigkill worker 1
 """
 
 pytestmark = pytest.mark.timeout(400)
@@ -28,7 +29,7 @@ def test_every_fault_leaves_the_run_what_it_would_have_been(spot: Nodes, text: s
     url = f"{tmp_path}/chaos"
     job = command(text, str(tmp_path), "chaos", f"plan.max_steps={SCHEDULED_STEPS}")
     chaos = run_through(parse_faults(SCHEDULE), spot, job, url)
-    assert len(chaos.done) >= 7  # the last worker may be gone as there is one node
+    assert {str(fault) for fault in chaos.left} <= {WAITS}
     assert_certified(url, alone, SCHEDULED_STEPS)
     for words in ("made no step for", "resumed from the memory of a worker", "resumed from the memory of a node"):
         assert words in told(url)
