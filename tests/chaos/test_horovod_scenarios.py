@@ -1,10 +1,13 @@
 """Horovod's own elastic scenarios (its test/integration/elastic_common.py), written anew: the same bits as torch's run left alone."""
 
+import sys
 from pathlib import Path
 
 import pytest
-from chaos_kit import SCHEDULED_STEPS, assert_certified, command, run_through, told, wrapped
+from chaos_kit import SCHEDULED_STEPS, SCRIPT, assert_certified, command, run_through, told, wrapped
+from jobs_kit import relative_difference
 
+from undula.data.corpora import stdlib_text
 from undula.report.certificate import certify, data_of
 from undula.report.summary import read_run
 from undula.storage import open_store
@@ -105,3 +108,30 @@ def test_the_limit_of_failures_ends_the_job_and_what_is_there_holds(spot: Nodes,
     assert run.ledger.steps["step"].to_pylist() == list(range(12))
     certificate = certify(run, data_of(run))
     assert certificate.holds, certificate.difference
+
+
+MAIN_JOB_STEPS = 100
+TO_AND_FRO = """
+at step 25: drain node 0 deadline 8
+at step 35: add node
+at step 75: sigkill worker 0
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_the_main_job_at_its_full_size_has_the_losses_that_torch_gives_it(spot: Nodes, tmp_path: Path) -> None:
+    stdlib_text().write(f"{tmp_path}/data")
+    data = (f"data.train={tmp_path}/data/train", f"data.validation={tmp_path}/data/validation")
+    losses = {}
+    for name, engine, faults in (("torch", "torch", ""), ("alone", "horovod", ""), ("faults", "horovod", TO_AND_FRO)):
+        settings = (f"name={name}", f"runs={tmp_path}", f"engine={engine}", f"plan.max_steps={MAIN_JOB_STEPS}")
+        chaos = run_through(parse_faults(faults), spot, [sys.executable, str(SCRIPT), *settings, *data], f"{tmp_path}/{name}")
+        assert not chaos.left
+        run = read_run(open_store(f"{tmp_path}/{name}"))
+        certificate = certify(run, data_of(run))
+        assert certificate.holds, certificate.difference
+        losses[name] = run.ledger.steps["loss"].to_pylist()
+        print(name, set(run.ledger.steps["world_size"].to_pylist()), relative_difference(losses[name], losses["torch"]))
+    assert relative_difference(losses["alone"], losses["torch"]) < 1e-5
+    assert relative_difference(losses["faults"], losses["torch"]) < 1e-5

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +30,70 @@ from undula.data import stream
 from undula.plan.plan import PlanSpec
 aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": aws} if aws else None)
-url, plan, world_size, start, reading, slow_s = json.loads(sys.argv[1])
-plan = PlanSpec(**plan)
-ranks = [stream(url, plan, rank=r, world_size=world_size, head_mib=0, **reading) for r in range(world_size)]
-for each in ranks:
-    each.load_state_dict({**each.state_dict(), "step": start})
-steps = []
-for batches in zip(*ranks, strict=True):
-    for each, batch in zip(ranks, batches, strict=True):
-        assert batch["value"].tolist() == (each.ids + 1000).tolist()
-    steps.append([int(row) for each in ranks for row in each.ids])
-    time.sleep(slow_s)
-print("STEPS", json.dumps(steps))
+for line in sys.stdin:
+    url, plan, world_size, start, reading, slow_s = json.loads(line)
+    plan = PlanSpec(**plan)
+    ranks = [stream(url, plan, rank=r, world_size=world_size, head_mib=0, **reading) for r in range(world_size)]
+    for each in ranks:
+        each.load_state_dict({**each.state_dict(), "step": start})
+    steps = []
+    for batches in zip(*ranks, strict=True):
+        for each, batch in zip(ranks, batches, strict=True):
+            assert batch["value"].tolist() == (each.ids + 1000).tolist()
+        steps.append([int(row) for each in ranks for row in each.ids])
+        time.sleep(slow_s)
+    print("STEPS", json.dumps(steps), flush=True)
 """
+
+
+class Reader:
+    """A driver whose ranks read streams; ranks share it and have an execution each."""
+
+    def __init__(self, cluster: LocalCluster):
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RANKS],
+            env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def steps(
+        self,
+        url: str | dict[str, float],
+        world_size: int,
+        start: int = 0,
+        slow_s: float = 0.0,
+        **reading: object,
+    ) -> list[list[int]]:
+        """Ids of each step."""
+        plan = {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps((url, plan, world_size, start, reading, slow_s)) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("STEPS"):
+                found: list[list[int]] = json.loads(line.removeprefix("STEPS"))
+                return found
+        self._errors.seek(0)
+        raise AssertionError(self._errors.read()[-3000:])
+
+
+@pytest.fixture(scope="module")
+def reader(cluster: LocalCluster) -> Iterator[Reader]:
+    with Reader(cluster) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -63,42 +116,12 @@ def planned(url: str, start: int = 0) -> list[list[int]]:
     return [orders[shape.epoch].step_ids(shape.step_in_epoch).tolist() for shape in shapes]
 
 
-def streamed(
-    cluster: LocalCluster,
-    url: str | dict[str, float],
-    world_size: int,
-    start: int = 0,
-    slow_s: float = 0.0,
-    **reading: object,
-) -> list[list[int]]:
-    """Ids of each step, from ranks that share one driver and have an execution each."""
-    settings = (
-        url,
-        {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2},
-        world_size,
-        start,
-        reading,
-        slow_s,
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", RANKS, json.dumps(settings)],
-        env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("STEPS")) if not done.returncode else ("",)
-    assert line, done.stderr[-3000:]
-    found: list[list[int]] = json.loads(line.removeprefix("STEPS"))
-    return found
-
-
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_every_world_size_streams_the_plan(cluster: LocalCluster, url: str, world_size: int) -> None:
-    assert streamed(cluster, url, world_size) == planned(url)
+def test_every_world_size_streams_the_plan(reader: Reader, url: str, world_size: int) -> None:
+    assert reader.steps(url, world_size) == planned(url)
 
 
-def test_a_mix_through_ray_data_is_the_mix_read_here(cluster: LocalCluster, url: str, tmp_path: Path) -> None:
+def test_a_mix_through_ray_data_is_the_mix_read_here(reader: Reader, url: str, tmp_path: Path) -> None:
     rows = 700
     values = np.arange(1000, 1000 + rows) + NUM_ROWS  # ids of a mix count on over its data sets
     table = pa.table({"value": values, "payload": pa.array([bytes(1000)] * rows)})
@@ -106,24 +129,22 @@ def test_a_mix_through_ray_data_is_the_mix_read_here(cluster: LocalCluster, url:
     mix = {url: 3.0, str(tmp_path): 1.0}
     here = stream(mix, PLAN)
     expected = [here.ids.tolist() for _ in here]
-    assert streamed(cluster, mix, 1) == expected
-    assert streamed(cluster, mix, 3, start=35) == expected[35:]
+    assert reader.steps(mix, 1) == expected
+    assert reader.steps(mix, 3, start=35) == expected[35:]
 
 
 @pytest.mark.parametrize("start", [17, 31])
-def test_a_resume_goes_on_where_the_plan_stands(cluster: LocalCluster, url: str, start: int) -> None:
+def test_a_resume_goes_on_where_the_plan_stands(reader: Reader, url: str, start: int) -> None:
     """In the middle of a row group, and at an epoch's short last step."""
-    assert streamed(cluster, url, 2, start) == planned(url, start)
+    assert reader.steps(url, 2, start) == planned(url, start)
 
 
 @pytest.mark.parametrize(
     "reading",
     [{"prefetch_mib": 1, "read_tasks": 1}, {"read_tasks": 8, "read_cpus": 1.0}],
 )
-def test_neither_prefetch_nor_data_cpus_change_the_order(
-    cluster: LocalCluster, url: str, reading: dict[str, object]
-) -> None:
-    assert streamed(cluster, url, 2, **reading) == planned(url)
+def test_neither_prefetch_nor_data_cpus_change_the_order(reader: Reader, url: str, reading: dict[str, object]) -> None:
+    assert reader.steps(url, 2, **reading) == planned(url)
 
 
 def test_an_s3_that_fails_now_and_then_loses_nothing(
@@ -138,12 +159,13 @@ def test_an_s3_that_fails_now_and_then_loses_nothing(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.slow_s = 0.5
         proxy.faults.extend(faults * 5)
-        assert streamed(cluster, store.url, 2, start=21) == expected
+        with Reader(cluster) as own:
+            assert own.steps(store.url, 2, start=21) == expected
         assert not proxy.faults
 
 
-def test_a_rank_that_sleeps_loses_nothing(cluster: LocalCluster, url: str) -> None:
-    assert streamed(cluster, url, 2, start=40, slow_s=0.2) == planned(url, 40)
+def test_a_rank_that_sleeps_loses_nothing(reader: Reader, url: str) -> None:
+    assert reader.steps(url, 2, start=40, slow_s=0.2) == planned(url, 40)
 
 
 def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> None:
@@ -152,7 +174,8 @@ def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> 
         rows = 300
         table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": pa.array([bytes(10**6)] * rows)})
         write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
-        found = streamed(small, str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
+        with Reader(small) as own:
+            found = own.steps(str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
     assert found == planned(str(large))
 
 

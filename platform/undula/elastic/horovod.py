@@ -65,8 +65,10 @@ class ElasticHorovodBackend(ElasticTorchBackend):
         if self._server is None:
             self._server = RendezvousServer(node_address(), backend_config.key)
         self._groups += 1
-        common = {**backend_config.spec.variables(self._groups), **self._server.begin_group()}
-        hosts = [worker.metadata.node_id for worker in worker_group.get_workers()]
+        workers = [worker.metadata for worker in worker_group.get_workers()]
+        has_gpus = any(worker.gpu_ids for worker in workers)
+        common = {**backend_config.spec.variables(self._groups, has_gpus), **self._server.begin_group()}
+        hosts = [worker.node_id for worker in workers]
         worker_group.execute(use_variables, [{**common, **place} for place in places(hosts)], backend_config.spec.nics)
 
 

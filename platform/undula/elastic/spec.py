@@ -10,6 +10,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.plan.plan import STRICT
 
+CPU_CYCLE_TIME_MS = 5
+
 
 @checked_dataclass(frozen=True, config=STRICT)
 class WorkersSpec:
@@ -61,7 +63,8 @@ class HorovodSpec:
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
     """Gradients up to so many MiB together go in one message (HOROVOD_FUSION_THRESHOLD); by default 128, or what autotune finds."""
     cycle_time_ms: Annotated[float, Gt(0)] | None = None
-    """Milliseconds between two looks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1, or what autotune finds."""
+    """Milliseconds between two looks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1 with GPUs and 5 without, where
+    each look takes time from the cores that train, or what autotune finds."""
     cache_capacity: Annotated[int, Ge(0)] | None = None
     """Tensors that the ranks need not name to each other again (HOROVOD_CACHE_CAPACITY); by default 1024, and 0 for none."""
     autotune: bool = False
@@ -83,13 +86,14 @@ class HorovodSpec:
     log_level: Literal["info", "warning", "error", "fatal"] = "warning"
     """Of Horovod's own log, which is in the workers' log files (HOROVOD_LOG_LEVEL); below, it would tell the rendezvous' secret."""
 
-    def variables(self, group: int) -> dict[str, str]:
+    def variables(self, group: int, has_gpus: bool) -> dict[str, str]:
         """What the workers' environment has of it but for addresses; `group` counts the run's worker groups."""
+        cycle_time_ms = None if has_gpus or self.autotune else CPU_CYCLE_TIME_MS
         scaled = None if self.fusion_threshold_mib is None else int(self.fusion_threshold_mib * 2**20)
         values: dict[str, Any] = {
             "GLOO_TIMEOUT_SECONDS": self.timeout_s,
             "FUSION_THRESHOLD": scaled,
-            "CYCLE_TIME": self.cycle_time_ms,
+            "CYCLE_TIME": self.cycle_time_ms or cycle_time_ms,
             "CACHE_CAPACITY": self.cache_capacity,
             "AUTOTUNE": int(self.autotune),
             "AUTOTUNE_LOG": self.autotune_log,

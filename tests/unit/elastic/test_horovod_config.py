@@ -44,11 +44,13 @@ def test_the_interface_is_the_nodes_own_or_the_first_that_is_named_and_there() -
 
 
 def test_fields_become_variables_and_those_that_autotune_finds_are_left_open() -> None:
-    plain = HorovodSpec().variables(1)
+    plain = HorovodSpec().variables(1, has_gpus=True)
     assert plain["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
     assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE"} & plain.keys()
+    assert HorovodSpec().variables(1, has_gpus=False)["HOROVOD_CYCLE_TIME"] == "5"
+    assert "HOROVOD_CYCLE_TIME" not in HorovodSpec(autotune=True).variables(1, has_gpus=False)
     chosen = HorovodSpec(fusion_threshold_mib=2, cycle_time_ms=0.5, timeline="/tmp/trace.json", stall_check_s=0)
-    found = chosen.variables(3)
+    found = chosen.variables(3, has_gpus=False)
     assert found["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
     assert found["HOROVOD_CYCLE_TIME"] == "0.5"
     assert found["HOROVOD_TIMELINE"] == "/tmp/trace-3.json"
