@@ -126,7 +126,9 @@ def test_the_main_job_at_its_full_size_has_the_losses_that_torch_gives_it(spot: 
     losses = {}
     for name, engine, faults in (("torch", "torch", ""), ("alone", "horovod", ""), ("faults", "horovod", TO_AND_FRO)):
         settings = (f"name={name}", f"runs={tmp_path}", f"engine={engine}", f"plan.max_steps={MAIN_JOB_STEPS}")
-        chaos = run_through(parse_faults(faults), spot, [sys.executable, str(SCRIPT), *settings, *data], f"{tmp_path}/{name}")
+        chaos = run_through(
+            parse_faults(faults), spot, [sys.executable, str(SCRIPT), *settings, *data], f"{tmp_path}/{name}"
+        )
         assert not chaos.left
         run = read_run(open_store(f"{tmp_path}/{name}"))
         certificate = certify(run, data_of(run))

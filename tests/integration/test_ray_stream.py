@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,14 +48,14 @@ for line in sys.stdin:
 class Reader:
     """A driver whose ranks read streams; ranks share it and have an execution each."""
 
-    def __init__(self, cluster: LocalCluster):
-        self._errors = tempfile.TemporaryFile("w+")
+    def __init__(self, cluster: LocalCluster, folder: Path):
+        self._errors = folder / "errors"
         self._process = subprocess.Popen(
             [sys.executable, "-c", RANKS],
             env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=self._errors.open("w"),
             text=True,
         )
 
@@ -66,7 +65,6 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
-        self._errors.close()
 
     def steps(
         self,
@@ -86,13 +84,12 @@ class Reader:
             if line.startswith("STEPS"):
                 found: list[list[int]] = json.loads(line.removeprefix("STEPS"))
                 return found
-        self._errors.seek(0)
-        raise AssertionError(self._errors.read()[-3000:])
+        raise AssertionError(self._errors.read_text()[-3000:])
 
 
 @pytest.fixture(scope="module")
-def reader(cluster: LocalCluster) -> Iterator[Reader]:
-    with Reader(cluster) as running:
+def reader(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    with Reader(cluster, tmp_path_factory.mktemp("reader")) as running:
         yield running
 
 
@@ -148,7 +145,7 @@ def test_neither_prefetch_nor_data_cpus_change_the_order(reader: Reader, url: st
 
 
 def test_an_s3_that_fails_now_and_then_loses_nothing(
-    cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+    cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = open_store(s3.url("stream"))
     table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS), "payload": pa.array([bytes(1000)] * NUM_ROWS)})
@@ -159,7 +156,7 @@ def test_an_s3_that_fails_now_and_then_loses_nothing(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.slow_s = 0.5
         proxy.faults.extend(faults * 5)
-        with Reader(cluster) as own:
+        with Reader(cluster, tmp_path) as own:
             assert own.steps(store.url, 2, start=21) == expected
         assert not proxy.faults
 
@@ -174,7 +171,7 @@ def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> 
         rows = 300
         table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": pa.array([bytes(10**6)] * rows)})
         write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
-        with Reader(small) as own:
+        with Reader(small, tmp_path) as own:
             found = own.steps(str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
     assert found == planned(str(large))
 
