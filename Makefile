@@ -56,7 +56,7 @@ bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Tra
 	$(BIN)/python -m tests.baselines.bench_elastic
 	$(BIN)/python -m tests.baselines.bench_cost
 
-soak: .venv/ready-to-test  ## Longer tests: more seeds of random faults
+soak: .venv/ready-with-horovod  ## Longer tests: more seeds of random faults
 	$(BIN)/pytest -m soak
 
 clean:  ## Remove what make made here

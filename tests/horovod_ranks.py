@@ -14,7 +14,7 @@ from undula.elastic.spec import HorovodSpec
 def on_horovod_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """function(rank, world_size, *arguments) in one process a rank, after hvd.init(); results by rank."""
     server = RendezvousServer("127.0.0.1")
-    common = {**HorovodSpec().variables(1), **server.begin_group(), "HOROVOD_GLOO_IFACE": "lo"}
+    common = {**HorovodSpec().variables("1", has_gpus=False), **server.begin_group(), "HOROVOD_GLOO_IFACE": "lo"}
     by_rank = [{**common, **place} for place in places([str(rank) for rank in range(world_size)])]
     try:
         return on_ranks(world_size, _with_horovod, by_rank, function, arguments)

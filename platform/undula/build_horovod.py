@@ -31,9 +31,26 @@ CHOICES = {
     "HOROVOD_WITHOUT_MPI": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_CPU_OPERATIONS": "GLOO",
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the 2.8 of the gloo that comes along
+    "MAKEFLAGS": f"-j{os.cpu_count()}",
 }
 """What is built where the environment does not say otherwise."""
-TOOLS = {("c++", "g++", "clang++"): "a C++ compiler", ("cmake",): "CMake", ("make", "ninja"): "make"}
+TOOLS = {
+    "a C++ compiler": ("CXX", "c++", "g++", "clang++"),
+    "CMake": ("HOROVOD_CMAKE", "cmake"),
+    "make": ("MAKE", "make"),
+}
+"""What is needed: the variable that may name it, and what it is called."""
+REASONS = (
+    r"fatal error: .*",
+    r"CMake Error[^\n]*\n[^\n]*",
+    r"Could NOT find .*",
+    r"Killed.*",
+    r"No module named .*",
+    r"undefined reference .*",
+    r"(?m)^ERROR: .*",
+)
+"""Lines of a failed build that say why, those that say it best first."""
 
 
 def build_horovod(cache: Path) -> None:
@@ -52,8 +69,8 @@ def build_horovod(cache: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         wheels = [_built(folder)]
     print(f"installing {wheels[0]}", flush=True)
-    _pip("install", "--quiet", "--force-reinstall", "--no-deps", str(wheels[0]))
-    _pip("install", "--quiet", f"horovod=={VERSION}")  # what it depends on
+    _pip(folder, "install", "--quiet", "--force-reinstall", "--no-deps", str(wheels[0]))
+    _pip(folder, "install", "--quiet", f"horovod=={VERSION}")  # what it depends on
 
 
 def _build_name(env: Mapping[str, str]) -> str:
@@ -64,7 +81,11 @@ def _build_name(env: Mapping[str, str]) -> str:
 
 
 def _check_tools() -> None:
-    missing = [name for tools, name in TOOLS.items() if not any(map(shutil.which, tools))]
+    missing = [
+        what
+        for what, (variable, *names) in TOOLS.items()
+        if not any(map(shutil.which, [os.environ.get(variable, "").partition(" ")[0], *names]))
+    ]
     if missing:
         raise ClusterError(
             f"building Horovod needs {' and '.join(missing)}, which this machine lacks: on Debian, apt-get install g++ cmake make"
@@ -74,7 +95,9 @@ def _check_tools() -> None:
 def _built(folder: Path) -> Path:
     """A wheel in a folder, from the package index's source; there only when it is whole."""
     with tempfile.TemporaryDirectory() as scratch:
-        _pip("download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={scratch}", f"horovod=={VERSION}")
+        _pip(
+            folder, "download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={scratch}", f"horovod=={VERSION}"
+        )
         (archive,) = Path(scratch).glob("horovod-*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")
@@ -87,11 +110,13 @@ def _built(folder: Path) -> Path:
                 )
             (source / name).write_text(text)
         with _clock("compiling"):
-            _pip("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={scratch}", str(source), env=CHOICES)
+            _pip(
+                folder, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={scratch}", str(source), env=CHOICES
+            )
         (wheel,) = Path(scratch).glob("horovod-*.whl")
-        partial = folder / f"{wheel.name}.partial"
-        shutil.copy(wheel, partial)
-        return partial.rename(folder / wheel.name)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as partial:
+            partial.write(wheel.read_bytes())
+        return Path(partial.name).replace(folder / wheel.name)
 
 
 @contextmanager
@@ -101,11 +126,18 @@ def _clock(what: str) -> Iterator[None]:
         yield
 
 
-def _pip(*arguments: str, env: Mapping[str, str] | None = None) -> None:
+def _pip(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    """Run pip; what it says goes to a log in `folder` where it fails."""
     command: Sequence[str] = (sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments)
     done = subprocess.run(command, env={**(env or {}), **os.environ}, capture_output=True, text=True)
     if done.returncode:
-        log = Path(tempfile.gettempdir()) / "undula-build-horovod.log"
-        log.write_text(done.stdout + done.stderr)
-        found = re.findall(r".*(?:error|Error|ERROR)\b.*", done.stdout + done.stderr)
-        raise ClusterError(f"pip {arguments[0]} failed ({(found or ['no reason given'])[0].strip()}): see {log}")
+        said = done.stdout + done.stderr
+        log = folder / "failed.log"
+        log.write_text(said)
+        raise ClusterError(f"pip {arguments[0]} failed ({reason_of(said)}): see {log}")
+
+
+def reason_of(said: str) -> str:
+    """The line of a failed build that says why."""
+    found = next((match[0] for reason in REASONS if (match := re.search(reason, said))), "no reason given")
+    return " ".join(found.split())

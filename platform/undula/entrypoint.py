@@ -24,7 +24,7 @@ from undula.elastic.horovod import HorovodConfig
 from undula.elastic.quiet import keep_quiet
 from undula.elastic.spec import WorkersSpec
 from undula.elastic.trainer import elastic_trainer, ray_trainer
-from undula.errors import ClusterError, StorageError, one_sentence
+from undula.errors import ClusterError, SpecError, StorageError, one_sentence
 from undula.live import live_view
 from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
@@ -57,6 +57,8 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         if options.print:
             print(loaded.to_yaml(), end="")
             return
+        if options.trainer == "ray" and loaded.spec.engine == "horovod":
+            raise SpecError("command line: --trainer ray has no Horovod: leave out one of it and engine: horovod")
         prepared = prepare(loaded, train, options.fresh)
         if prepared.is_finished:
             print(f"{prepared.store.url} is finished: nothing to do; --fresh starts over")

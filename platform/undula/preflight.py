@@ -46,7 +46,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     """
     spec = loaded.spec
     if spec.engine == "horovod":
-        check_horovod(spec.horovod)
+        check_horovod(spec.horovod, has_gpus=spec.workers.gpus > 0)
     data = _training_data(loaded)
     if spec.data.validation is not None:
         key, url = "data.validation", spec.data.validation

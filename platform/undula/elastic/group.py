@@ -16,6 +16,7 @@ from ray.train.v2._internal.util import invoke_context_managers
 
 from undula.elastic.failures import NotEnoughWorkersError
 from undula.elastic.pool import PooledWorker, WorkerPool
+from undula.errors import UndulaError
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class ElasticWorkerGroup(WorkerGroup):
             self._worker_group_state = state
             state.shutdown()
             self._clear_state()  # type: ignore[no-untyped-call]
-            if isinstance(error, ray.exceptions.RayError):
+            if isinstance(error, ray.exceptions.RayError) and not isinstance(error, UndulaError):
                 raise WorkerGroupStartupFailedError(f"a worker was lost while the group started: {error}") from error
             raise
 

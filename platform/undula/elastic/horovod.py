@@ -1,6 +1,7 @@
 """Horovod beside torch's process group, in the thread that trains: torch's small one carries decisions, Horovod the gradients."""
 
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,14 +30,14 @@ class HorovodConfig(BackendConfig):
     """Horovod for `ElasticHorovodTrainer`, with the arguments of Ray's former class.
 
     Args:
-        key: what the secret in the rendezvous' address begins with; the rest is drawn anew for each group.
+        key: a secret from which that of each group's rendezvous is derived, beside what is drawn anew for each.
         fields: those of HorovodSpec, the job's `horovod` section. Those of Ray's that have no meaning here are taken, with a warning.
 
     Raises:
         pydantic.ValidationError: a field has no such value.
     """
 
-    def __init__(self, *, key: str | None = None, **fields: Any):
+    def __init__(self, *, key: str | bytes | None = None, **fields: Any):
         ignored = [name for name in WITHOUT_EFFECT if fields.pop(name, None) is not None]
         if ignored:
             warnings.warn(
@@ -58,16 +59,15 @@ class ElasticHorovodBackend(ElasticTorchBackend):
     """Tells the ranks where to meet, each time at a new secret; lives in the controller, and serves the rendezvous there."""
 
     _server: RendezvousServer | None = None
-    _groups = 0
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         super().on_start(worker_group, TorchConfig(backend="gloo"))
         if self._server is None:
             self._server = RendezvousServer(node_address(), backend_config.key)
-        self._groups += 1
         workers = [worker.metadata for worker in worker_group.get_workers()]
         has_gpus = any(worker.gpu_ids for worker in workers)
-        common = {**backend_config.spec.variables(self._groups, has_gpus), **self._server.begin_group()}
+        group = time.strftime("%Y%m%d-%H%M%S")
+        common = {**backend_config.spec.variables(group, has_gpus), **self._server.begin_group()}
         hosts = [worker.node_id for worker in workers]
         worker_group.execute(use_variables, [{**common, **place} for place in places(hosts)], backend_config.spec.nics)
 
@@ -163,14 +163,18 @@ def import_horovod() -> Any:
         ) from error
 
 
-def check(spec: HorovodSpec) -> None:
-    """Whether the Horovod that is installed here can do what a spec says.
+def check(spec: HorovodSpec, has_gpus: bool) -> None:
+    """Whether the Horovod that is installed here can do what a spec says, for workers with GPUs or without.
 
     Raises:
         ClusterError: it is not there, or lacks something.
     """
     hvd = import_horovod()
-    if spec.hierarchical_allreduce and not hvd.nccl_built():
-        raise ClusterError(
-            "horovod.hierarchical_allreduce needs a Horovod with NCCL: HOROVOD_GPU_OPERATIONS=NCCL undula build-horovod"
-        )
+    for what, is_wanted in (
+        ("engine: horovod with GPUs", has_gpus),
+        ("horovod.hierarchical_allreduce", spec.hierarchical_allreduce),
+    ):
+        if is_wanted and not hvd.nccl_built():
+            raise ClusterError(
+                f"{what} needs a Horovod with NCCL, and this one has none: HOROVOD_GPU_OPERATIONS=NCCL undula build-horovod"
+            )

@@ -4,10 +4,15 @@ Horovod's client takes its address and port from two variables and asks for http
 its address the secret becomes the first part of each path. Its own server (horovod/runner/http/http_server.py) lets anybody in.
 """
 
+import hmac
 import secrets
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+
+MOST_BYTES = 2**16
+"""Of a value: ranks leave addresses."""
 
 
 class RendezvousServer(ThreadingHTTPServer):
@@ -15,21 +20,27 @@ class RendezvousServer(ThreadingHTTPServer):
 
     Args:
         host: address of this node, which is all that it listens on.
-        key: what the secret of each group begins with, for those who watch over who may ask.
+        key: a secret from which that of each group is derived, beside what is drawn anew for each.
     """
 
     daemon_threads = True
+    request_queue_size = 128  # all ranks ask at once, each time on a connection of its own
 
-    def __init__(self, host: str, key: str | None = None):
+    def __init__(self, host: str, key: str | bytes | None = None):
         super().__init__((host, 0), _Handler)
         self.values: dict[str, bytes] = {}
-        self._key = key or ""
+        self._key = key.encode() if isinstance(key, str) else key or b""
         self._secret = ""
         threading.Thread(target=self.serve_forever, name="horovod-rendezvous", daemon=True).start()
 
+    def server_bind(self) -> None:
+        """Without a look at the name of the host, which can take a name server's seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
     def begin_group(self) -> dict[str, str]:
         """The variables by which the ranks of a new group find it."""
-        self._secret = f"{self._key}{secrets.token_hex(16)}"
+        self._secret = hmac.digest(self._key, secrets.token_bytes(32), "sha256").hex()
         self.values = {}
         host, port = self.server_address[:2]
         return {
@@ -52,11 +63,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
-        value = self.rfile.read(int(self.headers["Content-Length"]))
-        is_admitted = self.server.admits(self.path)
-        if is_admitted:
-            self.server.values[self.path] = value
-        self._answer(HTTPStatus.OK if is_admitted else HTTPStatus.NOT_FOUND)
+        length = self.headers.get("Content-Length", "")
+        if not self.server.admits(self.path):
+            status = HTTPStatus.NOT_FOUND
+        elif not length.isdecimal() or int(length) > MOST_BYTES:
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        else:
+            self.server.values[self.path] = self.rfile.read(int(length))
+            status = HTTPStatus.OK
+        self._answer(status)
 
     def do_DELETE(self) -> None:
         """A rank has met the others."""

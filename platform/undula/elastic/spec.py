@@ -70,24 +70,37 @@ class HorovodSpec:
     autotune: bool = False
     """Look for the best of the three above while training (HOROVOD_AUTOTUNE); anew in each group."""
     autotune_log: str | None = None
-    """File for what autotune tried, on the node of rank 0 (HOROVOD_AUTOTUNE_LOG)."""
+    """File for what autotune tried, on the node of rank 0 (HOROVOD_AUTOTUNE_LOG); each group's has the time of its start at the end."""
     timeline: str | None = None
-    """File for a trace that chrome://tracing shows, on the node of rank 0 (HOROVOD_TIMELINE); each group's has its number at the end."""
+    """File for a trace that chrome://tracing shows, on the node of rank 0 (HOROVOD_TIMELINE); each group's has the time of its start at
+    the end."""
     timeline_mark_cycles: bool = False
     """Mark the looks for gradients in the timeline (HOROVOD_TIMELINE_MARK_CYCLES)."""
     hierarchical_allreduce: bool = False
-    """Sum within each node before the nodes do (HOROVOD_HIERARCHICAL_ALLREDUCE); takes a Horovod with NCCL."""
+    """Sum within each node before the nodes do, over NCCL (HOROVOD_TORUS_ALLREDUCE, as HOROVOD_HIERARCHICAL_ALLREDUCE takes MPI)."""
     stall_check_s: Annotated[int, Ge(0)] = 60
     """Seconds after which Horovod's log names tensors that some ranks have not brought (HOROVOD_STALL_CHECK_TIME_SECONDS); 0 for never."""
     stall_shutdown_s: Annotated[int, Ge(0)] = 0
-    """Seconds after which it then ends the group (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); 0 for never. The job has workers.hang_limit_s."""
+    """Seconds after which it then ends the group (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS), more than stall_check_s; 0 for never. The job has
+    workers.hang_limit_s."""
     num_nccl_streams: Annotated[int, Gt(0)] = 1
     """CUDA streams for NCCL (HOROVOD_NUM_NCCL_STREAMS)."""
     log_level: Literal["info", "warning", "error", "fatal"] = "warning"
     """Of Horovod's own log, which is in the workers' log files (HOROVOD_LOG_LEVEL); below, it would tell the rendezvous' secret."""
 
-    def variables(self, group: int, has_gpus: bool) -> dict[str, str]:
-        """What the workers' environment has of it but for addresses; `group` counts the run's worker groups."""
+    def __post_init__(self) -> None:
+        if self.stall_shutdown_s and not 0 < self.stall_check_s < self.stall_shutdown_s:
+            raise ValueError(
+                f"stall_shutdown_s is {self.stall_shutdown_s} and stall_check_s {self.stall_check_s}: Horovod ends a group only some time "
+                "after it has complained, so give a stall_check_s above 0 and below"
+            )
+        if self.autotune_log and not self.autotune:
+            raise ValueError("autotune_log is given and autotune is not: set autotune: true, or leave out both")
+        if self.timeline_mark_cycles and not self.timeline:
+            raise ValueError("timeline_mark_cycles is given and timeline is not: give its file, or leave out both")
+
+    def variables(self, group: str, has_gpus: bool) -> dict[str, str]:
+        """What the workers' environment has of it but for addresses; `group` tells the files of a group from others'."""
         cycle_time_ms = None if has_gpus or self.autotune else CPU_CYCLE_TIME_MS
         scaled = None if self.fusion_threshold_mib is None else int(self.fusion_threshold_mib * 2**20)
         values: dict[str, Any] = {
@@ -96,10 +109,10 @@ class HorovodSpec:
             "CYCLE_TIME": self.cycle_time_ms or cycle_time_ms,
             "CACHE_CAPACITY": self.cache_capacity,
             "AUTOTUNE": int(self.autotune),
-            "AUTOTUNE_LOG": self.autotune_log,
-            "TIMELINE": self.timeline and _numbered(self.timeline, group),
+            "AUTOTUNE_LOG": self.autotune_log and _of_group(self.autotune_log, group),
+            "TIMELINE": self.timeline and _of_group(self.timeline, group),
             "TIMELINE_MARK_CYCLES": int(self.timeline_mark_cycles),
-            "HIERARCHICAL_ALLREDUCE": int(self.hierarchical_allreduce),
+            "TORUS_ALLREDUCE": int(self.hierarchical_allreduce),
             "STALL_CHECK_DISABLE": int(self.stall_check_s == 0),
             "STALL_CHECK_TIME_SECONDS": self.stall_check_s or None,
             "STALL_SHUTDOWN_TIME_SECONDS": self.stall_shutdown_s,
@@ -111,6 +124,6 @@ class HorovodSpec:
         return {f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None}
 
 
-def _numbered(file: str, group: int) -> str:
+def _of_group(file: str, group: str) -> str:
     path = PurePath(file)
     return str(path.with_name(f"{path.stem}-{group}{path.suffix}"))

@@ -44,7 +44,7 @@ def largest_within(span: Span, shares: Sequence[range]) -> list[Span]:
 
 
 class AdasumEngine(Engine):
-    """Combines virtual workers' gradients by Adasum. Takes the memory of one gradient for each virtual worker of a rank.
+    """Combines virtual workers' gradients by Adasum. Takes the memory of one gradient for each virtual worker of a rank, and for each rank.
 
     Args:
         device: of this rank.

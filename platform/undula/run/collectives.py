@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,4 +21,8 @@ def broadcast_from_rank_0(module: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers."""
     if dist.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+            own = tensor.detach()
+            sent = own.contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=0)  # as bytes: of types, gloo knows but some
+            if sent is not own:
+                own.copy_(sent)

@@ -30,9 +30,10 @@ def engine_for(module: nn.Module, device: torch.device, job: Job, rank: int, wor
         return ExactEngine(device, all_reduce)
     if job.gradient.reduce == "adasum":
         return AdasumEngine(device, assign(job.plan.virtual_workers, world_size), rank, all_reduce)
+    sent_as = torch.float16 if job.gradient.compression == "fp16" else None
     if job.engine == "horovod":
-        return HorovodEngine(device, job.gradient.compression)
-    return TorchEngine(device, torch.float16 if job.gradient.compression == "fp16" else None)
+        return HorovodEngine(device, sent_as)
+    return TorchEngine(device, sent_as)
 
 
 def _sharded(module: nn.Module, job: Job) -> Engine:

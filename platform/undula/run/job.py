@@ -21,8 +21,9 @@ class GradientSpec:
     max_norm: Annotated[float, Gt(0)] | None = None
     """Norm to which the gradient is clipped; by default it is not."""
     reduce: Literal["average", "sum", "adasum"] = "average"
-    """How the virtual workers' gradients become one: their mean over the step's samples; the sum of their means, as Horovod's `Sum` over
-    as many ranks; or Adasum (arXiv:2006.02924), with the memory of one gradient for each virtual worker of a rank."""
+    """How the virtual workers' gradients become one: their mean over the step's samples; that times the number of virtual workers, as
+    Horovod's `Sum` over as many ranks; or Adasum (arXiv:2006.02924), with the memory of one gradient for each virtual worker of a rank,
+    and for each rank."""
     compression: Literal["none", "fp16"] = "none"
     """How gradients go over the network: as they are, or as 16-bit floats, whose rounding depends on the number of workers."""
 

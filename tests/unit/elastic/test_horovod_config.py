@@ -2,6 +2,7 @@
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,17 +45,31 @@ def test_the_interface_is_the_nodes_own_or_the_first_that_is_named_and_there() -
 
 
 def test_fields_become_variables_and_those_that_autotune_finds_are_left_open() -> None:
-    plain = HorovodSpec().variables(1, has_gpus=True)
+    plain = HorovodSpec().variables("now", has_gpus=True)
     assert plain["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
     assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE"} & plain.keys()
-    assert HorovodSpec().variables(1, has_gpus=False)["HOROVOD_CYCLE_TIME"] == "5"
-    assert "HOROVOD_CYCLE_TIME" not in HorovodSpec(autotune=True).variables(1, has_gpus=False)
+    assert HorovodSpec().variables("now", has_gpus=False)["HOROVOD_CYCLE_TIME"] == "5"
+    assert "HOROVOD_CYCLE_TIME" not in HorovodSpec(autotune=True).variables("now", has_gpus=False)
     chosen = HorovodSpec(fusion_threshold_mib=2, cycle_time_ms=0.5, timeline="/tmp/trace.json", stall_check_s=0)
-    found = chosen.variables(3, has_gpus=False)
+    found = chosen.variables("20261122-101112", has_gpus=False)
     assert found["HOROVOD_FUSION_THRESHOLD"] == str(2 * 2**20)
     assert found["HOROVOD_CYCLE_TIME"] == "0.5"
-    assert found["HOROVOD_TIMELINE"] == "/tmp/trace-3.json"
+    assert found["HOROVOD_TIMELINE"] == "/tmp/trace-20261122-101112.json"
     assert found["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"stall_shutdown_s": 30}, "stall_shutdown_s is 30 and stall_check_s 60"),
+        ({"stall_shutdown_s": 30, "stall_check_s": 0}, "stall_check_s above 0"),
+        ({"autotune_log": "/tmp/log"}, "autotune_log is given and autotune is not"),
+        ({"timeline_mark_cycles": True}, "timeline_mark_cycles is given and timeline is not"),
+    ],
+)
+def test_what_horovod_would_pass_over_is_refused(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        HorovodSpec(**fields)
 
 
 def test_an_old_scripts_arguments_are_taken() -> None:

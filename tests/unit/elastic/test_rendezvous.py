@@ -1,5 +1,6 @@
 """The server where Horovod's ranks meet, asked as Horovod's client asks it."""
 
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from undula.elastic.rendezvous import RendezvousServer
 
 @pytest.fixture
 def server() -> Iterator[RendezvousServer]:
-    running = RendezvousServer("127.0.0.1", key="mine")
+    running = RendezvousServer("127.0.0.1", key="mine/and:yours=")
     yield running
     running.shutdown()
     running.server_close()
@@ -39,7 +40,7 @@ def test_without_the_groups_secret_nothing_is_there(server: RendezvousServer) ->
     former = server.begin_group()
     ask(former, "PUT", "global/0", b"old")
     group = server.begin_group()
-    assert "/mine" in group["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+    assert "mine" not in group["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
     assert ask(group, "GET", "global/0") is None
     ask(group, "PUT", "global/0", b"new")
     host, _, secret = group["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")
@@ -47,3 +48,14 @@ def test_without_the_groups_secret_nothing_is_there(server: RendezvousServer) ->
         assert ask(stranger, "PUT", "global/0", b"evil") is None
         assert ask(stranger, "GET", "global/0") is None
     assert ask(group, "GET", "global/0") == b"new"
+
+
+def test_what_is_too_large_is_not_taken_and_strangers_are_not_read(server: RendezvousServer) -> None:
+    group = server.begin_group()
+    host, _, secret = group["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")
+    address, port = host.split(":")
+    for path, length, status in ((f"/{secret}:x/a", 10**12, 413), (f"/{secret}:x/a", -1, 413), ("/a", 10**12, 404)):
+        with socket.create_connection((address, int(port)), timeout=10) as stranger:
+            stranger.sendall(f"PUT {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+            assert f" {status} ".encode() in stranger.recv(100)
+    assert not server.values

@@ -24,8 +24,8 @@ def engine_named(name: str) -> Engine:
     engines = {
         "torch": lambda: TorchEngine(cpu),
         "torch, fp16": lambda: TorchEngine(cpu, torch.float16),
-        "horovod": lambda: HorovodEngine(cpu, "none"),
-        "horovod, fp16": lambda: HorovodEngine(cpu, "fp16"),
+        "horovod": lambda: HorovodEngine(cpu),
+        "horovod, fp16": lambda: HorovodEngine(cpu, torch.float16),
         "exact": lambda: ExactEngine(cpu),
         "exact, horovod": lambda: ExactEngine(cpu, sum_over_horovod),
     }
@@ -67,6 +67,52 @@ def test_gradients_are_those_of_torchs_engine(world_size: int) -> None:
         assert exact_horovod.tolist() == exact.tolist()
         if world_size > 1:
             assert half.tolist() != plain.tolist()  # it was compressed
+
+
+class Parts(nn.Module):
+    """Of which each rank uses another, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(3, 1, dtype=torch.bfloat16) for _ in range(3))
+        self.convolution = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
+
+
+def _of_several_kinds(rank: int, world_size: int) -> list[list[float] | None]:
+    """Gradients of two steps; what each rank has not, another has, in types that Horovod has not."""
+    torch.manual_seed(rank)
+    module = Parts()
+    if rank:
+        module.mask.fill_(False)
+    engine = engine_named("horovod")
+    model = engine.wrap(module)
+    assert module.mask.tolist() == [True, False]
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        engine.begin_step(2 // world_size)
+        for place in range(rank, 2, world_size):
+            loss = model.parts[place](torch.ones(1, 3, dtype=torch.bfloat16)).sum().float()
+            (loss + model.convolution(torch.ones(1, 2, 4, 4)).sum()).backward()
+        engine.end_step(2)
+    return [None if parameter.grad is None else parameter.grad.flatten().tolist() for parameter in module.parameters()]
+
+
+def test_a_gradient_that_only_some_ranks_have_or_none_is_what_it_is_on_one() -> None:
+    (alone,) = on_horovod_ranks(1, _of_several_kinds)
+    assert alone[4:6] == [None, None]
+    assert None not in alone[:4] + alone[6:]
+    for found in on_horovod_ranks(2, _of_several_kinds):
+        assert found == alone
+
+
+def _sparse(rank: int, world_size: int) -> None:
+    engine_named("horovod").wrap(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
+def test_sparse_gradients_are_refused_in_a_sentence() -> None:
+    with pytest.raises(AssertionError, match="RuntimeError: .* leave out sparse=True of 0"):
+        on_horovod_ranks(1, _sparse)
 
 
 def _left_behind(rank: int, world_size: int) -> float | None:
