@@ -3,11 +3,13 @@
     python -m tests.baselines.bench_traces 4:aws-4node.json 2:aws-16node.json
 
 Each trace comes with the most nodes that are used of it. Two stretches of each: sixty changes in `--minutes`, and ten with more than a
-minute between them on average. Every node that goes has had 20 s of notice. One run of each: it is what came of one sequence of changes.
+minute between them on average, there with no more nodes than this machine has cores: a node that starts takes them from those that
+train. Every node that goes has had 20 s of notice. One run of each: it is what came of one sequence of changes.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -69,15 +71,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("traces", nargs="+", metavar="NODES:FILE")
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--stretches", nargs="+", choices=["busy", "calm"], default=["busy", "calm"])
     parser.add_argument("--trainers", nargs="+", default=["undula", "ray"])
     options = parser.parse_args()
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         stdlib_text().write(f"{folder}/data")
         for most, trace in ((int(each.partition(":")[0]), Path(each.partition(":")[2])) for each in options.traces):
-            for changes, seconds in ((60, 60 * options.minutes), (CALM_CHANGES, CALM_CHANGES * CALM_S)):
-                for trainer in options.trainers:
-                    rounds.append(replayed(trace, most, changes, seconds, f"{folder}/data", folder, trainer))
+            cores = os.cpu_count() or 1
+            for stretch, changes, seconds, nodes in (
+                ("busy", 60, 60 * options.minutes, most),
+                ("calm", CALM_CHANGES, CALM_CHANGES * CALM_S, min(most, cores)),
+            ):
+                for trainer in options.trainers if stretch in options.stretches else ():
+                    rounds.append(replayed(trace, nodes, changes, seconds, f"{folder}/data", folder, trainer))
                     print(json.dumps(rounds[-1]), flush=True)
                     FOLDER.mkdir(parents=True, exist_ok=True)
                     (FOLDER / "traces.json").write_text(json.dumps(rounds, indent=1))

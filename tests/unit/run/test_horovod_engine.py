@@ -111,7 +111,7 @@ def _sparse(rank: int, world_size: int) -> None:
 
 
 def test_sparse_gradients_are_refused_in_a_sentence() -> None:
-    with pytest.raises(AssertionError, match="RuntimeError: .* leave out sparse=True of 0"):
+    with pytest.raises(AssertionError, match=r"RuntimeError: .* leave out sparse=True of 0"):
         on_horovod_ranks(1, _sparse)
 
 
