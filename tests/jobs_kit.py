@@ -18,8 +18,10 @@ from undula.storage import Store, open_store
 
 ROOT = Path(__file__).parents[1]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
-SMALL = (*MODEL, *PLAN, "data.head_mib=0")
-"""Overrides that make the main job a matter of seconds, all of its data read in Ray Data's tasks."""
+SMALL = (*MODEL, *PLAN)
+"""Overrides that make the main job a matter of seconds; its data fits into the head of the stream, which the worker itself reads."""
+STREAMED = ("data.head_mib=0",)
+"""All of the data is read in Ray Data's tasks, which take seconds to start."""
 
 
 @dataclass(frozen=True)

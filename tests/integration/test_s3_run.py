@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from jobs_kit import Jobs
+from jobs_kit import STREAMED, Jobs
 
 from undula.cluster.local import local_cluster
 from undula.data.corpora import stdlib_text
@@ -18,7 +18,7 @@ def test_data_and_run_directory_on_s3(s3, text: str, session_jobs: Jobs, tmp_pat
     stdlib_text(context=32, root=source).write(s3.url("text"), num_shards=2, row_group_bytes=8192)
     with local_cluster(num_cpus=4, env=s3.env) as cluster:
         jobs = Jobs(cluster, s3.url("text"), s3.url("runs"))
-        settings = ("workers.max=2", "checkpoint.every_steps=10")
+        settings = (*STREAMED, "workers.max=2", "checkpoint.every_steps=10")
         done = jobs.run("on-s3", *settings, "plan.max_steps=20")
         assert done.status == 0, done.err
         assert done.column("step") == list(range(20))

@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import RunningState
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
-from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2.api.config import ScalingConfig
 
-from undula.elastic.events import ControllerEvents, EventQueue, EventSink
+from undula.elastic.events import ControllerEvents, EventQueue
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.group import WorkerGroups
 from undula.elastic.pool import WorkerPool
@@ -36,21 +35,12 @@ class ElasticController(TrainController):
         scaling_config: ScalingConfig,
         grow: str,
         hang_limit_s: float | None,
-        prepare: Callable[[], None] | None,
-        on_event: EventSink,
+        pool: WorkerPool,
         callbacks: list[Any],
         **arguments: Any,
     ):
-        context = arguments["train_run_context"]
-        self._events = EventQueue(on_event)
-        self._pool = WorkerPool(
-            train_fn_ref=arguments["train_fn_ref"],
-            prepare=prepare,
-            resources=scaling_config._resources_per_worker_not_none,
-            runtime_env=WorkerGroup._get_worker_runtime_env(context.run_config.worker_runtime_env),
-            high=scaling_config.max_workers,
-            on_event=self._events,
-        )
+        self._events = EventQueue(pool.on_event)
+        self._pool = replace(pool, on_event=self._events)
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")

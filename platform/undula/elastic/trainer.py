@@ -14,6 +14,8 @@ from ray.train.v2._internal.constants import (
     ENABLE_PREEMPTION_WATCHER_ENV_VAR,
     get_env_vars_to_propagate,
 )
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import ObjectRefWrapper
 from ray.train.v2.api.callback import RayTrainCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -25,6 +27,7 @@ from undula.elastic.controller import ElasticController
 from undula.elastic.events import ControllerEvents, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.horovod import HorovodConfig, check, import_horovod
+from undula.elastic.pool import WorkerPool
 from undula.elastic.spec import WorkersSpec
 from undula.run.hub import UNRECORDED
 from undula.storage import Store
@@ -67,18 +70,29 @@ class ElasticTrainer(DataParallelTrainer):
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
         controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
+        pool = self._pool(controller_arguments["train_fn_ref"])
+        pool.tick()  # the first workers start beside the controller's process
         controller: Any = controller_class.remote(
             scaling_config=self.scaling_config,
             grow=self._grow,
             hang_limit_s=self._hang_limit_s,
-            prepare=self._prepare,
-            on_event=self._on_event,
+            pool=pool,
             **controller_arguments,
         )
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())
         return cast(Result, ray.get(controller.get_result.remote()))
+
+    def _pool(self, train_fn_ref: ObjectRefWrapper[Any]) -> WorkerPool:
+        return WorkerPool(
+            train_fn_ref=train_fn_ref,
+            prepare=self._prepare,
+            resources=self.scaling_config._resources_per_worker_not_none,
+            runtime_env=WorkerGroup._get_worker_runtime_env(self.run_config.worker_runtime_env),
+            high=self.scaling_config.max_workers,
+            on_event=self._on_event,
+        )
 
     def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
         """Those whose actors would only idle beside the training, which takes up to 1 % of a core each."""
