@@ -27,13 +27,13 @@ help:  ## This list
 
 horovod: .venv/ready-with-horovod  ## Build Horovod for the installed torch, once, and install it into .venv
 
-setup: .venv/ready-to-test  ## Install everything that development needs into .venv
+setup: .venv/ready-with-horovod  ## Install everything that development needs into .venv
 
 train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, leave a run directory
 	@$(BIN)/undula data stdlib-text --out $(DATA) --if-missing
 	@$(BIN)/undula run jobs/language_model.yaml name=$(RUN)
 
-test: .venv/ready-to-test check  ## Lint, type check, all tests
+test: .venv/ready-with-horovod check  ## Lint, type check, all tests
 	$(BIN)/pytest
 
 check: .venv/ready-to-test  ## Lint and type check
