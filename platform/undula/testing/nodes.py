@@ -36,6 +36,8 @@ class Nodes:
         self.nodes: list[str] = []
         self._env = {**os.environ, **cluster.env, **env}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._notices: dict[str, float] = {}
+        """Of nodes that have not joined yet: when they will go, in seconds since the epoch."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
         self._asking = threading.Lock()
         self._head = subprocess.Popen(
@@ -71,8 +73,16 @@ class Nodes:
         return dict(self._ask("count"))
 
     def drain(self, node: str, deadline_s: float) -> None:
-        """Tell the cluster that a node will go in so many seconds, as a cloud's notice of preemption does."""
-        accepted, why = self._ask(f"drain {node} {int((time.time() + deadline_s) * 1e3)}")
+        """Tell the cluster that a node will go in so many seconds, as a cloud's notice of preemption does; or, as soon as it has joined."""
+        self._notices[node] = time.time() + deadline_s
+        if node in self.alive():
+            self._pass_on_notice(node)
+
+    def _pass_on_notice(self, node: str) -> None:
+        deadline = self._notices.pop(node, None)
+        if deadline is None:
+            return
+        accepted, why = self._ask(f"drain {node} {int(deadline * 1e3)}")
         if not accepted:
             raise ClusterError(f"node {node} cannot be drained: {why}")
 
@@ -138,6 +148,7 @@ class Nodes:
         while node in self.nodes and process.poll() is None and time.monotonic() < deadline:
             with suppress(ClusterError, OSError, ValueError):
                 if node in self.alive():
+                    self._pass_on_notice(node)
                     return True
             time.sleep(0.1)  # paces the looks
         _kill_tree(process)
