@@ -12,7 +12,7 @@ EXPECTED_INTERVAL_S = 600.0
 """Expected time to the next change of a cluster of which nothing is known yet."""
 EXPECTED_COST_S = 2.0
 """Expected pause of a resize before one was measured."""
-LEAVE_S = 10.0
+LEAVE_S = 5.0
 """So long before its last node goes a group ends, at a checkpoint."""
 HANG_FACTOR = 10.0
 HANG_FLOOR_S = 5.0

@@ -95,8 +95,8 @@ def test_below_the_fewest_a_checkpoint_is_saved_and_trained_on_until_shortly_bef
     first = at(NOW, NOW + 30, is_saved=False)
     assert isinstance(first, Save)
     assert not first.ends
-    assert at(NOW + 10, NOW + 30, is_saved=True) == Hold()
-    for last in (at(NOW + 18, NOW + 30, is_saved=True), at(NOW, NOW + 10, False), at(NOW, math.inf, False)):
+    assert at(NOW + 20, NOW + 30, is_saved=True) == Hold()
+    for last in (at(NOW + 22, NOW + 30, is_saved=True), at(NOW, NOW + 8, False), at(NOW, math.inf, False)):
         assert isinstance(last, Save)
         assert last.ends
 
