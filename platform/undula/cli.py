@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from undula.chaos_command import add_chaos_arguments
+from undula.cluster_command import add_cluster_arguments
 from undula.errors import SpecError, one_sentence
+from undula.spot_command import add_spot_arguments
 from undula.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -281,6 +283,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
+    _add_cluster_commands(commands)
+
     report = commands.add_parser("report", help="write report.html into a run directory")
     report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     report.set_defaults(command=_report)
@@ -296,6 +300,19 @@ def _parser() -> argparse.ArgumentParser:
     schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
     schema.set_defaults(command=_schema)
     return parser
+
+
+def _add_cluster_commands(commands: Any) -> None:
+    cluster = commands.add_parser("cluster", help="what concerns a cluster's configuration")
+    cluster_commands = cluster.add_subparsers(required=True, metavar="WHAT")
+    text = "say what is wrong with a cluster.yaml that `ray up` takes; exit status 1 on errors"
+    add_cluster_arguments(cluster_commands.add_parser("check", help=text))
+
+    spot = commands.add_parser("spot", help="what concerns this machine as a spot node of a cluster")
+    spot_commands = spot.add_subparsers(required=True, metavar="WHAT")
+    add_spot_arguments(
+        spot_commands.add_parser("watch", help="have Ray drain this machine's nodes when its cloud gives notice")
+    )
 
 
 def _add_writing(parser: argparse.ArgumentParser, row_group_mib: float) -> None:

@@ -85,12 +85,13 @@ class ElasticTrainer(DataParallelTrainer):
         return cast(Result, ray.get(controller.get_result.remote()))
 
     def _pool(self, train_fn_ref: ObjectRefWrapper[Any]) -> WorkerPool:
+        scaling, config = cast(ScalingConfig, self.scaling_config), cast(RunConfig, self.run_config)
         return WorkerPool(
             train_fn_ref=train_fn_ref,
             prepare=self._prepare,
-            resources=self.scaling_config._resources_per_worker_not_none,
-            runtime_env=WorkerGroup._get_worker_runtime_env(self.run_config.worker_runtime_env),
-            high=self.scaling_config.max_workers,
+            resources=scaling._resources_per_worker_not_none,
+            runtime_env=WorkerGroup._get_worker_runtime_env(config.worker_runtime_env or {}),
+            high=scaling.max_workers,
             on_event=self._on_event,
         )
 

@@ -1,6 +1,5 @@
 """Several Ray nodes on one machine: added, drained with a notice, and killed as a whole with their memory, as a cloud takes machines."""
 
-import json
 import os
 import secrets
 import shutil
@@ -14,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
+from undula.cluster.gcs import Head
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.errors import ClusterError
 from undula.state.snapshot import MEMORY
@@ -39,11 +38,7 @@ class Nodes:
         self._notices: dict[str, float] = {}
         """Of nodes that have not joined yet: when they will go, in seconds since the epoch."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
-        self._asking = threading.Lock()
-        self._head = subprocess.Popen(
-            [sys.executable, "-m", "undula.testing.gcs", cluster.address],
-            env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+        self._head = Head(cluster.address, self._env)
         # One after another: of two that start at once on a machine, one may never get to its end.
         self._to_start: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
         self._starter = threading.Thread(target=self._start_all, name="undula-nodes", daemon=True)
@@ -66,11 +61,11 @@ class Nodes:
 
     def alive(self) -> list[str]:
         """Ids of the nodes that the head takes for alive, its own included."""
-        return list(self._ask("alive"))
+        return list(self._head.ask("alive"))
 
     def count(self) -> dict[str, int]:
         """Actors that are alive, and placement groups."""
-        return dict(self._ask("count"))
+        return dict(self._head.ask("count"))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """Tell the cluster that a node will go in so many seconds, as a cloud's notice of preemption does; or, as soon as it has joined."""
@@ -79,12 +74,8 @@ class Nodes:
             self._pass_on_notice(node)
 
     def _pass_on_notice(self, node: str) -> None:
-        deadline = self._notices.pop(node, None)
-        if deadline is None:
-            return
-        accepted, why = self._ask(f"drain {node} {int(deadline * 1e3)}")
-        if not accepted:
-            raise ClusterError(f"node {node} cannot be drained: {why}")
+        if (deadline := self._notices.pop(node, None)) is not None:
+            self._head.drain(node, deadline)
 
     def kill(self, node: str) -> None:
         """SIGKILL everything on a node at once; what it had in memory is gone."""
@@ -109,20 +100,8 @@ class Nodes:
         self._starter.join(timeout=START_TIMEOUT_S)
         for process in self._processes.values():
             _kill_tree(process)
-        self._head.kill()
-        self._head.wait()
+        self._head.close()
         shutil.rmtree(self._memory, ignore_errors=True)
-
-    def _ask(self, command: str) -> Any:
-        assert self._head.stdin is not None
-        assert self._head.stdout is not None
-        with self._asking:
-            self._head.stdin.write(f"{command}\n")
-            self._head.stdin.flush()
-            line = self._head.stdout.readline()
-        if not line:
-            raise ClusterError(f"the head of the cluster at {self.cluster.address} does not answer")
-        return json.loads(line)
 
     def _start_all(self) -> None:
         while (wanted := self._to_start.get()) is not None:

@@ -1,0 +1,228 @@
+"""What is wrong with a cluster's configuration for training on spot nodes, and Ray's launcher does not say."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import boto3
+import yaml
+from botocore.exceptions import BotoCoreError, ClientError
+from jsonschema import Draft7Validator
+
+from undula.elastic.capacity import workers_that_fit
+from undula.elastic.spec import WorkersSpec
+from undula.errors import SpecError
+
+ANYWHERE = ("0.0.0.0/0", "::/0")
+SSH = 22
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to mend, in a sentence."""
+
+    severity: Literal["error", "warning"]
+    """An error costs money, data or safety; a warning costs speed."""
+    message: str
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """What the configuration says of a kind of nodes."""
+
+    name: str
+    resources: Mapping[str, float]
+    machine: str
+    """The cloud's name of it."""
+    is_spot: bool
+    max_price: str | None
+    is_head: bool
+
+
+def load_cluster(path: Path) -> dict[str, Any]:
+    """A cluster.yaml, as Ray's launcher reads it.
+
+    Raises:
+        SpecError: it cannot be read, or is not of Ray's schema.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise SpecError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    schema = json.loads((files("ray.autoscaler") / "ray-schema.json").read_text())
+    wrong = min(Draft7Validator(schema).iter_errors(config), key=lambda error: len(error.path), default=None)
+    if wrong is not None:
+        where = ".".join(map(str, wrong.path)) or "the file"
+        raise SpecError(f"{path}: {where}: {wrong.message}")
+    return config  # type: ignore[no-any-return]
+
+
+def node_types(config: Mapping[str, Any]) -> list[NodeType]:
+    """The kinds of nodes of a configuration."""
+    found = []
+    for name, each in config.get("available_node_types", {}).items():
+        node = each.get("node_config", {})
+        market = node.get("InstanceMarketOptions", {})
+        scheduling = node.get("scheduling", {})
+        scheduling = scheduling[0] if isinstance(scheduling, list) else scheduling
+        found.append(
+            NodeType(
+                name,
+                each.get("resources", {}),
+                node.get("InstanceType") or node.get("machineType") or "",
+                market.get("MarketType") == "spot"
+                or scheduling.get("preemptible") is True
+                or scheduling.get("provisioningModel") == "SPOT",
+                market.get("SpotOptions", {}).get("MaxPrice"),
+                name == config.get("head_node_type"),
+            )
+        )
+    return found
+
+
+def check_cluster(
+    config: Mapping[str, Any], workers: WorkersSpec | None, buckets: Sequence[str], region_of: Callable[[str], str]
+) -> list[Finding]:
+    """What to mend.
+
+    Args:
+        config: of the cluster, of Ray's schema.
+        workers: what a job's workers need; None where no job was given.
+        buckets: of S3, which the job reads and writes.
+        region_of: tells a bucket's region, or raises SpecError where it cannot be told.
+    """
+    types = node_types(config)
+    provider = config.get("provider", {}).get("type")
+    findings = [*_on_spot(types, provider), *_on_safety(config), *_on_notices(config, types)]
+    if workers is not None:
+        findings += _on_fit(types, workers)
+    if provider == "aws":
+        findings += _on_region(config["provider"], buckets, region_of)
+    return findings
+
+
+def _on_spot(types: Sequence[NodeType], provider: str | None) -> Iterator[Finding]:
+    spot = [each for each in types if each.is_spot and not each.is_head]
+    fallback = [each for each in types if not each.is_spot and not each.is_head]
+    for head in (each for each in types if each.is_head and each.is_spot):
+        yield Finding(
+            "error",
+            f"available_node_types.{head.name}: the head is a spot node, and the whole cluster goes with it: make it on-demand",
+        )
+    if not spot:
+        yield Finding("warning", "available_node_types: no worker is a spot node: give one a spot market")
+        return
+    for kind in sorted({_kind(each) for each in spot} - {_kind(each) for each in fallback}):
+        yield Finding(
+            "error",
+            f"available_node_types: spot workers with {kind} have no on-demand type to fall back on: "
+            "add one with as many, and without a spot market",
+        )
+    if len({each.machine for each in spot}) < 2:
+        yield Finding(
+            "error",
+            f"available_node_types: all spot workers are {spot[0].machine}, which go together: add other types of machine",
+        )
+    if provider == "aws":
+        for each in spot:
+            if each.max_price is None:
+                yield Finding(
+                    "warning",
+                    f"available_node_types.{each.name}: no maximum price, so that it may cost as much as on-demand: "
+                    "give InstanceMarketOptions.SpotOptions.MaxPrice",
+                )
+
+
+def _kind(node: NodeType) -> str:
+    return f"{node.resources.get('GPU', 0):g} GPU" if node.resources.get("GPU") else "CPUs alone"
+
+
+def _on_safety(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for rule in config.get("provider", {}).get("security_group", {}).get("IpPermissions", []):
+        ranges = [
+            each.get("CidrIp") or each.get("CidrIpv6")
+            for key in ("IpRanges", "Ipv6Ranges")
+            for each in rule.get(key, [])
+        ]
+        ports = (rule.get("FromPort", 0), rule.get("ToPort", 65535))
+        if any(each in ANYWHERE for each in ranges) and ports != (SSH, SSH):
+            yield Finding(
+                "error",
+                f"provider.security_group: ports {ports[0]} to {ports[1]} are open to everybody: leave the rule out, and reach them by SSH",
+            )
+    commands = [*config.get("head_start_ray_commands", []), *config.get("worker_start_ray_commands", [])]
+    for command in commands:
+        if "ray start" in command and "RAY_AUTH_MODE=token" not in command:
+            yield Finding(
+                "error",
+                f"'{_short(command)}' starts Ray without its token, for anybody to run code: put RAY_AUTH_MODE=token before it",
+            )
+        if "ray start" in command and re.search(r"--dashboard-host[= ]0\.0\.0\.0", command):
+            yield Finding(
+                "warning",
+                "head_start_ray_commands: the dashboard listens on every interface: say --dashboard-host=127.0.0.1, and `ray dashboard`",
+            )
+
+
+def _short(command: str) -> str:
+    return command if len(command) <= 60 else f"{command[:57]}..."
+
+
+def _on_notices(config: Mapping[str, Any], types: Sequence[NodeType]) -> Iterator[Finding]:
+    commands = " ".join([*config.get("worker_setup_commands", []), *config.get("worker_start_ray_commands", [])])
+    if any(each.is_spot for each in types) and not re.search(r"undula(-| )spot(-| )watch", commands):
+        yield Finding(
+            "error",
+            "worker_start_ray_commands: no spot watcher is started, so that each preemption is a crash: start `undula spot watch`",
+        )
+
+
+def _on_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding]:
+    needs = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
+    for each in types:
+        if not each.is_head and not workers_that_fit(each.resources, needs):
+            short = [f"{amount:g} {name}" for name, amount in needs.items() if each.resources.get(name, 0) < amount]
+            yield Finding(
+                "error",
+                f"available_node_types.{each.name}: no worker of the job fits, as it needs {', '.join(short)}: "
+                "lower workers.cpus or workers.gpus, or use a larger machine",
+            )
+
+
+def _on_region(
+    provider: Mapping[str, Any], buckets: Sequence[str], region_of: Callable[[str], str]
+) -> Iterator[Finding]:
+    region = provider.get("region", "")
+    for zone in provider.get("availability_zone", "").split(","):
+        if zone and not zone.strip().startswith(region):
+            yield Finding(
+                "error", f"provider.availability_zone: {zone.strip()} is not in {region}: name zones of the region"
+            )
+    for bucket in sorted(set(buckets)):
+        try:
+            found = region_of(bucket)
+        except SpecError as error:
+            yield Finding("warning", f"s3://{bucket}: its region could not be found out: {error}")
+            continue
+        if found != region:
+            yield Finding(
+                "error",
+                f"s3://{bucket} is in {found} and the cluster in {region}, so that every byte is paid for: use a bucket of {region}",
+            )
+
+
+def region_of(bucket: str) -> str:
+    """Of an S3 bucket, as anybody with access to it may ask.
+
+    Raises:
+        SpecError: it does not say.
+    """
+    try:
+        found = boto3.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
+    except (BotoCoreError, ClientError) as error:
+        raise SpecError(" ".join(str(error).split())) from None
+    return str(found.get("x-amz-bucket-region", "us-east-1"))

@@ -1,0 +1,267 @@
+"""What a cloud tells a machine about its own end: AWS, Google Cloud, Azure, and a file for everything else."""
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Protocol
+
+from undula.errors import ClusterError
+
+TIMEOUT_S = 2.0
+AWS_POLL_S = 5.0
+"""What AWS advises (Spot instance interruption notices, User Guide)."""
+AZURE_POLL_S = 1.0
+"""What Azure advises (Scheduled Events for Linux VMs); its notice is 30 s."""
+FILE_POLL_S = 1.0
+GCP_NOTICE_S = 30.0
+"""Google Cloud ends a preempted machine so many seconds after it has said so (Spot VMs, preemption process)."""
+GCP_WAIT_S = 60
+TOKEN_TTL_S = 21600
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A machine's metadata is never asked through a proxy."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Word that this machine will go."""
+
+    reason: str
+    deadline: float | None
+    """When, in seconds since the epoch; None where the cloud does not say."""
+
+
+class Unreadable(Exception):
+    """The source did not answer as its cloud documents; the message says what it did."""
+
+
+class Source(Protocol):
+    """Where notices come from."""
+
+    name: str
+    pause_s: float
+    """Between two looks, in seconds."""
+
+    def poll(self) -> Notice | None:
+        """The notice that is there now.
+
+        Raises:
+            Unreadable: whether there is one could not be found out.
+        """
+        ...
+
+
+class Aws:
+    """The instance metadata service, version 2, with session tokens.
+
+    Source: Amazon EC2 User Guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations" and "Use the Instance
+    Metadata Service".
+
+    Args:
+        url: of the service.
+        with_rebalance: takes a rebalance recommendation, which has no deadline and may come to nothing, for a notice.
+    """
+
+    pause_s = AWS_POLL_S
+
+    def __init__(self, url: str = "http://169.254.169.254", with_rebalance: bool = False):
+        self.name = f"AWS ({url})"
+        self._url = url
+        self._with_rebalance = with_rebalance
+        self._token: str | None = None
+
+    def poll(self) -> Notice | None:
+        if found := self._read("spot/instance-action"):
+            action, when = _fields(found, "action", "time")
+            return Notice(f"AWS will {action} this instance", _iso(when))
+        if self._with_rebalance and (found := self._read("events/recommendations/rebalance")):
+            (when,) = _fields(found, "noticeTime")
+            return Notice(f"AWS recommends to leave this instance, since {when}", None)
+        return None
+
+    def _read(self, path: str) -> bytes | None:
+        """None where the service has no such thing; a token that has ended is renewed once."""
+        for _ in range(2):
+            if self._token is None:
+                ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+                self._token = _text(f"{self._url}/latest/api/token", ttl, method="PUT")
+            headers = {"X-aws-ec2-metadata-token": self._token}
+            status, body, _ = ask(f"{self._url}/latest/meta-data/{path}", headers)
+            if status == 200:
+                return body
+            if status == 404:
+                return None
+            self._token = None
+            if status != 401:
+                break
+        raise Unreadable(f"status {status} for {path}")
+
+
+class Gcp:
+    """The metadata server, which holds an answer back until it changes.
+
+    Source: Compute Engine documentation, "Detect if a VM was preempted" and "Query metadata: wait for change".
+    """
+
+    pause_s = 0.2
+
+    def __init__(self, url: str = "http://metadata.google.internal"):
+        self.name = f"Google Cloud ({url})"
+        self._url = f"{url}/computeMetadata/v1/instance/preempted"
+        self._etag: str | None = None
+
+    def poll(self) -> Notice | None:
+        waiting = f"?wait_for_change=true&timeout_sec={GCP_WAIT_S}&last_etag={self._etag}" if self._etag else ""
+        status, body, headers = ask(
+            self._url + waiting, {"Metadata-Flavor": "Google"}, TIMEOUT_S + (GCP_WAIT_S if waiting else 0)
+        )
+        self._etag = None
+        if status != 200 or body not in (b"TRUE", b"FALSE"):
+            raise Unreadable(f"status {status}, {body[:40]!r} for preempted")
+        self._etag = headers.get("ETag")
+        return Notice("Google Cloud preempts this machine", time.time() + GCP_NOTICE_S) if body == b"TRUE" else None
+
+
+class Azure:
+    """Scheduled events of the instance metadata service.
+
+    Source: Azure documentation, "Scheduled Events for Linux VMs", version 2020-07-01.
+    """
+
+    pause_s = AZURE_POLL_S
+
+    def __init__(self, url: str = "http://169.254.169.254"):
+        self.name = f"Azure ({url})"
+        self._url = f"{url}/metadata"
+        self._machine: str | None = None
+
+    def poll(self) -> Notice | None:
+        if self._machine is None:
+            where = f"{self._url}/instance/compute/name?api-version=2021-02-01&format=text"
+            self._machine = _text(where, {"Metadata": "true"})
+        status, body, _ = ask(f"{self._url}/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+        if status != 200:
+            raise Unreadable(f"status {status} for scheduledevents")
+        (events,) = _fields(body, "Events")
+        for event in events:
+            if event.get("EventType") == "Preempt" and self._machine in event.get("Resources", ()):
+                return Notice("Azure evicts this machine", _http_date(event.get("NotBefore", "")))
+        return None
+
+
+class File:
+    """A file whose being there is a notice; in it, where anything is, `{"deadline_s": 30}` or `{"deadline": SECONDS SINCE THE EPOCH}`."""
+
+    pause_s = FILE_POLL_S
+
+    def __init__(self, path: Path):
+        self.name = f"the file {path}"
+        self._path = path
+
+    def poll(self) -> Notice | None:
+        try:
+            text, since = self._path.read_text(), self._path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Unreadable(str(error.strerror)) from error
+        said = _parsed(text.encode()) if text.strip() else {}
+        if "deadline_s" in said:
+            return Notice(f"{self._path} is there", since + float(said["deadline_s"]))
+        return Notice(f"{self._path} is there", float(said["deadline"]) if "deadline" in said else None)
+
+
+SOURCES: Mapping[str, Callable[..., Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+VENDORS = {"Amazon EC2": "aws", "Google": "gcp", "Microsoft Corporation": "azure"}
+"""What a machine's firmware says of who made it."""
+
+
+def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_rebalance: bool = False) -> Source:
+    """The source of the cloud that this machine belongs to.
+
+    Raises:
+        ClusterError: it belongs to none that is known.
+    """
+    try:
+        vendor = firmware.read_text().strip()
+    except OSError:
+        vendor = "nobody that it names"
+    if vendor not in VENDORS:
+        raise ClusterError(
+            f"this machine was made by {vendor}, not by a cloud whose notices are known: give --source {', '.join(SOURCES)} or file:PATH"
+        )
+    return Aws(with_rebalance=with_rebalance) if VENDORS[vendor] == "aws" else SOURCES[VENDORS[vendor]]()
+
+
+def ask(
+    url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S, method: str = "GET"
+) -> tuple[int, bytes, Message]:
+    """Status, body and headers of an answer.
+
+    Raises:
+        Unreadable: there was none.
+    """
+    request = urllib.request.Request(url, headers=dict(headers), method=method)
+    try:
+        with _DIRECT.open(request, timeout=timeout_s) as response:
+            return response.status, response.read(2**20), response.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, b"", error.headers
+    except TimeoutError as error:
+        raise Unreadable(f"no answer within {timeout_s:g} s") from error
+    except (OSError, ValueError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        late = isinstance(reason, TimeoutError)
+        raise Unreadable(f"no answer within {timeout_s:g} s" if late else f"no answer: {reason}") from error
+
+
+def _text(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
+    status, body, _ = ask(url, headers, method=method)
+    if status != 200:
+        raise Unreadable(f"status {status} for {url.partition('?')[0]}")
+    found = body.decode(errors="replace").strip()
+    if not re.fullmatch(r"[\w.=+/-]+", found):
+        raise Unreadable(f"{body[:40]!r} for {url.partition('?')[0]}")
+    return found
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Unreadable(f"{body[:40]!r} in place of a JSON object")
+    return found
+
+
+def _fields(body: bytes, *names: str) -> tuple[Any, ...]:
+    found = _parsed(body)
+    if missing := [name for name in names if name not in found]:
+        raise Unreadable(f"no {' and no '.join(missing)} in {body[:80]!r}")
+    return tuple(found[name] for name in names)
+
+
+def _iso(when: Any) -> float:
+    try:
+        found = datetime.fromisoformat(str(when))
+    except ValueError:
+        raise Unreadable(f"{when!r} in place of a time") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def _http_date(when: str) -> float | None:
+    """Of `Mon, 19 Sep 2016 18:29:47 GMT`; None for an event that is under way, which has none."""
+    try:
+        return parsedate_to_datetime(when).timestamp() if when else None
+    except ValueError:
+        raise Unreadable(f"{when!r} in place of a time") from None

@@ -1,0 +1,109 @@
+"""The spot watcher: reads what the cloud tells its machine, and has Ray drain the machine's nodes before they go."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from undula.cluster.gcs import Head
+from undula.cluster.notices import Notice, Source, Unreadable
+from undula.errors import ClusterError
+
+RETRY_S = 1.0
+"""Between attempts to tell Ray."""
+
+
+def watch(
+    source: Source,
+    drain: Callable[[Notice], Sequence[str]],
+    tell: Callable[[str], None],
+    is_over: Callable[[float], bool],
+) -> None:
+    """Look for a notice until the end, and pass on the first, or the first with a deadline; a line for each change of state.
+
+    Args:
+        source: of notices.
+        drain: tells Ray; returns the ids of the nodes that drain, or raises ClusterError where Ray does not take it.
+        tell: takes a line.
+        is_over: waits for so many seconds, and returns whether the watch is to end.
+    """
+    state, passed_on, pause_s = "", None, 0.0
+    while not is_over(pause_s):
+        pause_s = source.pause_s
+        try:
+            notice = source.poll()
+            now, line = "watching", f"watching {source.name} for notices"
+        except Unreadable as error:
+            notice, now, line = None, "unreadable", f"cannot read {source.name}: {error}; looking on"
+        if notice and _is_news(notice, passed_on):
+            try:
+                nodes = drain(notice)
+                passed_on, now = notice, f"draining {notice}"
+                line = f"{_in_words(notice)}: Ray drains {', '.join(node[:8] for node in nodes)}"
+            except ClusterError as error:
+                pause_s, now = RETRY_S, f"untold {notice}"
+                line = f"{_in_words(notice)}: Ray does not know yet ({error}); trying again"
+        elif notice:
+            now = state  # it stays until the machine goes
+        if now != state:
+            state = now
+            tell(line)
+
+
+def _is_news(notice: Notice, passed_on: Notice | None) -> bool:
+    return passed_on is None or (passed_on.deadline is None and notice.deadline is not None)
+
+
+def _in_words(notice: Notice) -> str:
+    if notice.deadline is None:
+        return f"{notice.reason}, at a time that is not known"
+    return f"{notice.reason} in {max(notice.deadline - time.time(), 0.0):.0f} s"
+
+
+def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
+    """Have Ray drain this machine's nodes, or one of them; their ids.
+
+    Args:
+        notice: that came.
+        address: of the cluster's head; `auto` for the cluster that this machine is a node of.
+        node: id of the one node that goes, where several clusters' nodes share a machine.
+
+    Raises:
+        ClusterError: Ray does not run here, or does not take it.
+    """
+    head = Head(address, os.environ)
+    try:
+        nodes = [node] if node else list(head.ask("here"))
+        if not nodes:
+            raise ClusterError(f"no node of the cluster at {address} is on this machine")
+        for each in nodes:
+            head.drain(each, notice.deadline)
+        return nodes
+    finally:
+        head.close()
+
+
+class OrSignal:
+    """Another source, or SIGUSR1 to this process, as a notice of `notice_s` seconds."""
+
+    def __init__(self, source: Source, notice_s: float):
+        self.name, self.pause_s = source.name, source.pause_s
+        self.wake = threading.Event()
+        self._source = source
+        self._notice_s = notice_s
+        self._signalled: Notice | None = None
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = self._signalled or Notice("SIGUSR1 came", time.time() + self._notice_s)
+        self.wake.set()
+
+    def poll(self) -> Notice | None:
+        return self._signalled or self._source.poll()
+
+    def wait(self, seconds: float) -> bool:
+        """Until a signal comes, or for so long; never the end."""
+        self.wake.wait(seconds)
+        self.wake.clear()
+        return False

@@ -1,0 +1,51 @@
+"""The deadline's policy, on arbitrary comings and goings of spot nodes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.plan.fleet import Fleet, Progress, by_deadline, on_demand_floor
+from undula.testing.market import Market, Policy, run_under
+
+
+def progress(elapsed_s: float, done_s: float) -> Progress:
+    return Progress(elapsed_s, deadline_s=1000, total_s=800, done_s=done_s, changeover_s=20)
+
+
+def test_on_demand_comes_when_behind_and_stays_until_well_ahead() -> None:
+    assert by_deadline(4, Fleet(2, 0), 2, progress(100, 80)) == Fleet(4, 0)
+    assert by_deadline(4, Fleet(2, 0), 2, progress(100, 79)) == Fleet(4, 2)
+    assert by_deadline(4, Fleet(2, 2), 2, progress(100, 100)) == Fleet(4, 2)  # 80 are expected, and 112 in 40 s
+    assert by_deadline(4, Fleet(2, 2), 2, progress(100, 113)) == Fleet(4, 0)
+    assert by_deadline(4, Fleet(4, 0), 4, progress(100, 10)) == Fleet(4, 0)  # more than all spot is not to be had
+
+
+def test_an_on_demand_node_goes_when_the_spot_node_in_its_place_trains() -> None:
+    assert by_deadline(4, Fleet(4, 2), 2, progress(100, 100)) == Fleet(4, 2)
+    assert by_deadline(4, Fleet(4, 2), 4, progress(100, 100)) == Fleet(4, 0)
+
+
+def test_all_on_demand_when_the_time_is_only_just_enough() -> None:
+    assert by_deadline(4, Fleet(2, 0), 2, progress(300, 139)) == Fleet(0, 4)
+    assert by_deadline(4, Fleet(4, 0), 4, progress(300, 139)) == Fleet(4, 0)
+
+
+def test_a_floor_is_no_more_than_the_fleet() -> None:
+    assert on_demand_floor(4, 1) == Fleet(3, 1)
+    assert on_demand_floor(2, 5) == Fleet(0, 2)
+
+
+@given(
+    size=st.integers(1, 8),
+    counts=st.lists(st.integers(0, 8), min_size=1, max_size=60),
+    slack=st.floats(1.05, 2.0),
+    changeover_s=st.floats(1.0, 300.0),
+)
+def test_a_run_that_on_demand_nodes_make_in_time_is_never_late(
+    size: int, counts: list[int], slack: float, changeover_s: float
+) -> None:
+    market = Market(tuple(counts), gap_s=600.0)
+    total_s = 20_000.0
+    # On-demand nodes by themselves take so long, and a look at the clock from time to time.
+    deadline_s = total_s * slack + 3 * changeover_s + 2 * market.look_s
+    bill = run_under(market, Policy.DEADLINE, size, total_s, deadline_s, changeover_s)
+    assert bill.seconds <= deadline_s
