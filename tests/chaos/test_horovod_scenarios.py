@@ -94,6 +94,7 @@ def test_a_fault_in_the_users_code_is_tried_again(spot: Nodes, text: str, alone:
     assert "a fault of the user's code" in told(url)
 
 
+@pytest.mark.soak
 def test_the_limit_of_failures_ends_the_job_and_what_is_there_holds(spot: Nodes, text: str, tmp_path: Path) -> None:
     while len(spot.nodes) < 2:
         spot.add()

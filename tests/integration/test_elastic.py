@@ -117,6 +117,7 @@ def test_below_the_fewest_workers_the_run_saves_trains_on_to_shortly_before_the_
     assert read_ledger(told.store).replaced.num_rows == 0
 
 
+@pytest.mark.soak
 def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_copy(
     session_jobs: Jobs, tmp_path: Path
 ) -> None:
