@@ -103,3 +103,10 @@ def test_files_and_functions_fit_a_sitting() -> None:
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 70:
                 too_long.append(f"{path.name}:{node.name}")
     assert not too_long
+
+
+def test_the_command_line_starts_without_ray_and_torch() -> None:
+    """They take seconds, and Ray reads a cluster's token when it is imported, which `undula run` makes later."""
+    check = "import sys, undula.cli; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -4,10 +4,10 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from undula.cluster.check import check_cluster, load_cluster, region_of
-from undula.elastic.spec import WorkersSpec
-from undula.spec import load_spec
+if TYPE_CHECKING:
+    from undula.elastic.spec import WorkersSpec
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +19,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from undula.cluster.check import check_cluster, load_cluster, region_of
+
     config = load_cluster(options.cluster)
     workers, buckets = _of_job(options.job) if options.job else (None, [])
     findings = check_cluster(config, workers, buckets, region_of)
@@ -31,8 +33,10 @@ def _check(options: argparse.Namespace) -> int:
     return int(any(finding.severity == "error" for finding in findings))
 
 
-def _of_job(path: Path) -> tuple[WorkersSpec, list[str]]:
+def _of_job(path: Path) -> "tuple[WorkersSpec, list[str]]":
     """What its workers need, and the buckets that it reads and writes."""
+    from undula.spec import load_spec
+
     spec = load_spec(path, []).spec
     data = spec.data
     urls = [
