@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
 SMALL = (*MODEL, *PLAN)
 """Overrides that make the main job a matter of seconds; its data fits into the head of the stream, which the worker itself reads."""
-STREAMED = ("data.head_mib=0",)
+STREAMED = ("data.head_mib=0", "data.read_tasks=1")
 """All of the data is read in Ray Data's tasks, which take seconds to start."""
 
 

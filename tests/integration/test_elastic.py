@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_kit import STREAMED, Jobs, relative_difference
+from jobs_kit import Jobs, relative_difference
 
 from undula.report.certificate import certify, data_of
 from undula.report.summary import read_run
@@ -62,7 +62,7 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
         first = cluster.add()
         cluster.await_all()
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
-        process = jobs.start("moved", *SETTINGS, *STREAMED, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
+        process = jobs.start("moved", *SETTINGS, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/moved"))
         wait_for(process, lambda: len(told.sizes()) > 0)
         second = cluster.add()
