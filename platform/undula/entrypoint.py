@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ray.train import TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from undula.elastic.failures import whole_story
+from undula.elastic.fleet import Work
 from undula.elastic.horovod import HorovodConfig
 from undula.elastic.quiet import keep_quiet
 from undula.elastic.spec import WorkersSpec
@@ -68,23 +70,26 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         hub = start_hub(prepared.store)
         if options.fresh:
             forget(prepared.store)
-        run_id = _run_id(prepared.store)
-        prepared.store.write(JOB_FILE, json.dumps({**describe(loaded, prepared), "id": run_id}, indent=1).encode())
+        run_id, began = _known(prepared.store)
+        record = {**describe(loaded, prepared), "id": run_id, "began": began}
+        prepared.store.write(JOB_FILE, json.dumps(record, indent=1).encode())
         print(f"{prepared.store.url}: starting {_range(loaded.spec.workers)} ...", flush=True)
         with live_view(hub):
             job = replace(loaded.job(), run_id=run_id)
-            error = _fit(train, job, loaded.spec, prepared, HubPublisher(hub), options.trainer)
+            work = Work(prepared.plan.total_steps, began)
+            error = _fit(train, job, loaded.spec, prepared, work, HubPublisher(hub), options.trainer)
         _say_result(prepared, error)
         if error:
             raise SystemExit(1)
 
 
-def _run_id(store: Store) -> str:
-    """Of the run in a directory; a new one where there is none."""
+def _known(store: Store) -> tuple[str, float]:
+    """The id of the run in a directory and when it was first submitted; new ones where there is none."""
     try:
-        return str(json.loads(store.read(JOB_FILE))["id"])
+        record = json.loads(store.read(JOB_FILE))
+        return str(record["id"]), float(record["began"])
     except (StorageError, ValueError, KeyError, TypeError):  # none yet, or one that is about to be written anew
-        return secrets.token_hex(8)
+        return secrets.token_hex(8), time.time()
 
 
 def _fit(
@@ -92,6 +97,7 @@ def _fit(
     job: Job,
     spec: JobSpec,
     prepared: Prepared,
+    work: Work,
     publish: HubPublisher,
     trainer_name: str,
 ) -> Exception | None:
@@ -103,7 +109,7 @@ def _fit(
     else:
         horovod = HorovodConfig(**vars(spec.horovod)) if spec.engine == "horovod" else None
         trainer = elastic_trainer(
-            worker, horovod, spec.workers, prepared.store, on_event, prepare=partial(open_data, job)
+            worker, horovod, spec.workers, work, prepared.store, on_event, prepare=partial(open_data, job)
         )
     _ship_modules_beside_the_script()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))

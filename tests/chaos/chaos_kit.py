@@ -74,7 +74,7 @@ def run_through(faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: s
     while len(spot.nodes) < 2:
         spot.add()
     spot.await_all()
-    driver = start_driver([*job, "workers.max=2"], spot, print)
+    driver = start_driver([*job, "workers.max=2"], spot.cluster, print)
     chaos = Chaos(spot, open_store(url), driver)
     try:
         assert chaos.run(faults, limit_s=200) == 0, driver.lines[-5:]

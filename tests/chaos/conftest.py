@@ -27,6 +27,6 @@ def alone(spot: Nodes, text: str, tmp_path_factory: pytest.TempPathFactory) -> s
         spot.add()
     spot.await_all()
     settings = (f"plan.max_steps={SCHEDULED_STEPS}", "workers.max=1")
-    driver = start_driver(command(text, runs, "alone", *settings), spot, print)
+    driver = start_driver(command(text, runs, "alone", *settings), spot.cluster, print)
     assert driver.process.wait(240) == 0
     return f"{runs}/alone"

@@ -101,7 +101,7 @@ def test_the_limit_of_failures_ends_the_job_and_what_is_there_holds(spot: Nodes,
     spot.await_all()
     settings = ("engine=horovod", "workers.max=2", "workers.max_failures=1", f"plan.max_steps={STEPS}")
     job = command(text, str(tmp_path), "run", *settings, script=wrapped(tmp_path, ALWAYS_KILLED))
-    driver = start_driver(job, spot, print)
+    driver = start_driver(job, spot.cluster, print)
     chaos = Chaos(spot, open_store(f"{tmp_path}/run"), driver)
     assert chaos.run((), limit_s=200) == 1
     assert "training failed" in " ".join(driver.lines)

@@ -47,7 +47,7 @@ def test_a_sharded_model_moves_between_world_sizes_and_outlasts_lost_ranks(
     # There is no checkpoint before the last: what is lost with a rank is at the controller.
     assert "resumed from the memory of the head" in told(f"{tmp_path}/sharded")
 
-    whole = start_driver([*command(text, str(tmp_path), "whole", *settings), "workers.max=1"], spot, print)
+    whole = start_driver([*command(text, str(tmp_path), "whole", *settings), "workers.max=1"], spot.cluster, print)
     assert whole.process.wait(240) == 0
     run, alone = (read_run(open_store(f"{tmp_path}/{name}")) for name in ("sharded", "whole"))
     certificate = certify(run, data_of(run), against=alone, tolerance=2e-4)

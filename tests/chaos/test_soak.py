@@ -64,7 +64,7 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
     with nodes() as cluster:
         kept = cluster.add()
         cluster.await_all()
-        driver = start_driver(command, cluster, lambda line: None)
+        driver = start_driver(command, cluster.cluster, lambda line: None)
         try:
             end = time.monotonic() + 60 * MINUTES
             while time.monotonic() < end:

@@ -45,6 +45,7 @@ def local_cluster(
     env: Mapping[str, str] | None = None,
     python: str = sys.executable,
     object_store_bytes: int | None = None,
+    autoscaling: Path | None = None,
 ) -> Iterator[LocalCluster]:
     """Start a cluster of one node and stop it at the end of the block.
 
@@ -53,6 +54,7 @@ def local_cluster(
         env: further environment of the cluster, and so of its jobs.
         python: interpreter of the cluster and its jobs.
         object_store_bytes: size of its object store; by default Ray's choice.
+        autoscaling: configuration of Ray's autoscaler, where it is to bring further nodes.
 
     Raises:
         ClusterError: it did not come up.
@@ -72,7 +74,7 @@ def local_cluster(
             "--head",
             "--block",
             "--disable-usage-stats",
-            "--no-monitor",
+            f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor",
             "--include-log-monitor=False",
         ),
         *(f"--num-cpus={num_cpus}", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={gcs}"),

@@ -1,10 +1,12 @@
 """What the cluster has room for, as Ray's head knows it this second."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+
+from undula.plan.fleet import MARKET
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Node:
     """Workers that fit on it beside what runs there now."""
     deadline: float | None
     """When it goes, in seconds since the epoch: infinity where that is not known, None where it stays."""
+    market: str | None = None
+    """The value of its label MARKET, where it was asked for."""
 
 
 def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
@@ -25,6 +29,14 @@ def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, fl
     needs = {name: amount for name, amount in per_worker.items() if amount > 0}
     # Ray counts in units of 1e-4; 0.3 from 0.9 goes three times.
     return int(min((resources.get(name, 0.0) / amount + 1e-4 for name, amount in needs.items()), default=1))
+
+
+def markets(known: Mapping[str, str | None], nodes: Iterable[str]) -> dict[str, str | None]:
+    """The market of each node; Ray's head is asked only where one is not known yet."""
+    if not set(nodes) <= known.keys():
+        all_nodes: Any = ray.nodes  # it has no types
+        return {node["NodeID"]: node["Labels"].get(MARKET) for node in all_nodes()}
+    return dict(known)
 
 
 def look(per_worker: Mapping[str, float]) -> dict[str, Node]:

@@ -40,7 +40,7 @@ class ElasticController(TrainController):
         **arguments: Any,
     ):
         self._events = EventQueue(pool.on_event)
-        self._pool = replace(pool, on_event=self._events)
+        self._pool = replace(pool, on_event=self._events, fleet=replace(pool.fleet, on_event=self._events))
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")

@@ -1,8 +1,9 @@
 """The worker processes of a run: started beside the training that goes on, kept from one worker group to the next."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -12,7 +13,8 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 
 from undula.elastic.actor import ElasticWorker
-from undula.elastic.capacity import Node, look
+from undula.elastic.capacity import Node, look, markets
+from undula.elastic.fleet import FleetManager
 from undula.elastic.keeper import SnapshotKeeper
 from undula.elastic.policy import Seat
 from undula.run.hub import UNRECORDED
@@ -62,7 +64,7 @@ class PooledWorker:
 
 @dataclass
 class WorkerPool:
-    """Starts as many workers as the cluster has room for, up to `high`, and keeps them.
+    """Starts as many workers as the fleet wants and the cluster has room for, and keeps them.
 
     Each is an actor of its own, pinned to its node: no placement group, as a group is only ever made of workers that are ready.
     """
@@ -71,7 +73,7 @@ class WorkerPool:
     prepare: Callable[[], None] | None
     resources: dict[str, float]
     runtime_env: dict[str, Any]
-    high: int
+    fleet: FleetManager
     on_event: Callable[[Event], None]
     nodes: dict[str, Node] = field(default_factory=dict)
     notices: dict[str, float] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class WorkerPool:
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")
+    _markets: dict[str, str | None] = field(default_factory=dict)
     _tried: dict[str, float] = field(default_factory=dict)
     _sync_actor: Any = None
 
@@ -93,7 +96,7 @@ class WorkerPool:
         now = time.monotonic()
         if now - self._looked >= LOOK_INTERVAL_S:
             self._looked = now
-            self.nodes = look(self.resources)
+            self.nodes = self._look()
             going = [node.id for node in self.nodes.values() if node.deadline is not None]
             self.notices = {node: self.notices.get(node, time.time()) for node in going}
         self._collect_prepared()
@@ -103,6 +106,19 @@ class WorkerPool:
             if worker.node not in self.nodes or is_going or is_late:
                 self.drop(worker.id)
         self._start_missing(now)
+
+    def _look(self) -> dict[str, Node]:
+        """The nodes that are alive; one that the fleet gives back goes at a time that is not known."""
+        nodes = look(self.resources)
+        if self.fleet.spec.is_any:
+            return nodes
+        self._markets = markets(self._markets, nodes)
+        nodes = {node.id: replace(node, market=self._markets.get(node.id)) for node in nodes.values()}
+        self.fleet.look(nodes, Counter(worker.node for worker in self.workers.values() if worker.metadata), time.time())
+        return {
+            node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.given_back else node
+            for node in nodes.values()
+        }
 
     def _is_rescued(self, worker: PooledWorker) -> bool:
         """Whether nothing of the run would go with a worker whose node will; asks it for its state where something might."""
@@ -223,16 +239,14 @@ class WorkerPool:
                 self.failure = error if isinstance(error, RayTaskError) else self.failure
 
     def _start_missing(self, now: float) -> None:
-        staying = [worker for worker in self.workers.values() if worker.node not in self.notices]
-        missing = self.high - len(staying)
+        staying = [worker.node for worker in self.workers.values() if worker.node not in self.notices]
+        there = Counter(self.nodes[node].market for node in staying if node in self.nodes)
         for node in sorted(self.nodes.values(), key=lambda node: -node.free):
-            if missing <= 0:
-                return
             own = sum(worker.node == node.id for worker in self.workers.values())
-            count = min(node.free, node.slots - own, missing)
+            count = min(node.free, node.slots - own, self.fleet.room(node.market, there))
             if node.deadline is None and count > 0 and now - self._tried.get(node.id, float("-inf")) >= RETRY_S:
                 self._tried[node.id] = now
-                missing -= count
+                there[node.market] += count
                 if self.trained_on:
                     words = f"node {node.id[:8]} has room: {count} worker{'s' * (count > 1)} being started there"
                     self.on_event(Event("node", words, data={"node": node.id}))

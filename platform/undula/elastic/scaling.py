@@ -15,6 +15,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.elastic.actor import ElasticStatus
 from undula.elastic.events import EventSink
+from undula.elastic.fleet import AutoscalerRequest
 from undula.elastic.group import PooledState, actor_id
 from undula.elastic.policy import LEAVE_S, Decision, Growth, Hold, Resize, Save, View, decide, hang_limit_s, lost_ranks
 from undula.elastic.pool import WorkerPool
@@ -81,6 +82,8 @@ class PoolPolicy(ScalingPolicy):
     _saved: float | None = None
     """The notice since which a checkpoint was asked for."""
 
+    _request: AutoscalerRequest | None = None
+
     def __post_init__(self) -> None:
         super().__init__(self.scaling_config)
 
@@ -91,8 +94,8 @@ class PoolPolicy(ScalingPolicy):
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         pool = self.pool
-        self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
         pool.tick()
+        self._send_resource_request()
         self._group.leaving = None
         ready, low = len(pool.ready()), self.scaling_config.min_workers
         is_filling = not self._has_run and pool.preparing and time.monotonic() - self._began < FIRST_START_PATIENCE_S
@@ -125,8 +128,8 @@ class PoolPolicy(ScalingPolicy):
         self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
     ) -> ScalingDecision:
         pool = self.pool
-        self._maybe_send_resource_request()  # type: ignore[no-untyped-call]
         pool.tick()
+        self._send_resource_request()
         self._has_run = True
         statuses = elastic_statuses(worker_group_status)
         self._learn(statuses)
@@ -159,6 +162,7 @@ class PoolPolicy(ScalingPolicy):
     def _resize(self, num_workers: int) -> ResizeDecision:
         self._reached = max([self._reached, *(rank.step for rank in self._group.last.values())])
         self._group, self._wait = GroupView(), Wait()
+        self.pool.fleet.pace.pause()
         if self._has_run:
             self._changes += 1
             self._pause_began = self._pause_began or time.monotonic()
@@ -194,6 +198,8 @@ class PoolPolicy(ScalingPolicy):
             self._pause_began = None
         # A group that has just begun is measured by the steps of the one before.
         self._longest_step_s = max((rank.longest_step_s for rank in ranks), default=0.0) or self._longest_step_s
+        if self._group.steps(len(statuses)):
+            self.pool.fleet.pace.saw(max(rank.step for rank in ranks), len(statuses), time.time())
 
     def _is_stuck(self, state: WorkerGroupState) -> bool:
         """End the processes of ranks that make no step; whether all wait for each other instead, and nothing could wake them."""
@@ -239,7 +245,8 @@ class PoolPolicy(ScalingPolicy):
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(state.workers):
             ranks.setdefault(worker.metadata.node_id, []).append(rank)
-        new = [node for node in pool.notices if node in ranks and node not in self._noticed]
+        told = self._noticed | pool.fleet.given_back
+        new = [node for node in pool.notices if node in ranks and node not in told]
         if not new:
             return
         self._noticed |= set(new)
@@ -290,6 +297,16 @@ class PoolPolicy(ScalingPolicy):
 
     def _get_num_workers_for_resource_request(self) -> int:
         return int(self.scaling_config.max_workers)
+
+    def _send_resource_request(self) -> None:
+        """As Ray's, but it says which nodes are wanted, and waits for nothing."""
+        if self._requester_id is None:
+            return  # the controller has not started yet
+        self._request = self._request or AutoscalerRequest(self._requester_id)
+        labels = self.pool.fleet.bundles()
+        if self.grow == "never" and self._has_run and self._group.last:
+            labels = labels[: len(self._group.last)]  # more would lie idle
+        self._request.send(self.scaling_config._resources_per_worker_not_none, labels)
 
 
 def elastic_statuses(status: WorkerGroupPollStatus) -> list[ElasticStatus]:

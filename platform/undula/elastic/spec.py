@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from undula.plan.fleet import FleetSpec
 from undula.plan.plan import STRICT
 
 CPU_CYCLE_TIME_MS = 5
@@ -27,6 +28,8 @@ class WorkersSpec:
     """GPUs that Ray reserves for a worker; with one, gradients go over NCCL."""
     resources: dict[str, float] = field(default_factory=dict)
     """Further Ray resources that a worker needs, by name."""
+    fleet: FleetSpec = field(default_factory=FleetSpec)
+    """Which nodes the job asks the cluster's autoscaler for, up to `max`."""
     grow: Literal["auto", "always", "never"] = "auto"
     """When to take in more workers than train: `auto`, where the work that they would do until the cluster's next change, as expected
     from those so far, is more than is lost in the pause, as measured; `always`; or `never`."""
@@ -40,6 +43,10 @@ class WorkersSpec:
     def __post_init__(self) -> None:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, more than max ({self.max}): lower min or raise max")
+        if (self.fleet.on_demand_floor or 0) > self.max:
+            raise ValueError(
+                f"fleet.on_demand_floor is {self.fleet.on_demand_floor}, more than max ({self.max}): lower it or raise max"
+            )
 
 
 def _as_tuple(value: Any) -> Any:

@@ -26,9 +26,12 @@ from undula.elastic.backend import ElasticTorchConfig
 from undula.elastic.controller import ElasticController
 from undula.elastic.events import ControllerEvents, EventSink, log_event
 from undula.elastic.failures import RetryUnlessBug
+from undula.elastic.fleet import FleetManager, Work
 from undula.elastic.horovod import HorovodConfig, check, import_horovod
 from undula.elastic.pool import WorkerPool
 from undula.elastic.spec import WorkersSpec
+from undula.errors import SpecError
+from undula.plan.fleet import FleetSpec
 from undula.run.hub import UNRECORDED
 from undula.storage import Store
 
@@ -41,6 +44,8 @@ class ElasticTrainer(DataParallelTrainer):
             the logger "undula".
         grow, hang_limit_s: as WorkersSpec's.
         prepare: called in each worker's process before it joins its first group, beside the group that trains.
+        fleet: as WorkersSpec's; a deadline needs `work`.
+        work: what a deadline is reckoned from.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class ElasticTrainer(DataParallelTrainer):
         grow: Literal["auto", "always", "never"] = "auto",
         hang_limit_s: float | None = None,
         prepare: Callable[[], None] | None = None,
+        fleet: FleetSpec | None = None,
+        work: Work | None = None,
         **arguments: Any,
     ):
         super().__init__(train_loop_per_worker, **arguments)
@@ -58,6 +65,10 @@ class ElasticTrainer(DataParallelTrainer):
         self._grow = grow
         self._hang_limit_s = hang_limit_s
         self._prepare = prepare
+        self._fleet = fleet or FleetSpec()
+        self._work = work
+        if self._fleet.deadline and work is None:
+            raise SpecError("fleet has a deadline, and nothing says how much there is to do: give work")
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
         """As Ray's, but for the controller's class, its policies, and callbacks that would only idle or do what ours do."""
@@ -91,7 +102,7 @@ class ElasticTrainer(DataParallelTrainer):
             prepare=self._prepare,
             resources=scaling._resources_per_worker_not_none,
             runtime_env=WorkerGroup._get_worker_runtime_env(config.worker_runtime_env or {}),
-            high=scaling.max_workers,
+            fleet=FleetManager(self._fleet, scaling.max_workers, self._work or Work(0, 0.0), self._on_event),
             on_event=self._on_event,
         )
 
@@ -202,6 +213,7 @@ def elastic_trainer(
     train_loop_per_worker: Callable[[], Any],
     horovod_config: HorovodConfig | None,
     workers: WorkersSpec,
+    work: Work,
     store: Store,
     on_event: EventSink,
     prepare: Callable[[], None],
@@ -214,6 +226,8 @@ def elastic_trainer(
         "grow": workers.grow,
         "hang_limit_s": workers.hang_limit_s,
         "prepare": prepare,
+        "fleet": workers.fleet,
+        "work": work,
     }
     if horovod_config is None:
         return ElasticTorchTrainer(train_loop_per_worker, **settings)

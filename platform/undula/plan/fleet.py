@@ -1,4 +1,4 @@
-"""How many spot and how many on-demand nodes a run wants: pure.
+"""How many spot and how many on-demand workers a run wants: pure.
 
 Source of the deadline's policy: Uniform Progress, Wu et al., "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024,
 section 5.2.2 (its four rules) and 5.5 (several instances). There a job of N nodes runs on all of them or on none; an elastic one goes on
@@ -6,6 +6,52 @@ with those that are there, so that here on-demand nodes come in the place of the
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+from pydantic import StringConstraints
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from undula.plan.plan import STRICT
+
+MARKET = "undula.io/market"
+"""The label of Ray that says how a node was had: SPOT or ON_DEMAND."""
+SPOT = "spot"
+ON_DEMAND = "on-demand"
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class FleetSpec:
+    """Which nodes a job asks the cluster's autoscaler for, as told apart by Ray's label `undula.io/market`; at most one of the first three.
+
+    By default any, so that the priorities of the cluster's configuration say what comes first.
+    """
+
+    spot_only: bool = False
+    """Spot nodes alone; without them the job waits."""
+    on_demand_floor: Annotated[int, Ge(1)] | None = None
+    """So many workers on on-demand nodes always, and the others on spot nodes."""
+    deadline: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?[smhd]$")] | None = None
+    """Time for the whole job since it was first submitted, such as 6h: spot nodes as long as the job, at the measured rate, keeps up with
+    it, and on-demand ones in the place of those that are missing where it does not."""
+    node_start_s: Annotated[float, Gt(0)] = 300.0
+    """Seconds from asking for a node to the first step on it; a spot node that has not come by then is taken to be missing."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("spot_only", "on_demand_floor", "deadline") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given: keep one of them")
+
+    @property
+    def is_any(self) -> bool:
+        """Whether all nodes are alike to the job."""
+        return not (self.spot_only or self.on_demand_floor or self.deadline)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Seconds."""
+        return float(self.deadline[:-1]) * _SECONDS[self.deadline[-1]] if self.deadline else None
 
 
 @dataclass(frozen=True)
@@ -39,14 +85,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Nodes of each kind."""
+    """Workers on nodes of each market."""
 
     spot: int
     on_demand: int
-
-    @property
-    def nodes(self) -> int:
-        return self.spot + self.on_demand
 
 
 def spot_only(size: int) -> Fleet:
@@ -64,13 +106,13 @@ def by_deadline(size: int, there: Fleet, ready_spot: int, progress: Progress) ->
     """Uniform Progress: as much spot as there is, and on-demand in the place of what is missing, as long as it is needed to be in time.
 
     Args:
-        size: nodes of the whole fleet.
-        there: nodes that are there, those that still start included.
-        ready_spot: spot nodes that train. An on-demand node stays until the spot node that comes in its place is one of them.
+        size: workers of the whole fleet.
+        there: room for workers on nodes that are there, those that still start included.
+        ready_spot: workers on spot nodes that train. An on-demand node stays until the spot node that comes in its place is one of them.
         progress: of the run.
 
     Returns:
-        Nodes to ask for. More spot than there is is always asked for, so that spot that comes back is taken (taking risks).
+        What to ask for. More spot than there is is always asked for, so that spot that comes back is taken (taking risks).
     """
     missing = max(size - there.spot, 0)
     if progress.must_hurry and missing:

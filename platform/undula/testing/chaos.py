@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
 from undula.state.ledger import Event, EventWriter, last_event, read_ledger
 from undula.storage import Store
@@ -69,10 +70,10 @@ class Driver:
 
 
 def start_driver(
-    command: Sequence[str], nodes: Nodes, show: Callable[[str], None], folder: Path | None = None
+    command: Sequence[str], cluster: LocalCluster, show: Callable[[str], None], folder: Path | None = None
 ) -> Driver:
     """Start a job's script on a cluster."""
-    env = {**os.environ, **nodes.cluster.env, "RAY_ADDRESS": nodes.cluster.address, "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
         env=env,

@@ -163,7 +163,7 @@ def undergo(
         for _ in range(max(ordeal.first_nodes, 1)):
             cluster.add()
         cluster.await_all()
-        driver = start_driver(command, cluster, show, folder)
+        driver = start_driver(command, cluster.cluster, show, folder)
         chaos = Chaos(cluster, store, driver)
         try:
             if ordeal.changes:

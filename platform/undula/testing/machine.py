@@ -1,0 +1,93 @@
+"""A cloud's machine as processes of this one: a Ray node, a metadata server, and a spot watcher that reads it.
+
+`python -m undula.testing.machine FOLDER` reads `machine.json` there, and is preempted as a cloud does it when a file `notice` comes to be
+there, with seconds in it: the metadata server tells, and after so many seconds everything is killed at once.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from undula.cluster.local import free_ports
+from undula.testing.metadata import metadata_server
+from undula.testing.nodes import descendants
+
+MACHINE = "machine.json"
+NOTICE = "notice"
+LOOK_S = 0.1
+START_TIMEOUT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    what: dict[str, Any] = json.loads((folder / MACHINE).read_text())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with metadata_server() as metadata:
+            raylet = _start_ray(what, folder)
+            watcher = [sys.executable, "-m", "undula.cli", "spot", "watch", "--source", "aws", "--url", metadata.url]
+            _start([*watcher, "--node", what["node"], "--address", what["address"]], os.environ, folder / "watch.log")
+            end = float("inf")
+            while raylet.poll() is None and time.monotonic() < end:
+                if end == float("inf") and (seconds := _notice(folder)) is not None:
+                    metadata.give_notice(seconds)
+                    end = time.monotonic() + seconds
+                time.sleep(LOOK_S)  # paces the looks
+    finally:
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _start_ray(what: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
+    """One machine after another: of two nodes that start at once here, one may never get to its end."""
+    with (folder.parent / "starting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        raylet = _start(_ray_start(what), {**os.environ, **what["env"]}, folder / "ray.log")
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while b"Ray runtime started" not in (folder / "ray.log").read_bytes() and raylet.poll() is None:
+            if time.monotonic() > deadline:
+                sys.exit(f"no Ray node came up within {START_TIMEOUT_S:g} s")
+            time.sleep(LOOK_S)  # paces the looks
+        return raylet
+
+
+def _notice(folder: Path) -> float | None:
+    with suppress(OSError, ValueError):
+        return float((folder / NOTICE).read_text())
+    return None
+
+
+def _ray_start(what: dict[str, Any]) -> list[str]:
+    resources = what["resources"]
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={what['address']}"),
+        *(f"--num-cpus={resources.get('CPU', 0):g}", f"--num-gpus={resources.get('GPU', 0):g}"),
+        *(f"--object-store-memory={200 * 2**20}", "--disable-usage-stats", "--include-log-monitor=False"),
+        f"--dashboard-agent-listen-port={free_ports(1)[0]}",
+    ]
+
+
+def _start(command: list[str], env: Any, log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as sink:
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, preexec_fn=_end_with_parent
+        )
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()
