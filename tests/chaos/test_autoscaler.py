@@ -15,22 +15,22 @@ from undula.testing.chaos import Driver, start_driver
 from undula.testing.cloud import Cloud, MachineType, cloud
 
 TYPES = {"spot-1": MachineType(SPOT, priority=10), "on-demand-1": MachineType(ON_DEMAND)}
-LIMIT_S = 120.0
+LIMIT_S = 150.0
+
+pytestmark = pytest.mark.timeout(500)
 
 
-def wait_for(driver: Driver, step: int, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while driver.step < step:
-        assert driver.process.poll() is None, driver.lines[-5:]
-        assert time.monotonic() < deadline, driver.lines[-5:]
-        time.sleep(0.05)
-
-
-def wait_for_words(driver: Driver, words: str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not any(words in line for line in driver.lines):
-        assert driver.process.poll() is None, driver.lines[-5:]
-        assert time.monotonic() < deadline, driver.lines[-5:]
+def wait_for(driver: Driver, *words: str) -> None:
+    """Wait until the driver has printed the words, in this order."""
+    deadline = time.monotonic() + LIMIT_S
+    left, at = list(words), 0
+    while left:
+        for line in driver.lines[at:]:
+            at += 1
+            if left and left[0] in line:
+                left.pop(0)
+        assert driver.process.poll() is None or not left, (left, driver.lines[-5:])
+        assert time.monotonic() < deadline, (left, driver.lines[-5:])
         time.sleep(0.05)
 
 
@@ -39,6 +39,10 @@ def finished(driver: Driver, url: str) -> RecordedRun:
     run = read_run(open_store(url))
     certificate = certify(run, data_of(run))
     assert certificate.holds, certificate.difference
+    assert run.ledger.replaced.num_rows == 0
+    seconds = goodput(run.ledger, run.events).seconds
+    assert min(seconds.values()) >= -0.01 * sum(seconds.values())
+    assert "crash" not in [event.kind for event in run.events]
     return run
 
 
@@ -46,28 +50,49 @@ def start(there: Cloud, text: str, folder: Path, *overrides: str) -> Driver:
     return start_driver(command(text, str(folder), "spot", "workers.max=2", *overrides), there.cluster, print)
 
 
+def markets(there: Cloud) -> list[str]:
+    return sorted(machine.market for machine in there.machines())
+
+
 def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}) as there:
         assert there.machines() == []
-        driver = start(there, text, tmp_path, "plan.max_steps=400")
+        driver = start(there, text, tmp_path, "plan.max_steps=150")
         try:
-            wait_for_words(driver, "2 workers")
-            wait_for(driver, 5)
+            wait_for(driver, "started with", "2 workers")
             first = there.machines()
             assert [machine.market for machine in first] == [SPOT, SPOT]  # the dearer ones have a lower priority
             there.preempt(first[0].node, notice_s=20)
-            wait_for_words(driver, "from 2 to 1")
-            wait_for_words(driver, "from 1 to 2")
-            run = finished(driver, f"{tmp_path}/spot")
+            wait_for(driver, "from 2 to 1", "from 1 to 2")
+            finished(driver, f"{tmp_path}/spot")
         finally:
             driver.stop()
         said = there.lines_of_watcher(first[0].node)
         there.await_count(lambda machines: not machines, limit_s=60)
     assert sum("Ray drains" in line for line in said) == 1
-    assert run.ledger.replaced.num_rows == 0
-    kinds = [event.kind for event in run.events]
-    assert "notice" in kinds
-    assert "crash" not in kinds
-    seconds = goodput(run.ledger, run.events)
-    held_s = sum(seconds.seconds.values())
-    assert min(seconds.seconds.values()) >= -0.01 * held_s
+
+
+def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path: Path) -> None:
+    with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}) as there:
+        driver = start(there, text, tmp_path, "plan.max_steps=60")
+        try:
+            wait_for(driver, "spot-1 is not to be had", "2 workers")
+            assert markets(there) == [ON_DEMAND, SPOT]
+            finished(driver, f"{tmp_path}/spot")
+        finally:
+            driver.stop()
+
+
+def test_a_run_that_falls_behind_its_deadline_trains_on_demand_until_spot_comes(text: str, tmp_path: Path) -> None:
+    with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}) as there:
+        fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")
+        driver = start(there, text, tmp_path, "plan.max_steps=80", *fleet)
+        try:
+            wait_for(driver, "asking for 2 spot workers", "asking for 2 spot and 2 on-demand workers", "started with 2")
+            assert markets(there) == [ON_DEMAND, ON_DEMAND]
+            there.offer(SPOT, 2)
+            wait_for(driver, "is given back", "2 workers on nodes that will go", "resumed")
+            there.await_count(lambda machines: [each.market for each in machines] == [SPOT, SPOT], limit_s=60)
+            finished(driver, f"{tmp_path}/spot")
+        finally:
+            driver.stop()

@@ -64,28 +64,8 @@ def local_cluster(
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    gcs, dashboard, client, agent = free_ports(4)
-    command = [
-        *(
-            python,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
-            f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor",
-            "--include-log-monitor=False",
-        ),
-        *(f"--num-cpus={num_cpus}", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={gcs}"),
-        *(
-            f"--dashboard-port={dashboard}",
-            f"--ray-client-server-port={client}",
-            f"--dashboard-agent-listen-port={agent}",
-        ),
-    ]
-    if object_store_bytes:
-        command.append(f"--object-store-memory={object_store_bytes}")
+    gcs, dashboard = free_ports(2)
+    command = _ray_start(python, num_cpus, folder, gcs, dashboard, object_store_bytes, autoscaling)
     bin_folder = str(Path(python).parent)
     settings = {
         "RAY_worker_niceness": "0",  # by default workers come after everything else on the machine
@@ -113,6 +93,26 @@ def local_cluster(
         cluster = LocalCluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", auth, process.pid)
         _await_jobs(cluster, process, folder / "start.log")
         yield cluster
+
+
+def _ray_start(
+    python: str,
+    num_cpus: int,
+    folder: Path,
+    gcs_port: int,
+    dashboard_port: int,
+    object_store_bytes: int | None,
+    autoscaling: Path | None,
+) -> list[str]:
+    client, agent = free_ports(2)
+    monitor = f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor"
+    store = [f"--object-store-memory={object_store_bytes}"] if object_store_bytes else []
+    return [
+        *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(monitor, "--include-log-monitor=False", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"),
+        *("--node-ip-address=127.0.0.1", f"--port={gcs_port}", f"--dashboard-port={dashboard_port}"),
+        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}", *store),
+    ]
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """What the cluster has room for, as Ray's head knows it this second."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
 
-from undula.plan.fleet import MARKET
+from undula.plan.fleet import MARKET, TYPE
+
+STATUS_TIMEOUT_S = 2
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,9 @@ class Node:
     deadline: float | None
     """When it goes, in seconds since the epoch: infinity where that is not known, None where it stays."""
     market: str | None = None
-    """The value of its label MARKET, where it was asked for."""
+    """The value of its label MARKET."""
+    type: str | None = None
+    """The value of its label TYPE."""
 
 
 def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
@@ -31,12 +36,32 @@ def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, fl
     return int(min((resources.get(name, 0.0) / amount + 1e-4 for name, amount in needs.items()), default=1))
 
 
-def markets(known: Mapping[str, str | None], nodes: Iterable[str]) -> dict[str, str | None]:
-    """The market of each node; Ray's head is asked only where one is not known yet."""
-    if not set(nodes) <= known.keys():
-        all_nodes: Any = ray.nodes  # it has no types
-        return {node["NodeID"]: node["Labels"].get(MARKET) for node in all_nodes()}
-    return dict(known)
+@dataclass
+class Labels:
+    """Of nodes, by id; Ray's head is asked only where one is not known yet."""
+
+    known: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def on(self, nodes: Mapping[str, Node]) -> dict[str, Node]:
+        """The nodes, with what their labels say."""
+        if not nodes.keys() <= self.known.keys():
+            all_nodes: Any = ray.nodes  # it has no types
+            self.known = {node["NodeID"]: node["Labels"] for node in all_nodes()}
+        labels = {node: self.known.get(node, {}) for node in nodes}
+        return {
+            node.id: replace(node, market=labels[node.id].get(MARKET), type=labels[node.id].get(TYPE))
+            for node in nodes.values()
+        }
+
+
+def refused_types(since: float) -> dict[str, str]:
+    """Node types of which the autoscaler could have none since then, in seconds since the epoch, and why."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_S)
+    return {
+        each.ray_node_type_name: " ".join((each.details or "").split())
+        for each in status.failed_launches
+        if (each.failed_ts_s or 0) >= since
+    }
 
 
 def look(per_worker: Mapping[str, float]) -> dict[str, Node]:

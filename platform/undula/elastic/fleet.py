@@ -1,18 +1,19 @@
 """Which nodes a run asks the cluster's autoscaler for, which it trains on, and which it gives back."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 
-from undula.elastic.capacity import Node
+from undula.elastic.capacity import Node, refused_types
 from undula.elastic.events import EventSink
 from undula.plan.fleet import (
     MARKET,
     ON_DEMAND,
     SPOT,
+    TYPE,
     Fleet,
     FleetSpec,
     Progress,
@@ -27,6 +28,8 @@ REPEAT_S = 20.0
 EXPIRES_S = 180.0
 LOOK_S = 1.0
 """Between a policy's looks."""
+AVOID_S = 60.0
+"""For which a type of nodes that could not be had is not asked for again."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,23 @@ class FleetManager:
         spec: the policy.
         size: workers of the whole fleet, the job's most.
         work: what there is to do.
+        refusals: tells which types of nodes were not to be had since a time, as `refused_types` does.
     """
 
     spec: FleetSpec
     size: int
     work: Work
     on_event: EventSink
+    refusals: Callable[[float], Mapping[str, str]] = refused_types
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))
     given_back: frozenset[str] = frozenset()
     """Nodes that the run leaves, for the autoscaler to end."""
+    labels: Sequence[Mapping[str, str]] = ()
+    """That each worker's node is to have, for the autoscaler; one mapping for each worker that is wanted."""
     _looked: float = float("-inf")
     _short_since: float | None = None
+    _refused: Mapping[str, str] = field(default_factory=dict)
 
     def look(self, nodes: Mapping[str, Node], workers: Mapping[str, int], now: float) -> None:
         """Decide anew.
@@ -99,32 +107,58 @@ class FleetManager:
             workers: that are ready, by node.
             now: in seconds since the epoch.
         """
-        if self.spec.is_any or now - self._looked < LOOK_S:
+        if now - self._looked < LOOK_S:
             return
         self._looked = now
-        there = {
-            market: [node for node in nodes.values() if node.market == market and node.deadline is None]
-            for market in (SPOT, ON_DEMAND)
-        }
-        ready = {market: sum(workers.get(node.id, 0) for node in found) for market, found in there.items()}
-        wanted, why = self._decide(there, ready, now)
+        there = [node for node in nodes.values() if node.deadline is None]
+        if not self.spec.is_any:
+            self._follow(there, workers, now)
+        self._learn_refusals(there, now)
+        self.labels = self._labels(there)
+
+    def _follow(self, there: Sequence[Node], workers: Mapping[str, int], now: float) -> None:
+        """The policy."""
+        on = {market: [node for node in there if node.market == market] for market in (SPOT, ON_DEMAND)}
+        ready = {market: sum(workers.get(node.id, 0) for node in found) for market, found in on.items()}
+        wanted, why = self._decide(on, ready, now)
         if wanted != self.wanted:
             self.wanted = wanted
             self.on_event(Event("fleet", f"asking for {_words(wanted)}{why}", data=vars(wanted)))
         limits = {SPOT: max(wanted.spot, self.size - ready[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
-        self._give_back({node for market, found in there.items() for node in _beyond(found, workers, limits[market])})
+        self._give_back({node for market, found in on.items() for node in _beyond(found, workers, limits[market])})
+
+    def _learn_refusals(self, there: Sequence[Node], now: float) -> None:
+        """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""
+        if sum(node.slots for node in there) >= self.size:
+            self._refused = {}
+            return
+        refused = self.refusals(now - AVOID_S)
+        for name in sorted(refused.keys() - self._refused.keys()):
+            why = f" ({refused[name][:200]})" if refused[name] else ""
+            words = f"{name} is not to be had{why}: other types are asked for, for {AVOID_S:.0f} s"
+            self.on_event(Event("fleet", words, data={"type": name}))
+        self._refused = refused
+
+    def _labels(self, there: Sequence[Node]) -> list[dict[str, str]]:
+        """Nodes that are there are asked for by their own type, as what is left goes to types that are not refused."""
+        found: list[dict[str, str]] = []
+        by_market = {SPOT: self.wanted.spot, ON_DEMAND: self.wanted.on_demand}
+        for market, count in ({None: self.size} if self.spec.is_any else by_market).items():
+            base = {MARKET: market} if market else {}
+            if not self._refused:
+                found += [base] * count
+                continue
+            staying = [node for node in there if node.id not in self.given_back and market in (None, node.market)]
+            own = [{**base, TYPE: node.type} if node.type else base for node in staying for _ in range(node.slots)]
+            other = {**base, TYPE: f"!in({','.join(sorted(self._refused))})"}
+            found += [*own[:count], *[other] * (count - len(own))]
+        return found
 
     def room(self, market: str | None, workers: Mapping[str | None, int]) -> int:
         """Workers that may still be started on nodes of a market, given how many there are by market."""
         if self.spec.is_any or market is None:
             return self.size - sum(workers.values())
         return (self.wanted.spot if market == SPOT else self.wanted.on_demand) - workers.get(market, 0)
-
-    def bundles(self) -> list[dict[str, str]]:
-        """The labels that each worker's node is to have."""
-        if self.spec.is_any:
-            return [{}] * self.size
-        return [{MARKET: SPOT}] * self.wanted.spot + [{MARKET: ON_DEMAND}] * self.wanted.on_demand
 
     def _decide(self, there: Mapping[str, list[Node]], ready: Mapping[str, int], now: float) -> tuple[Fleet, str]:
         if self.spec.spot_only:
@@ -138,8 +172,10 @@ class FleetManager:
         on_demand = sum(node.slots for node in there[ON_DEMAND] if node.id not in self.given_back)
         expected = self.size if is_patient and not progress.must_hurry else spot
         wanted = by_deadline(self.size, Fleet(expected, on_demand), ready[SPOT], progress)
-        left_s = progress.deadline_s - progress.elapsed_s
-        return wanted, f": about {progress.left_s:.0f} s of work of the whole fleet left, and {left_s:.0f} s to do it"
+        work = (
+            f"about {progress.left_s:.0f} s of work of the whole fleet are" if self.pace.steps else "unmeasured work is"
+        )
+        return wanted, f": {work} left, and {progress.deadline_s - progress.elapsed_s:.0f} s to do it"
 
     def _progress(self, now: float) -> Progress:
         deadline_s = self.spec.deadline_s
@@ -167,10 +203,10 @@ class AutoscalerRequest:
     """Tells Ray's autoscaler what a run can use; nothing waits for its answer."""
 
     requester: str
-    _sent: list[dict[str, str]] | None = None
+    _sent: Sequence[Mapping[str, str]] | None = None
     _when: float = float("-inf")
 
-    def send(self, resources: Mapping[str, float], labels: list[dict[str, str]]) -> None:
+    def send(self, resources: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
         """Ask for a node's room with `resources` for each of `labels`, where that is news or was said long ago."""
         now = time.monotonic()
         if labels == self._sent and now - self._when < REPEAT_S:
@@ -180,7 +216,7 @@ class AutoscalerRequest:
         autoscaling.get_or_create_autoscaling_coordinator().request_resources.remote(
             requester_id=self.requester,
             resources=[dict(resources) for _ in labels],
-            label_selectors=labels,
+            label_selectors=[dict(each) for each in labels],
             expire_after_s=EXPIRES_S,
             priority=autoscaling.ResourceRequestPriority.HIGH,
         )

@@ -13,7 +13,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 
 from undula.elastic.actor import ElasticWorker
-from undula.elastic.capacity import Node, look, markets
+from undula.elastic.capacity import Labels, Node, look
 from undula.elastic.fleet import FleetManager
 from undula.elastic.keeper import SnapshotKeeper
 from undula.elastic.policy import Seat
@@ -87,7 +87,7 @@ class WorkerPool:
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")
-    _markets: dict[str, str | None] = field(default_factory=dict)
+    _labels: Labels = field(default_factory=Labels)
     _tried: dict[str, float] = field(default_factory=dict)
     _sync_actor: Any = None
 
@@ -109,12 +109,9 @@ class WorkerPool:
 
     def _look(self) -> dict[str, Node]:
         """The nodes that are alive; one that the fleet gives back goes at a time that is not known."""
-        nodes = look(self.resources)
-        if self.fleet.spec.is_any:
-            return nodes
-        self._markets = markets(self._markets, nodes)
-        nodes = {node.id: replace(node, market=self._markets.get(node.id)) for node in nodes.values()}
-        self.fleet.look(nodes, Counter(worker.node for worker in self.workers.values() if worker.metadata), time.time())
+        nodes = self._labels.on(look(self.resources))
+        ready = Counter(worker.node for worker in self.workers.values() if worker.metadata)
+        self.fleet.look(nodes, ready, time.time())
         return {
             node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.given_back else node
             for node in nodes.values()

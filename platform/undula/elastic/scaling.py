@@ -303,7 +303,7 @@ class PoolPolicy(ScalingPolicy):
         if self._requester_id is None:
             return  # the controller has not started yet
         self._request = self._request or AutoscalerRequest(self._requester_id)
-        labels = self.pool.fleet.bundles()
+        labels = self.pool.fleet.labels
         if self.grow == "never" and self._has_run and self._group.last:
             labels = labels[: len(self._group.last)]  # more would lie idle
         self._request.send(self.scaling_config._resources_per_worker_not_none, labels)

@@ -16,6 +16,8 @@ from undula.plan.plan import STRICT
 
 MARKET = "undula.io/market"
 """The label of Ray that says how a node was had: SPOT or ON_DEMAND."""
+TYPE = "undula.io/type"
+"""The label that has the name of a node's type in the cluster's configuration."""
 SPOT = "spot"
 ON_DEMAND = "on-demand"
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

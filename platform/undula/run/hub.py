@@ -51,7 +51,10 @@ class TellEverywhere:
     store: Store
     publish: HubPublisher
     _writer: EventWriter | None = None
-    """Made where the first event is, as it cannot be sent."""
+    """Each process has its own, made with its first event."""
+
+    def __reduce__(self) -> tuple[type["TellEverywhere"], tuple[Store, HubPublisher]]:
+        return TellEverywhere, (self.store, self.publish)
 
     def __call__(self, event: Event) -> None:
         self._writer = self._writer or EventWriter(self.store, "controller")

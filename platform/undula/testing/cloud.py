@@ -27,7 +27,7 @@ from ray.autoscaler.tags import (
 )
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.plan.fleet import MARKET
+from undula.plan.fleet import MARKET, TYPE
 from undula.state.snapshot import MEMORY
 from undula.testing.machine import MACHINE, NOTICE
 from undula.testing.nodes import descendants
@@ -163,7 +163,7 @@ def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_w
     workers = {
         name: {
             "resources": {"CPU": each.cpus},
-            "labels": {MARKET: each.market},
+            "labels": {MARKET: each.market, TYPE: name},
             "min_workers": 0,
             "max_workers": max_workers,
             "priority": each.priority,
