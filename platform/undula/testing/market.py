@@ -1,18 +1,15 @@
-"""What a run would cost under each policy of its fleet, on a recorded count of spot instances: a simulation of nodes, not of training."""
+"""What a run would cost under each policy of its fleet, on a recorded count of spot nodes: nodes are simulated, the policy is a run's own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from undula.plan.fleet import Fleet, Progress, by_deadline, spot_only
+from undula.elastic.capacity import Node
+from undula.elastic.fleet import FleetManager, Pace, Work
+from undula.plan.fleet import ON_DEMAND, SPOT, Fleet, FleetSpec
+from undula.state.ledger import Event
 
-
-class Policy(StrEnum):
-    """Of a fleet."""
-
-    ON_DEMAND = "on-demand only"
-    SPOT_ONLY = "spot only"
-    DEADLINE = "deadline"
+STEPS = 10**6
+"""That the work is cut into."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Market:
     first: int = 0
     """The count with which a run begins."""
     look_s: float = 60.0
-    """Seconds between a policy's looks."""
+    """Seconds between looks at the nodes."""
 
     def at(self, seconds: float) -> int:
         return self.counts[(self.first + int(seconds / self.gap_s)) % len(self.counts)]
@@ -37,42 +34,49 @@ class Bill:
 
     seconds: float = 0.0
     """To its end."""
-    spot_s: float = 0.0
-    """Seconds that were paid, of all spot nodes together; and of all on-demand nodes."""
-    on_demand_s: float = 0.0
-    lost: int = 0
+    paid_s: dict[str, float] = field(default_factory=lambda: {SPOT: 0.0, ON_DEMAND: 0.0})
+    """Seconds of all nodes of a market together, from the moment at which they were asked for."""
+    taken: int = 0
     """Spot nodes that were taken."""
 
     def dollars(self, spot: float, on_demand: float) -> float:
         """Given the prices of a node, in dollars an hour."""
-        return (self.spot_s * spot + self.on_demand_s * on_demand) / 3600
+        return (self.paid_s[SPOT] * spot + self.paid_s[ON_DEMAND] * on_demand) / 3600
 
 
 @dataclass
 class _Nodes:
-    """Of one kind: when each is ready, in seconds."""
+    """Of one market: when each is ready, in seconds."""
 
-    ready_at: list[float] = field(default_factory=list)
+    market: str
+    start_s: float
+    ready_at: dict[str, float] = field(default_factory=dict)
+    _count: int = 0
 
-    def become(self, count: int, now: float, changeover_s: float) -> int:
+    def become(self, count: int, now: float) -> int:
         """Start what is missing, and let the youngest go; how many went."""
-        gone = max(len(self.ready_at) - count, 0)
-        self.ready_at = sorted(self.ready_at)[:count]
-        self.ready_at += [now + changeover_s] * (count - len(self.ready_at))
-        return gone
+        gone = sorted(self.ready_at, key=lambda node: self.ready_at[node])[count:]
+        for node in gone:
+            del self.ready_at[node]
+        for _ in range(count - len(self.ready_at)):
+            self._count += 1
+            self.ready_at[f"{self.market}-{self._count}"] = now + self.start_s
+        return len(gone)
+
+    def there(self, now: float) -> dict[str, Node]:
+        """Those that have joined the cluster."""
+        return {node: Node(node, 1, 0, None, self.market) for node, ready in self.ready_at.items() if ready <= now}
 
     def seconds_in(self, begin: float, end: float) -> float:
         """That they train, within a stretch of time, together."""
-        return sum(max(end - max(begin, ready), 0.0) for ready in self.ready_at)
+        return sum(max(end - max(begin, ready), 0.0) for ready in self.ready_at.values())
 
 
 def run_under(
     market: Market,
-    policy: Policy,
+    spec: FleetSpec,
     size: int,
     total_s: float,
-    deadline_s: float,
-    changeover_s: float,
     restart_s: float = 0.0,
     limit_s: float = float("inf"),
 ) -> Bill:
@@ -80,43 +84,46 @@ def run_under(
 
     Args:
         market: of spot nodes.
-        policy: of the fleet.
-        size: nodes of the whole fleet.
+        spec: the policy, which says how long a node takes to start, too.
+        size: workers of the whole fleet, each on a node of its own.
         total_s: seconds that the whole fleet needs for all the work.
-        deadline_s: after which the run is late.
-        changeover_s: from asking for a node to its first step.
         restart_s: that all nodes lose each time that a node comes or is taken; 0 for an elastic run.
         limit_s: when to give up.
     """
-    bill, spot, on_demand = Bill(), _Nodes(), _Nodes()
+    bill, spot, on_demand = Bill(), _Nodes(SPOT, spec.node_start_s), _Nodes(ON_DEMAND, spec.node_start_s)
+    fleet = FleetManager(spec, size, Work(STEPS, 0.0), _nobody, _no_refusals)
     done_s, paused_until = 0.0, 0.0
     while done_s < total_s and bill.seconds < limit_s:
         now, end = bill.seconds, bill.seconds + market.look_s
-        there = market.at(now)
-        before = len(spot.ready_at)
-        taken = spot.become(min(before, there), now, changeover_s)
-        progress = Progress(now, deadline_s, total_s, done_s, changeover_s + market.look_s)
-        wanted = _wanted(policy, size, spot, on_demand, now, progress)
-        spot.become(min(wanted.spot, there), now, changeover_s)
-        on_demand.become(wanted.on_demand, now, changeover_s)
-        if restart_s and len(spot.ready_at) != before:
+        there, before = market.at(now), len(spot.there(now))
+        bill.taken += spot.become(min(len(spot.ready_at), there), now)
+        steps = int(done_s / total_s * STEPS)
+        fleet.pace = Pace(steps * total_s / STEPS * size, steps, steps)
+        wanted = _wanted(fleet, {**spot.there(now), **on_demand.there(now)}, now)
+        for nodes in (spot, on_demand):
+            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.given_back}
+        spot.become(min(max(wanted.spot, len(spot.there(now))), there), now)  # as the fleet gives back what it can
+        on_demand.become(wanted.on_demand, now)
+        if restart_s and len(spot.there(end)) != before:
             paused_until = now + restart_s
-        trained = spot.seconds_in(max(now, paused_until), end) + on_demand.seconds_in(max(now, paused_until), end)
-        speed = min(trained / market.look_s, size) / size
+        since = max(now, paused_until)
+        speed = min((spot.seconds_in(since, end) + on_demand.seconds_in(since, end)) / market.look_s, size) / size
         if done_s + speed * market.look_s >= total_s:
             end = now + (total_s - done_s) / speed
         done_s += speed * market.look_s
-        bill.spot_s += len(spot.ready_at) * (end - now)
-        bill.on_demand_s += len(on_demand.ready_at) * (end - now)
-        bill.lost += taken
+        for nodes in (spot, on_demand):
+            bill.paid_s[nodes.market] += len(nodes.ready_at) * (end - now)
         bill.seconds = end
     return bill
 
 
-def _wanted(policy: Policy, size: int, spot: _Nodes, on_demand: _Nodes, now: float, progress: Progress) -> Fleet:
-    if policy == Policy.ON_DEMAND:
-        return Fleet(0, size)
-    if policy == Policy.SPOT_ONLY:
-        return spot_only(size)
-    ready = sum(each <= now for each in spot.ready_at)
-    return by_deadline(size, Fleet(len(spot.ready_at), len(on_demand.ready_at)), ready, progress)
+def _wanted(fleet: FleetManager, nodes: Mapping[str, Node], now: float) -> Fleet:
+    fleet.look(nodes, dict.fromkeys(nodes, 1), now)
+    return fleet.wanted
+
+
+def _nobody(event: Event) -> None: ...
+
+
+def _no_refusals(since: float) -> dict[str, str]:
+    return {}

@@ -1,10 +1,6 @@
-"""The deadline's policy, on arbitrary comings and goings of spot nodes."""
-
-from hypothesis import given
-from hypothesis import strategies as st
+"""How many spot and on-demand workers a policy wants."""
 
 from undula.plan.fleet import Fleet, Progress, by_deadline, on_demand_floor
-from undula.testing.market import Market, Policy, run_under
 
 
 def progress(elapsed_s: float, done_s: float) -> Progress:
@@ -32,20 +28,3 @@ def test_all_on_demand_when_the_time_is_only_just_enough() -> None:
 def test_a_floor_is_no_more_than_the_fleet() -> None:
     assert on_demand_floor(4, 1) == Fleet(3, 1)
     assert on_demand_floor(2, 5) == Fleet(0, 2)
-
-
-@given(
-    size=st.integers(1, 8),
-    counts=st.lists(st.integers(0, 8), min_size=1, max_size=60),
-    slack=st.floats(1.05, 2.0),
-    changeover_s=st.floats(1.0, 300.0),
-)
-def test_a_run_that_on_demand_nodes_make_in_time_is_never_late(
-    size: int, counts: list[int], slack: float, changeover_s: float
-) -> None:
-    market = Market(tuple(counts), gap_s=600.0)
-    total_s = 20_000.0
-    # On-demand nodes by themselves take so long, and a look at the clock from time to time.
-    deadline_s = total_s * slack + 3 * changeover_s + 2 * market.look_s
-    bill = run_under(market, Policy.DEADLINE, size, total_s, deadline_s, changeover_s)
-    assert bill.seconds <= deadline_s
