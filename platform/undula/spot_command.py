@@ -27,7 +27,9 @@ def add_spot_arguments(parser: argparse.ArgumentParser) -> None:
 def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
     _add_nodes(parser)
     text = "seconds until this machine goes; the command ends then, or when its nodes have left"
-    parser.add_argument("--notice", type=float, default=SIGNAL_NOTICE_S, metavar="S", help=f"{text} (default: %(default)g)")
+    parser.add_argument(
+        "--notice", type=float, default=SIGNAL_NOTICE_S, metavar="S", help=f"{text} (default: %(default)g)"
+    )
     parser.set_defaults(command=_leave)
 
 

@@ -117,7 +117,10 @@ def test_workers_are_launched_as_spot_or_on_demand_with_the_rights_of_workers(go
 def test_the_head_keeps_its_account_in_place_of_the_one_that_ray_makes(google: Any) -> None:
     """Ray binds its own account's broad rights all the same: docs/spot.md says so."""
     config = bootstrapped()
-    head = {**config["head_node"], **config["available_node_types"]["head"]["node_config"]}  # as `ray up` puts them together
+    head = {
+        **config["head_node"],
+        **config["available_node_types"]["head"]["node_config"],
+    }  # as `ray up` puts them together
     assert head["serviceAccounts"][0]["email"] == f"undula-head{MINE}"
     (bound,) = google["cloudresourcemanager.projects.setIamPolicy"]
     assert "roles/compute.admin" in json.dumps(bound)
@@ -125,7 +128,13 @@ def test_the_head_keeps_its_account_in_place_of_the_one_that_ray_makes(google: A
 
 def test_workers_are_set_up_as_on_aws_but_for_the_store(google: Any) -> None:
     ours, aws = yaml.safe_load(CONFIG.read_text()), yaml.safe_load((CONFIG.parents[1] / "cluster.yaml").read_text())
-    for key in ("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands", "rsync_exclude", "auth"):
+    for key in (
+        "worker_setup_commands",
+        "head_start_ray_commands",
+        "worker_start_ray_commands",
+        "rsync_exclude",
+        "auth",
+    ):
         assert ours[key] == aws[key]
     assert ours["setup_commands"][:-1] == aws["setup_commands"][:-1]
     assert aws["file_mounts"].items() <= ours["file_mounts"].items()

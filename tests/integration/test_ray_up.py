@@ -49,6 +49,22 @@ if sys.argv[0].endswith("rsync"):
     else:
         shutil.copy2(source, target)
 """
+AWS = """#!{python}
+import pathlib, sys
+import boto3
+service, command, *options = sys.argv[1:]
+given = dict(zip([name.removeprefix("--") for name in options[::2]], options[1::2], strict=True))
+client = boto3.client({{"s3api": "s3"}}.get(service, service), region_name=given.pop("region", "us-east-1"))
+operation = next(name for name in client.meta.method_to_api_mapping if name == command.replace("-", "_"))
+members = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation]).input_shape.members
+for name, value in given.items():
+    field = next(each for each in members if each.lower() == name.replace("-", ""))
+    if value.startswith("file://"):
+        value = pathlib.Path(value.removeprefix("file://")).read_text()
+    given[name] = field, dict([value.split("=")]) if members[field].type_name == "structure" else value
+getattr(client, operation)(**dict(given.values()))
+"""
+"""Of the command line of AWS what docs/spot.md needs, by boto3's own models of the services."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,9 @@ class Story:
     actions_of_head: set[str]
     """What the autoscaler asked EC2 for."""
     commands: list[list[str]]
+    policies: Mapping[str, set[str]]
+    """Of each role."""
+    buckets: list[str]
     left: list[str]
     """States of all instances after `ray down`."""
 
@@ -85,8 +104,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     home, hosts, bin_folder = folder / "home", folder / "hosts", folder / "bin"
     for each in (home, hosts, bin_folder):
         each.mkdir()
-    for name in ("ssh", "rsync"):
-        (bin_folder / name).write_text(STAND_IN.format(python=sys.executable, hosts=str(hosts)))
+    for name, program in {"ssh": STAND_IN, "rsync": STAND_IN, "aws": AWS}.items():
+        (bin_folder / name).write_text(program.format(python=sys.executable, hosts=str(hosts)))
         (bin_folder / name).chmod(0o755)
     requests = folder / "requests"
     with moto_server(requests) as endpoint, pytest.MonkeyPatch.context() as patch:
@@ -103,8 +122,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def tell(patch: pytest.MonkeyPatch, home: Path, hosts: Path, requests: Path) -> Story:
-    ec2 = boto3.client("ec2", region_name=CLUSTER["provider"]["region"])
-    make_profiles()
+    ec2, iam = (boto3.client(name, region_name=CLUSTER["provider"]["region"]) for name in ("ec2", "iam"))
+    run_the_commands_of_the_docs()
     previous = os.umask(0o077)  # Ray leaves the token to whom the umask leaves it
     ray("get-auth-token", "--generate")
     os.umask(previous)
@@ -124,6 +143,8 @@ def tell(patch: pytest.MonkeyPatch, home: Path, hosts: Path, requests: Path) -> 
     return Story(
         home, hosts, head, groups, {tags(each)["ray-user-node-type"]: each for each in launches}, workers, worker, actions,
         [json.loads(line) for line in (hosts / "commands").read_text().splitlines()],
+        {role: set(iam.list_role_policies(RoleName=role)["PolicyNames"]) for role in ("undula-head", "undula-worker")},
+        [each["Name"] for each in boto3.client("s3").list_buckets()["Buckets"]],
         [each["State"]["Name"] for each in instances(ec2)],
     )  # fmt: skip
 
@@ -157,7 +178,16 @@ def test_the_head_is_on_demand_with_its_own_profile_and_an_encrypted_disk(story:
     assert story.head["IamInstanceProfile"]["Arn"].endswith("instance-profile/undula-head")
     assert story.head["MetadataOptions"]["HttpTokens"] == "required"
     assert sent["BlockDeviceMapping.1.Ebs.Encrypted"] == "true"
-    assert sent["ImageId"].startswith("resolve:ssm:/aws/service/canonical/ubuntu/")  # EC2 resolves it, and Ray leaves it as it is
+    assert sent["ImageId"].startswith(
+        "resolve:ssm:/aws/service/canonical/ubuntu/"
+    )  # EC2 resolves it, and Ray leaves it as it is
+
+
+def test_the_commands_of_the_docs_make_a_bucket_and_two_roles_of_which_one_may_launch(story: Story) -> None:
+    assert story.policies == {"undula-head": {"bucket", "workers"}, "undula-worker": {"bucket"}}
+    assert story.buckets == ["your-bucket"]
+    worker = json.loads((ROOT / "docs" / "iam" / "worker-policy.json").read_text())
+    assert {each["Resource"].partition("/")[0] for each in worker["Statement"]} == {"arn:aws:s3:::YOUR-BUCKET"}
 
 
 def test_nothing_but_ssh_is_open_to_the_world(story: Story) -> None:
@@ -227,10 +257,20 @@ def test_head_and_workers_have_the_token_before_ray_starts_with_it(story: Story)
 
 def test_a_worker_gets_the_package_joins_the_head_with_its_labels_and_starts_the_watcher(story: Story) -> None:
     ran = story.shell(story.worker)
-    steps = ["uptime", "pip install", "~/.bashrc ||", "undula-spot-watch.service /etc/systemd", "ray stop", "ray start", "systemctl restart"]
+    steps = [
+        "uptime",
+        "pip install",
+        "~/.bashrc ||",
+        "undula-spot-watch.service /etc/systemd",
+        "ray stop",
+        "ray start",
+        "systemctl restart",
+    ]
     places = [max(i for i, script in enumerate(ran) if step in script) for step in steps]
     assert places == sorted(places)
-    assert sum("pip install" in script for script in ran) == 2  # Ray merges setup_commands on the head once more, so each leaves be what is there
+    assert (
+        sum("pip install" in script for script in ran) == 2
+    )  # Ray merges setup_commands on the head once more, so each leaves be what is there
     (start,) = [script for script in ran if "ray start" in script]
     (labels,) = re.findall(r"export RAY_OVERRIDE_LABELS='([^']+)'", start)
     assert json.loads(labels) == TYPES[INSTALLED]["labels"]
@@ -251,7 +291,11 @@ def test_the_shell_of_a_node_has_what_ray_and_the_jobs_need(story: Story, tmp_pa
         subprocess.run(["bash", "-c", script], env=env, check=True)
     assert (tmp_path / ".bashrc").read_text().count("undula-cluster") == 1
     shown = subprocess.run(
-        ["bash", "-c", f"source ~/.bashrc; env; true; {sys.executable} -V"], env=env, capture_output=True, text=True, check=True
+        ["bash", "-c", f"source ~/.bashrc; env; true; {sys.executable} -V"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     assert {"AWS_REGION=us-west-2", "RAY_AUTH_MODE=token"} <= set(shown)
     assert f"PATH={tmp_path}/venv/bin:{env['PATH']}" in shown
@@ -273,9 +317,28 @@ def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(stor
 
 def test_what_is_copied_is_a_package_that_installs(story: Story, tmp_path: Path) -> None:
     package = story.hosts / story.worker / "undula"
-    assert {each.name for each in package.iterdir()} == {"platform", "docs", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert {each.name for each in package.iterdir()} == {
+        "platform",
+        "docs",
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+    }
     assert not list(package.rglob("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(package)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(tmp_path),
+        str(package),
+    ]
     subprocess.run(command, check=True)
     assert [each.name.partition("-")[0] for each in tmp_path.iterdir()] == ["undula"]
 
@@ -315,21 +378,21 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def ray(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, "-m", "ray.scripts.scripts", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def make_profiles() -> None:
-    """As docs/spot.md does with `aws iam`."""
-    iam, policies = boto3.client("iam", region_name="us-east-1"), ROOT / "docs" / "iam"
-    for role, names in {"undula-head": ("head", "worker"), "undula-worker": ("worker",)}.items():
-        iam.create_role(RoleName=role, AssumeRolePolicyDocument=(policies / "trust.json").read_text())
-        for name in names:
-            document = (policies / f"{name}-policy.json").read_text()
-            iam.put_role_policy(RoleName=role, PolicyName=name, PolicyDocument=document)
-        iam.create_instance_profile(InstanceProfileName=role)
-        iam.add_role_to_instance_profile(InstanceProfileName=role, RoleName=role)
+def run_the_commands_of_the_docs() -> None:
+    """Those of docs/spot.md that make the bucket and the profiles, with a stand-in for `aws`."""
+    commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "spot.md").read_text(), re.DOTALL)
+    (own,) = [each for each in commands if "aws iam create-role" in each]
+    done = subprocess.run(["bash", "-e", "-c", own], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def read(requests: Path) -> list[dict[str, str]]:

@@ -50,7 +50,12 @@ def test_ours_for_google_has_nothing_to_mend() -> None:
     config["provider"]["availability_zone"] = "europe-west4-a"
     del config["available_node_types"]["head"]["node_config"]["serviceAccounts"]
     messages = " ".join(each.message for each in found(config))
-    for part in ("head is a spot node", "europe-west4-a is not in us-central1", "no serviceAccounts", "is on-demand, and"):
+    for part in (
+        "head is a spot node",
+        "europe-west4-a is not in us-central1",
+        "no serviceAccounts",
+        "is on-demand, and",
+    ):
         assert part in messages
 
 

@@ -41,7 +41,8 @@ AUTOSCALER = {
     "securityContext": dict, "env": list, "envFrom": list, "volumeMounts": list, "command": list, "args": list,
 }  # fmt: skip
 CLUSTER = {
-    "headGroupSpec!": HEAD, "workerGroupSpecs": [GROUP], "autoscalerOptions": AUTOSCALER, "rayVersion": str, "enableInTreeAutoscaling": bool,
+    "headGroupSpec!": HEAD, "workerGroupSpecs": [GROUP], "autoscalerOptions": AUTOSCALER, "rayVersion": str,
+    "enableInTreeAutoscaling": bool,
     "authOptions": {"mode": str, "secretName": str, "enableK8sTokenAuth": bool}, "suspend": bool, "managedBy": str, "tlsOptions": dict,
     "networkPolicy": dict, "upgradeStrategy": dict, "headServiceAnnotations": TEXTS, "gcsFaultToleranceOptions": dict,
     "historyServerOptions": dict,
@@ -90,7 +91,11 @@ def test_every_field_is_one_that_kuberay_knows(manifest: dict[str, Any]) -> None
     group["rayStartParams"]["num-cpus"] = 4
     found = list(wrong(manifest, FIELDS))
     place = ".spec.rayClusterSpec.workerGroupSpecs[0]"
-    assert set(found) == {f"{place}.maxReplicas is missing", f"{place}.maxReplica is unknown", f"{place}.rayStartParams.num-cpus is no text"}
+    assert set(found) == {
+        f"{place}.maxReplicas is missing",
+        f"{place}.maxReplica is unknown",
+        f"{place}.rayStartParams.num-cpus is no text",
+    }
 
 
 def test_ray_s_autoscaler_reads_the_groups_with_their_labels_and_priorities(manifest: dict[str, Any]) -> None:
