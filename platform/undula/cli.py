@@ -16,7 +16,7 @@ from rich.console import Console
 from undula.chaos_command import add_chaos_arguments
 from undula.cluster_command import add_cluster_arguments
 from undula.errors import SpecError, one_sentence
-from undula.spot_command import add_spot_arguments
+from undula.spot_command import add_leave_arguments, add_spot_arguments
 from undula.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -313,6 +313,8 @@ def _add_cluster_commands(commands: Any) -> None:
     add_spot_arguments(
         spot_commands.add_parser("watch", help="have Ray drain this machine's nodes when its cloud gives notice")
     )
+    text = "have Ray drain this machine's nodes now, and wait until they have left: for a pod's preStop"
+    add_leave_arguments(spot_commands.add_parser("leave", help=text))
 
 
 def _add_writing(parser: argparse.ArgumentParser, row_group_mib: float) -> None:

@@ -1,4 +1,4 @@
-"""`undula spot watch`: its options and what it does with them."""
+"""`undula spot watch` and `undula spot leave`: their options and what they do with them."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from undula.cluster.notices import SOURCES, Aws, File, Source, source_here
-from undula.cluster.watcher import OrSignal, drain_here, watch
+from undula.cluster.watcher import OrSignal, drain_here, leave, watch
 from undula.errors import SpecError
 
 SIGNAL_NOTICE_S = 30.0
@@ -18,18 +18,36 @@ def add_spot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="of the cloud's metadata server, where it is not where the cloud has it")
     text = "leave when AWS recommends it, too: it has no deadline, and may come to nothing"
     parser.add_argument("--rebalance", action="store_true", help=text)
-    text = "the Ray cluster's head, HOST:PORT (default: RAY_ADDRESS, or that of the cluster which this machine is a node of)"
-    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS", "auto"), help=text)
-    parser.add_argument("--node", metavar="ID", help="of the Ray node that goes (default: all of this machine)")
+    _add_nodes(parser)
     text = f"seconds of a notice by SIGUSR1 (default: {SIGNAL_NOTICE_S:g})"
     parser.add_argument("--signal-notice", type=float, default=SIGNAL_NOTICE_S, metavar="S", help=text)
     parser.set_defaults(command=_watch)
+
+
+def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_nodes(parser)
+    text = "seconds until this machine goes; the command ends then, or when its nodes have left"
+    parser.add_argument(
+        "--notice", type=float, default=SIGNAL_NOTICE_S, metavar="S", help=f"{text} (default: %(default)g)"
+    )
+    parser.set_defaults(command=_leave)
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    text = "the Ray cluster's head, HOST:PORT (default: RAY_ADDRESS, or that of the cluster which this machine is a node of)"
+    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS", "auto"), help=text)
+    parser.add_argument("--node", metavar="ID", help="of the Ray node that goes (default: all of this machine)")
 
 
 def _watch(options: argparse.Namespace) -> int:
     source = OrSignal(_source(options.source, options.url, options.rebalance), options.signal_notice)
     drain = partial(drain_here, address=options.address, node=options.node)
     watch(source, drain, partial(print, flush=True), source.wait)
+    return 0
+
+
+def _leave(options: argparse.Namespace) -> int:
+    leave(options.notice, options.address, options.node, partial(print, flush=True))
     return 0
 
 

@@ -19,6 +19,10 @@ from undula.errors import SpecError
 
 ANYWHERE = ("0.0.0.0/0", "::/0")
 SSH = 22
+MARKET, MACHINE = "undula.io/market", "undula.io/machine"
+"""Labels of Ray's nodes, by which the platform knows what a node is."""
+OWN_IDENTITY = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}
+"""The field of a node's configuration that says as whom its programs ask the cloud."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class NodeType:
     is_spot: bool
     max_price: str | None
     is_head: bool
+    labels: Mapping[str, str]
+    """Of Ray's node."""
 
 
 def load_cluster(path: Path) -> dict[str, Any]:
@@ -79,6 +85,7 @@ def node_types(config: Mapping[str, Any]) -> list[NodeType]:
                 or scheduling.get("provisioningModel") == "SPOT",
                 market.get("SpotOptions", {}).get("MaxPrice"),
                 name == config.get("head_node_type"),
+                each.get("labels", {}),
             )
         )
     return found
@@ -97,11 +104,13 @@ def check_cluster(
     """
     types = node_types(config)
     provider = config.get("provider", {}).get("type")
-    findings = [*_on_spot(types, provider), *_on_safety(config), *_on_notices(config, types)]
+    findings = [*_on_spot(types, provider), *_on_labels(types), *_on_safety(config), *_on_notices(config, types)]
+    if provider in OWN_IDENTITY:
+        findings += [*_on_identity(config, OWN_IDENTITY[provider]), *_on_zones(config["provider"])]
     if workers is not None:
         findings += _on_fit(types, workers)
     if provider == "aws":
-        findings += _on_region(config["provider"], buckets, region_of)
+        findings += _on_buckets(config["provider"], buckets, region_of)
     return findings
 
 
@@ -141,7 +150,56 @@ def _kind(node: NodeType) -> str:
     return f"{node.resources.get('GPU', 0):g} GPU" if node.resources.get("GPU") else "CPUs alone"
 
 
+def _on_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
+    for each in types:
+        for label, value in ((MARKET, "spot" if each.is_spot else "on-demand"), (MACHINE, each.machine)):
+            found = each.labels.get(label)
+            if found is None:
+                yield Finding(
+                    "warning",
+                    f"available_node_types.{each.name}: no label {label}, so that its nodes are taken for no market's or machine's: "
+                    f"give labels: {{{label}: {value}}}",
+                )
+            elif found != value:
+                yield Finding(
+                    "error",
+                    f"available_node_types.{each.name}: the label {label} is {found}, and the nodes are {value}: correct one of them",
+                )
+
+
+def _on_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
+    """Head and workers as whom they ask the cloud."""
+    head_type = config.get("head_node_type")
+    nodes = {name: each.get("node_config", {}).get(field) for name, each in config["available_node_types"].items()}
+    head = nodes.pop(head_type, None)
+    if head is None:
+        yield Finding(
+            "warning",
+            f"available_node_types.{head_type}: no {field}, so that Ray makes one with nearly every right: give one of your own",
+        )
+    elif same := [name for name, each in nodes.items() if each == head]:
+        yield Finding(
+            "warning",
+            f"available_node_types.{same[0]}: {field} is the head's, and with it every job may launch and end machines: give workers one "
+            "of their own",
+        )
+
+
 def _on_safety(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for secret in ("aws_credentials", "gcp_credentials"):
+        if secret in config.get("provider", {}):
+            yield Finding(
+                "error",
+                f"provider.{secret}: Ray copies this file to the head and into its log: leave it out, and give nodes an identity",
+            )
+    if config.get("provider", {}).get("type") == "aws":
+        for name, each in config.get("available_node_types", {}).items():
+            if each.get("node_config", {}).get("MetadataOptions", {}).get("HttpTokens") != "required":
+                yield Finding(
+                    "warning",
+                    f"available_node_types.{name}: whoever makes a program there fetch a URL gets the node's rights: "
+                    "give MetadataOptions: {HttpTokens: required}",
+                )
     for rule in config.get("provider", {}).get("security_group", {}).get("IpPermissions", []):
         ranges = [
             each.get("CidrIp") or each.get("CidrIpv6")
@@ -193,15 +251,19 @@ def _on_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding
             )
 
 
-def _on_region(
-    provider: Mapping[str, Any], buckets: Sequence[str], region_of: Callable[[str], str]
-) -> Iterator[Finding]:
+def _on_zones(provider: Mapping[str, Any]) -> Iterator[Finding]:
     region = provider.get("region", "")
     for zone in provider.get("availability_zone", "").split(","):
         if zone and not zone.strip().startswith(region):
             yield Finding(
                 "error", f"provider.availability_zone: {zone.strip()} is not in {region}: name zones of the region"
             )
+
+
+def _on_buckets(
+    provider: Mapping[str, Any], buckets: Sequence[str], region_of: Callable[[str], str]
+) -> Iterator[Finding]:
+    region = provider.get("region", "")
     for bucket in sorted(set(buckets)):
         try:
             found = region_of(bucket)

@@ -12,6 +12,8 @@ from undula.errors import ClusterError
 
 RETRY_S = 1.0
 """Between attempts to tell Ray."""
+HEAD_GONE_S = 15.0
+"""A head that does not answer for so long is taken for gone, and the job with it."""
 
 
 def watch(
@@ -82,6 +84,39 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
         return nodes
     finally:
         head.close()
+
+
+def leave(notice_s: float, address: str, node: str | None, tell: Callable[[str], None]) -> None:
+    """Have Ray drain this machine's nodes, and wait until they are gone, or the notice is over, or the head does not answer.
+
+    Args:
+        notice_s: seconds until this machine goes.
+        address: of the cluster's head.
+        node: id of the one node that goes; None for all of this machine.
+        tell: takes a line.
+    """
+    deadline = time.time() + notice_s
+    nodes: list[str] = []
+    is_told, answered = False, time.time()
+    while time.time() < deadline and time.time() - answered < HEAD_GONE_S:
+        head = Head(address, os.environ)
+        try:
+            while time.time() < deadline:
+                if not is_told:
+                    nodes = [node] if node else list(head.ask("here"))
+                    for each in nodes:
+                        head.drain(each, deadline)
+                    is_told = True
+                    tell(f"Ray drains {', '.join(each[:8] for each in nodes) or 'nothing: no node is here'}")
+                if not set(nodes) & set(head.ask("alive")):
+                    return
+                answered = time.time()
+                time.sleep(RETRY_S)  # paces the looks
+        except ClusterError as error:
+            tell(str(error))
+            time.sleep(RETRY_S)  # paces the attempts
+        finally:
+            head.close()
 
 
 class OrSignal:

@@ -11,7 +11,9 @@ from undula.cluster.check import Finding, check_cluster, load_cluster, node_type
 from undula.elastic.spec import WorkersSpec
 from undula.errors import SpecError
 
-OURS = Path(__file__).parents[3] / "cluster.yaml"
+ROOT = Path(__file__).parents[3]
+OURS = ROOT / "cluster.yaml"
+ON_GOOGLE = ROOT / "docs" / "cluster-gcp.yaml"
 WORKERS = WorkersSpec(gpus=1, cpus=4)
 
 
@@ -37,11 +39,32 @@ def test_ours_has_nothing_to_mend(config: dict[str, Any]) -> None:
     assert [each.is_spot for each in kinds if each.is_head] == [False]
 
 
+def test_ours_for_google_has_nothing_to_mend() -> None:
+    config = load_cluster(ON_GOOGLE)
+    assert found(config) == []
+    kinds = {each.name: each for each in node_types(config)}
+    assert len({each.machine for each in kinds.values() if each.is_spot}) == 3
+    assert not kinds["head"].is_spot
+    assert not kinds["on-demand-g2-standard-4"].is_spot
+    config["available_node_types"]["head"]["node_config"]["scheduling"] = {"provisioningModel": "SPOT"}
+    config["provider"]["availability_zone"] = "europe-west4-a"
+    del config["available_node_types"]["head"]["node_config"]["serviceAccounts"]
+    messages = " ".join(each.message for each in found(config))
+    for part in (
+        "head is a spot node",
+        "europe-west4-a is not in us-central1",
+        "no serviceAccounts",
+        "is on-demand, and",
+    ):
+        assert part in messages
+
+
 def head_on_spot(config: dict[str, Any]) -> None:
     config["available_node_types"]["head"]["node_config"] = {
         **config["available_node_types"]["head"]["node_config"],
         "InstanceMarketOptions": {"MarketType": "spot", "SpotOptions": {"MaxPrice": "1"}},
     }
+    config["available_node_types"]["head"]["labels"]["undula.io/market"] = "spot"
 
 
 def no_fallback(config: dict[str, Any]) -> None:
@@ -78,6 +101,35 @@ def no_watcher(config: dict[str, Any]) -> None:
     config["worker_setup_commands"] = []
 
 
+def no_market(config: dict[str, Any]) -> None:
+    del config["available_node_types"]["spot-g5-xlarge"]["labels"]["undula.io/market"]
+
+
+def wrong_market(config: dict[str, Any]) -> None:
+    config["available_node_types"]["on-demand-g6-xlarge"]["labels"]["undula.io/market"] = "spot"
+
+
+def no_machine(config: dict[str, Any]) -> None:
+    del config["available_node_types"]["spot-g5-xlarge"]["labels"]["undula.io/machine"]
+
+
+def one_profile(config: dict[str, Any]) -> None:
+    head = config["available_node_types"]["head"]["node_config"]
+    head["IamInstanceProfile"] = {"Name": "undula-worker"}
+
+
+def no_profile(config: dict[str, Any]) -> None:
+    del config["available_node_types"]["head"]["node_config"]["IamInstanceProfile"]
+
+
+def open_metadata(config: dict[str, Any]) -> None:
+    del config["available_node_types"]["head"]["node_config"]["MetadataOptions"]
+
+
+def a_secret(config: dict[str, Any]) -> None:
+    config["provider"]["aws_credentials"] = {"aws_access_key_id": "A"}
+
+
 def other_zone(config: dict[str, Any]) -> None:
     config["provider"]["availability_zone"] = "us-west-2a,us-east-1b"
 
@@ -93,6 +145,13 @@ def other_zone(config: dict[str, Any]) -> None:
         (no_token, "starts Ray without its token"),
         (dashboard_everywhere, "the dashboard listens on every interface"),
         (no_watcher, "no spot watcher is started"),
+        (no_market, "spot-g5-xlarge: no label undula.io/market"),
+        (wrong_market, "the label undula.io/market is spot, and the nodes are on-demand"),
+        (no_machine, "give labels: {undula.io/machine: g5.xlarge}"),
+        (one_profile, "IamInstanceProfile is the head's, and with it every job may launch"),
+        (no_profile, "available_node_types.head: no IamInstanceProfile"),
+        (open_metadata, "give MetadataOptions: {HttpTokens: required}"),
+        (a_secret, "provider.aws_credentials: Ray copies this file"),
         (other_zone, "us-east-1b is not in us-west-2"),
     ],
 )

@@ -1,0 +1,27 @@
+"""A pod's end, as docs/kuberay-rayjob.yaml passes it on: `undula spot leave` before a real cluster."""
+
+import subprocess
+import sys
+import time
+
+from undula.testing.nodes import Nodes
+
+LEAVE = [sys.executable, "-m", "undula.cli", "spot", "leave"]
+NOTICE_S = 60.0
+
+
+def leave(spot: Nodes, *options: str) -> "subprocess.CompletedProcess[str]":
+    command = [*LEAVE, "--address", spot.cluster.address, "--notice", str(NOTICE_S), *options]
+    return subprocess.run(command, env=spot._env, capture_output=True, text=True, timeout=2 * NOTICE_S)
+
+
+def test_a_node_that_is_told_to_leave_is_waited_for(spot: Nodes) -> None:
+    node = spot.add()
+    spot.await_all()
+    began = time.monotonic()
+    done = leave(spot, "--node", node)
+    assert done.returncode == 0, done.stderr
+    assert f"Ray drains {node[:8]}" in done.stdout
+    assert time.monotonic() - began < NOTICE_S  # it was idle, and so went at once
+    assert node not in spot.alive()
+    spot.kill(node)

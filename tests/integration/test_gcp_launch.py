@@ -1,0 +1,142 @@
+"""docs/cluster-gcp.yaml through Ray's own preparation, bootstrap and provider for Google Cloud, down to the bodies that it sends.
+
+Google's client library is no dependency of ours, and its servers are out of reach: a stand-in for both answers what Ray asks for, with as
+little as Ray reads, and keeps what Ray sends. Whether Google takes it is not tested.
+"""
+
+import copy
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+CONFIG = Path(__file__).parents[2] / "docs" / "cluster-gcp.yaml"
+MINE = "@your-project.iam.gserviceaccount.com"
+
+
+class HttpError(Exception):
+    """As googleapiclient.errors has it."""
+
+
+class Google:
+    """Any resource of any service: `compute.instances().insert(body=...).execute()` keeps the call and answers."""
+
+    def __init__(self, calls: dict[str, list[dict[str, Any]]], path: str):
+        self._calls, self._path = calls, path
+        self._http = type("Http", (), {"credentials": None})()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(**arguments: Any) -> "Google":
+            found = Google(self._calls, f"{self._path}.{name}")
+            self._calls[found._path].append(copy.deepcopy(arguments))
+            return found
+
+        return call
+
+    def execute(self, http: object = None) -> dict[str, Any]:
+        account = {"email": f"ray-autoscaler-sa-v1{MINE}", "projectId": "your-project"}
+        ready = {"name": "operation", "status": "DONE", "done": True}
+        return {
+            "cloudresourcemanager.projects.get": {"lifecycleState": "ACTIVE", "projectId": "your-project"},
+            "cloudresourcemanager.projects.getIamPolicy": {"bindings": []},
+            "iam.projects.serviceAccounts.get": account,
+            "compute.projects.get": {"commonInstanceMetadata": {"items": []}, "name": "your-project"},
+            "compute.subnetworks.list": {"items": [{"selfLink": "projects/your-project/subnet"}]},
+        }.get(self._path, ready)
+
+
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """The calls by their names."""
+    calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    modules = {
+        "googleapiclient": {},
+        "googleapiclient.discovery": {"build": lambda service, *_, **__: Google(calls, service), "Resource": Google},
+        "googleapiclient.errors": {"HttpError": HttpError},
+        "googleapiclient.http": {"HttpRequest": object},
+        "google_auth_httplib2": {"AuthorizedHttp": lambda *_, **__: None},
+        "httplib2": {"Http": object},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield calls
+    for name in [name for name in sys.modules if name.startswith("ray.autoscaler._private.gcp")]:
+        del sys.modules[name]  # they hold the stand-in
+
+
+def bootstrapped() -> dict[str, Any]:
+    from ray.autoscaler._private.gcp.config import bootstrap_gcp
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(yaml.safe_load(CONFIG.read_text()))
+    validate_config(config)
+    return bootstrap_gcp(config)  # type: ignore[no-any-return]
+
+
+def launched(google: dict[str, list[dict[str, Any]]], config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The body of the request for a node of a type, as the autoscaler of the head makes it."""
+    from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
+
+    provider = GCPNodeProvider(config["provider"], config["cluster_name"])
+    tags = {"ray-node-name": "ray-undula-worker", "ray-user-node-type": name, "ray-node-type": "worker"}
+    provider.create_node(config["available_node_types"][name]["node_config"], tags, 1)
+    return google["compute.instances.insert"][-1]["body"]  # type: ignore[no-any-return]
+
+
+def test_workers_are_launched_as_spot_or_on_demand_with_the_rights_of_workers(google: Any) -> None:
+    config = bootstrapped()
+    for name, each in config["available_node_types"].items():
+        body = launched(google, config, name)
+        assert body["machineType"] == f"zones/us-central1-a/machineTypes/{each['labels']['undula.io/machine']}"
+        (account,) = body["serviceAccounts"]
+        if name == "head":
+            assert account == {"email": f"undula-head{MINE}", "scopes": ["https://www.googleapis.com/auth/compute"]}
+        else:
+            assert account["email"] == f"undula-worker{MINE}"
+            assert account["scopes"] == ["https://www.googleapis.com/auth/devstorage.read_write"]
+            assert body["scheduling"]["onHostMaintenance"] == "TERMINATE"
+        is_spot = body.get("scheduling", {}).get("provisioningModel") == "SPOT"
+        assert is_spot == (each["labels"]["undula.io/market"] == "spot")
+        assert is_spot == (body.get("scheduling", {}).get("instanceTerminationAction") == "DELETE")
+        assert body["labels"]["ray-cluster-name"] == "undula"
+        assert body["networkInterfaces"][0]["subnetwork"] == "projects/your-project/subnet"
+
+
+def test_the_head_keeps_its_account_in_place_of_the_one_that_ray_makes(google: Any) -> None:
+    """Ray binds its own account's broad rights all the same: docs/spot.md says so."""
+    config = bootstrapped()
+    head = {
+        **config["head_node"],
+        **config["available_node_types"]["head"]["node_config"],
+    }  # as `ray up` puts them together
+    assert head["serviceAccounts"][0]["email"] == f"undula-head{MINE}"
+    (bound,) = google["cloudresourcemanager.projects.setIamPolicy"]
+    assert "roles/compute.admin" in json.dumps(bound)
+
+
+def test_workers_are_set_up_as_on_aws_but_for_the_store(google: Any) -> None:
+    ours, aws = yaml.safe_load(CONFIG.read_text()), yaml.safe_load((CONFIG.parents[1] / "cluster.yaml").read_text())
+    for key in (
+        "worker_setup_commands",
+        "head_start_ray_commands",
+        "worker_start_ray_commands",
+        "rsync_exclude",
+        "auth",
+    ):
+        assert ours[key] == aws[key]
+    assert ours["setup_commands"][:-1] == aws["setup_commands"][:-1]
+    assert aws["file_mounts"].items() <= ours["file_mounts"].items()
+    config = bootstrapped()
+    assert not [each for each in config["head_setup_commands"] if "==1.7.8" in each]

@@ -1,0 +1,149 @@
+"""docs/kuberay-rayjob.yaml against KubeRay's fields and Ray's own reading of them.
+
+FIELDS has what KubeRay 1.7.0 knows of the objects that the manifest reaches (github.com/ray-project/kuberay, tag v1.7.0,
+ray-operator/config/crd/bases/ray.io_rayjobs.yaml, version v1), so that a wrong key or type is found without a cluster; of pods, which are
+Kubernetes', only the fields in use. The manifest passed the whole openAPIV3Schema of that file, with unknown keys refused. KubeRay takes
+group labels from 1.5 on, `authOptions.secretName` from 1.6 on, and a group's priority from 1.7 on.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from undula.cli import _parser
+
+ROOT = Path(__file__).parents[3]
+TEXTS, AMOUNTS = {str: str}, {str: str}
+CONTAINER = {
+    "name!": str, "image": str, "env": [{"name!": str, "value": str}], "ports": [{"containerPort!": int, "name": str}],
+    "lifecycle": {"preStop": {"exec": {"command": [str]}}}, "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
+}  # fmt: skip
+POD = {
+    "serviceAccountName": str, "automountServiceAccountToken": bool, "nodeSelector": TEXTS, "containers!": [CONTAINER],
+    "tolerations": [{"key": str, "operator": str, "value": str, "effect": str}], "terminationGracePeriodSeconds": int,
+}  # fmt: skip
+TEMPLATE = {"metadata": dict, "spec": POD}
+HEAD = {
+    "template!": TEMPLATE, "rayStartParams": TEXTS, "labels": TEXTS, "resources": TEXTS, "serviceType": str, "headService": dict,
+    "enableIngress": bool, "ingressOptions": dict,
+}  # fmt: skip
+GROUP = {
+    "groupName!": str, "template!": TEMPLATE, "minReplicas!": int, "maxReplicas!": int, "replicas": int, "rayStartParams": TEXTS,
+    "labels": TEXTS, "resources": TEXTS, "priority": int, "idleTimeoutSeconds": int, "numOfHosts": int, "suspend": bool,
+    "scaleStrategy": dict,
+}  # fmt: skip
+AUTOSCALER = {
+    "version": str, "upscalingMode": str, "idleTimeoutSeconds": int, "image": str, "imagePullPolicy": str, "resources": dict,
+    "securityContext": dict, "env": list, "envFrom": list, "volumeMounts": list, "command": list, "args": list,
+}  # fmt: skip
+CLUSTER = {
+    "headGroupSpec!": HEAD, "workerGroupSpecs": [GROUP], "autoscalerOptions": AUTOSCALER, "rayVersion": str,
+    "enableInTreeAutoscaling": bool,
+    "authOptions": {"mode": str, "secretName": str, "enableK8sTokenAuth": bool}, "suspend": bool, "managedBy": str, "tlsOptions": dict,
+    "networkPolicy": dict, "upgradeStrategy": dict, "headServiceAnnotations": TEXTS, "gcsFaultToleranceOptions": dict,
+    "historyServerOptions": dict,
+}  # fmt: skip
+JOB = {
+    "entrypoint": str, "rayClusterSpec": CLUSTER, "shutdownAfterJobFinishes": bool, "ttlSecondsAfterFinished": int, "backoffLimit": int,
+    "activeDeadlineSeconds": int, "preRunningDeadlineSeconds": int, "submissionMode": str, "submitterPodTemplate": dict,
+    "submitterConfig": dict, "metadata": TEXTS, "clusterSelector": TEXTS, "runtimeEnvYAML": str, "jobId": str, "entrypointNumCpus": int,
+    "entrypointNumGpus": int, "entrypointResources": str, "suspend": bool, "managedBy": str, "deletionStrategy": dict,
+}  # fmt: skip
+FIELDS = {"apiVersion": str, "kind": str, "metadata": {"name!": str}, "spec": JOB}
+"""`name!` is required; a list's one element is the form of all; {str: str} are names of the user's own."""
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    found = yaml.safe_load((ROOT / "docs" / "kuberay-rayjob.yaml").read_text())
+    return copy.deepcopy(found)  # type: ignore[no-any-return]
+
+
+def wrong(found: Any, form: Any, path: str = "") -> Iterator[str]:
+    if isinstance(form, list):
+        for place, each in enumerate(found):
+            yield from wrong(each, form[0], f"{path}[{place}]")
+    elif isinstance(form, Mapping) and str not in form:
+        fields = {name.removesuffix("!"): each for name, each in form.items()}
+        for name in form:
+            if name.endswith("!") and name.removesuffix("!") not in found:
+                yield f"{path}.{name.removesuffix('!')} is missing"
+        for name, each in found.items():
+            if name not in fields:
+                yield f"{path}.{name} is unknown"
+            else:
+                yield from wrong(each, fields[name], f"{path}.{name}")
+    elif isinstance(form, Mapping):
+        yield from (f"{path}.{name} is no text" for name, each in found.items() if not isinstance(each, str))
+    elif type(found) is not form:
+        yield f"{path} is {type(found).__name__}"
+
+
+def test_every_field_is_one_that_kuberay_knows(manifest: dict[str, Any]) -> None:
+    assert list(wrong(manifest, FIELDS)) == []
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    group = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    group["maxReplica"] = group.pop("maxReplicas")
+    group["rayStartParams"]["num-cpus"] = 4
+    found = list(wrong(manifest, FIELDS))
+    place = ".spec.rayClusterSpec.workerGroupSpecs[0]"
+    assert set(found) == {
+        f"{place}.maxReplicas is missing",
+        f"{place}.maxReplica is unknown",
+        f"{place}.rayStartParams.num-cpus is no text",
+    }
+
+
+def test_ray_s_autoscaler_reads_the_groups_with_their_labels_and_priorities(manifest: dict[str, Any]) -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    cluster = {"metadata": {"name": "c", "namespace": "n"}, "spec": manifest["spec"]["rayClusterSpec"]}
+    types = _derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
+    head = types.pop("headgroup")
+    assert (head["resources"]["CPU"], head["max_workers"]) == (0, 0)
+    markets = {name: each["labels"]["undula.io/market"] for name, each in types.items()}
+    assert markets == {"spot-g6-xlarge": "spot", "spot-g5-xlarge": "spot", "on-demand-g6-xlarge": "on-demand"}
+    for name, each in types.items():
+        assert each["resources"]["GPU"] == 1
+        assert each["min_workers"] == 0 < each["max_workers"]
+        assert name.endswith(each["labels"]["undula.io/machine"].replace(".", "-"))
+    by_priority = sorted(types, key=lambda name: types[name]["priority"])
+    assert by_priority[0] == "on-demand-g6-xlarge"
+
+
+def test_pods_go_to_the_nodes_that_their_labels_name(manifest: dict[str, Any]) -> None:
+    for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+        node = group["template"]["spec"]["nodeSelector"]
+        assert node["karpenter.sh/capacity-type"] == group["labels"]["undula.io/market"]
+        assert node["node.kubernetes.io/instance-type"] == group["labels"]["undula.io/machine"]
+
+
+def test_a_pod_s_end_drains_its_node_within_its_grace(manifest: dict[str, Any]) -> None:
+    for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        program, *arguments = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert program == "undula"
+        assert 0 < _parser().parse_args(arguments).notice < pod["terminationGracePeriodSeconds"] <= 120
+
+
+def test_the_token_is_a_secret_s_and_workers_have_no_rights_in_kubernetes(manifest: dict[str, Any]) -> None:
+    cluster = manifest["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "undula-token"}
+    head = cluster["headGroupSpec"]["template"]["spec"]["serviceAccountName"]
+    for group in cluster["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        assert pod["serviceAccountName"] != head
+        assert pod["automountServiceAccountToken"] is False
+
+
+def test_the_image_s_job_is_one_of_ours(manifest: dict[str, Any]) -> None:
+    from undula.spec import load_spec
+
+    _, script, *overrides = manifest["spec"]["entrypoint"].split()
+    path = ROOT / script.removeprefix("/home/ray/undula/")
+    assert path.exists()
+    assert load_spec(path.with_suffix(".yaml"), overrides).spec.run_url == "s3://YOUR-BUCKET/runs/language-model"
