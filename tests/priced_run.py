@@ -39,20 +39,20 @@ def at(minute: float) -> float:
     return BEGAN + 60 * minute
 
 
-def write_priced_run(store: Store, other: tuple[str, str] = ON_DEMAND) -> None:
-    """Write its run directory; `other` is the machine that comes in the place of the one that has notice."""
+def write_priced_run(store: Store, other: tuple[str, str] = ON_DEMAND, spot: tuple[str, str] = SPOT) -> None:
+    """Write its run directory; `other` is the machine that comes in the place of the one that has notice, `spot` are all others."""
     store.write("job.json", json.dumps({"name": "spot-run", "total_steps": 1178, "total_samples": 1178 * 64}).encode())
     events = EventWriter(store, "test")
     for event in (
         Event("start", "started with 2 workers", 0, {"world_size": 2, "attempt": 1}, at(0)),
-        group(0, SPOT, SPOT),
+        group(0, spot, spot),
         Event("notice", "node 1 with rank 1 will go in 120 s", None, {}, at(60)),
-        group(61, SPOT),
-        group(76, SPOT, other),
+        group(61, spot),
+        group(76, spot, other),
         Event("crash", "workers failed, starting again: two nodes were lost", None, {}, at(150)),
-        group(151, SPOT),
-        waiting(152, SPOT),
-        group(172, SPOT, SPOT),
+        group(151, spot),
+        waiting(152, spot),
+        group(172, spot, spot),
         Event("end", "finished", None, {}, at(240)),
     ):
         events.event(event)

@@ -118,7 +118,7 @@ def print_run(
     console.print(Text.assemble((printable(summary.name), "bold"), "  ", _state_text(summary.state)))
     console.print(figures)
     if cost:
-        console.print(_beside(_cost_tables(cost), wide))
+        console.print(Group(*_cost_tables(cost)))
     if not len(run.ledger.steps):
         console.print(Text("\nno step has been committed yet"))
     elif console.encoding.startswith("utf"):
