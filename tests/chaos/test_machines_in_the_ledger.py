@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_what_waits_for_a_node_costs_dollars_too(text: str, tmp_path: Path) -> None:
     job = command(text, str(tmp_path), "priced", "plan.max_steps=30", "workers.min=2")
-    with nodes(env={"RAY_OVERRIDE_LABELS": json.dumps(LABELS)}) as spot:
+    with nodes(node_env={"RAY_OVERRIDE_LABELS": json.dumps(LABELS)}) as spot:
         run_through(parse_faults(SCHEDULE), spot, job, f"{tmp_path}/priced")
     run = read_run(open_store(f"{tmp_path}/priced"))
     told = [worker for event in run.events for worker in event.data.get("workers", ())]

@@ -11,7 +11,7 @@ from ray.train.v2._internal.execution.controller.state import RunningState
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.config import ScalingConfig
 
-from undula.elastic.events import ControllerEvents, EventQueue, naming_ready
+from undula.elastic.events import ControllerEvents, EventQueue
 from undula.elastic.failures import RetryUnlessBug
 from undula.elastic.group import WorkerGroups
 from undula.elastic.pool import WorkerPool
@@ -44,11 +44,11 @@ class ElasticController(TrainController):
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
-        told_by_policy = naming_ready(self._events, self._pool.ready)
-        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, told_by_policy)
+        events = ControllerEvents(self._events)
+        told = events.naming_ready(self._pool.ready)
+        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, told)
         self._retries: RetryUnlessBug = arguments["failure_policy"]
-        told = [*callbacks, ControllerEvents(self._events)]
-        super().__init__(scaling_policy=self._elastic_policy, callbacks=told, **arguments)
+        super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
 
     async def wake(self) -> None:
         """A worker has something to tell."""

@@ -64,25 +64,6 @@ def machines(nodes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     return found
 
 
-def naming_ready(sink: EventSink, ready: Callable[[], list[PooledWorker]], nodes: NodeTable = ray.nodes) -> EventSink:
-    """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
-
-    The event is told in the moment in which they were counted, by the thread that alone changes the pool: so they are the same.
-    """
-
-    def tell(event: Event) -> None:
-        if event.kind == "waiting":
-            kinds = machines(nodes())
-            places = [
-                {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **kinds.get(each.node, {})}
-                for each in ready()
-            ]
-            event = replace(event, data={**event.data, "workers": places})
-        sink(event)
-
-    return tell
-
-
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):
     """Turns the controller's changes of state into events. Runs in the controller's process."""
 
@@ -90,6 +71,24 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         self._sink = sink
         self._nodes = nodes
         self._has_begun = False
+
+    def naming_ready(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
+        """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
+
+        Such an event is told in the moment in which they were counted, by the thread that alone changes the pool: so they are the same.
+        """
+
+        def tell(event: Event) -> None:
+            if event.kind == "waiting":
+                kinds = machines(self._nodes())
+                places = [
+                    {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **kinds.get(each.node, {})}
+                    for each in ready()
+                ]
+                event = replace(event, data={**event.data, "workers": places, "first": not self._has_begun})
+            self._sink(event)
+
+        return tell
 
     def after_worker_group_training_start(self, worker_group: WorkerGroup) -> None:
         kinds = machines(self._nodes())

@@ -43,7 +43,7 @@ class Hold:
 
 
 def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
-    """The goodput of a run, from the first group of workers to the last thing that was told."""
+    """The goodput of a run, from the first workers that were held to the last thing that was told."""
     seconds = dict.fromkeys(CLASSES, 0.0)
     for hold in holds(ledger, events):
         for name, spent in hold.seconds.items():
@@ -57,18 +57,17 @@ def holds(ledger: Ledger, events: Sequence[Event]) -> Iterator[Hold]:
     A group of W workers holds W ranks from its start to the next group's start; from when "waiting" was told, as many as were ready then.
     Within a group, what lies between its first step and its last is work, but for what the rows say of data and checkpoints.
     """
-    groups = [event for event in events if event.kind == "group"]
     rows = _rows(ledger)
     times = np.sort([*(event.time for event in events), *rows["time"].tolist()])
-    for group, following in zip_longest(groups, groups[1:]):
-        end = _end(following, times)
-        waiting = [event for event in events if event.kind == "waiting" and group.time < event.time < end]
-        trained_until = waiting[0].time if waiting else end
-        own = (rows["time"] > group.time) & (rows["time"] <= trained_until)
-        spent = _of_group({name: values[own] for name, values in rows.items()}, trained_until - group.time)
-        yield Hold(tuple(group.data["workers"]), spent)
-        for event, until in zip(waiting, [*(each.time for each in waiting[1:]), end], strict=False):
-            yield Hold(_ready(event), {"capacity": until - event.time})
+    marks = [event for event in events if event.kind in ("group", "waiting")]
+    for mark, following in zip_longest(marks, marks[1:]):
+        end = _end(mark, following, times)
+        if mark.kind == "waiting":
+            yield Hold(_ready(mark), {"capacity": end - mark.time})
+        else:
+            own = (rows["time"] > mark.time) & (rows["time"] <= end)
+            spent = _of_group({name: values[own] for name, values in rows.items()}, end - mark.time)
+            yield Hold(tuple(mark.data["workers"]), spent)
 
 
 def _ready(waiting: Event) -> tuple[Mapping[str, Any], ...]:
@@ -76,11 +75,13 @@ def _ready(waiting: Event) -> tuple[Mapping[str, Any], ...]:
     return tuple(waiting.data.get("workers") or [{}] * waiting.data["ready"])
 
 
-def _end(following: Event | None, times: Floats) -> float:
-    """When a group's ranks were given up: as the next group began, or by the last word of a job that was submitted again since."""
+def _end(mark: Event, following: Event | None, times: Floats) -> float:
+    """When workers were given up: as the next ones were told of, or by the last word of a job that was submitted again since."""
     if following is None:
         return float(times[-1])
-    return float(times[times < following.time][-1]) if following.data.get("first") else following.time
+    has_begun = mark.kind == "group" or not mark.data.get("first")
+    is_another_job = has_begun and following.data.get("first")
+    return float(times[times < following.time].max(initial=mark.time)) if is_another_job else following.time
 
 
 def _of_group(rows: Mapping[str, Floats], held_s: float) -> dict[str, float]:

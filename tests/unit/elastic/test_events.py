@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from undula.elastic.events import ControllerEvents, EventQueue, naming_ready
+from undula.elastic.events import ControllerEvents, EventQueue
 from undula.run.hub import TellEverywhere
 from undula.state.ledger import Event, read_ledger
 from undula.storage import Store
@@ -75,10 +75,14 @@ def test_a_group_says_on_which_machines_its_ranks_are_as_far_as_labels_do() -> N
 
 def test_a_wait_says_on_which_machines_those_who_are_ready_are() -> None:
     told: list[Event] = []
-    tell = naming_ready(told.append, lambda: [worker("spot", 1), worker("bare", 2)], node_table)
+    events = ControllerEvents(told.append, node_table)
+    tell = events.naming_ready(lambda: [worker("spot", 1), worker("bare", 2)])
     tell(Event("waiting", "waiting for 1 more", data={"ready": 2}))
     tell(Event("crash", "a worker was lost", data={"rank": 1}))
-    waiting, crash = told
+    events.after_worker_group_training_start(SimpleNamespace(get_workers=list))  # type: ignore[arg-type]
+    tell(Event("waiting", "waiting for 1 more", data={"ready": 2}))
+    waiting, crash, _, later = told
+    assert (waiting.data["first"], later.data["first"]) == (True, False)
     assert waiting.data["ready"] == 2
     assert [each.get("machine") for each in waiting.data["workers"]] == ["g6.xlarge", None]
     assert [(each["node"], each["pid"]) for each in waiting.data["workers"]] == [("spot", 1), ("bare", 2)]
