@@ -39,9 +39,11 @@ class PriceList:
     spot: Mapping[str, float]
 
     def hourly(self, machine: Machine, market: str) -> float | None:
+        """The price of such a machine on one of MARKETS, in US dollars; None where the list has none, or holds elsewhere."""
         if self.regions and machine.region and machine.region not in self.regions:
             return None
-        return (self.spot if market == SPOT else self.on_demand).get(machine.type or "")
+        prices = {SPOT: self.spot, ON_DEMAND: self.on_demand}.get(market, {})
+        return prices.get(machine.type or "")
 
     @property
     def title(self) -> str:

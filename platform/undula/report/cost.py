@@ -103,7 +103,7 @@ def cost(held: Iterable[Hold], prices: Prices, samples: int, steps: int) -> Cost
         samples: that stand, of the whole run.
         steps: that are committed.
     """
-    dollars, by_market = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(MARKETS, 0.0)
+    by_class, by_market = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(MARKETS, 0.0)
     on_demand: float | None = 0.0
     quoted: dict[str, None] = {}
     missing: dict[Machine, list[tuple[Any, float]]] = defaultdict(list)
@@ -111,21 +111,21 @@ def cost(held: Iterable[Hold], prices: Prices, samples: int, steps: int) -> Cost
         hold_s = sum(hold.seconds.values())
         for worker, share in shares(hold.workers):
             machine = Machine.of(worker)
-            quote = prices.quote(machine, machine.market) if machine.market in MARKETS else None
-            if quote is None or machine.market is None:
+            market = machine.market or ""
+            quote, full = prices.quote(machine, market), prices.quote(machine, ON_DEMAND)
+            if quote is None:
                 missing[machine].append(((worker.get("node"), worker.get("pid")), hold_s))
                 continue
-            hourly = quote.hourly * share
             for name, spent_s in hold.seconds.items():
-                dollars[name] += spent_s / HOUR_S * hourly
-            by_market[machine.market] += hold_s / HOUR_S * hourly
-            full = prices.quote(machine, ON_DEMAND)
+                by_class[name] += spent_s / HOUR_S * quote.hourly * share
+            by_market[market] += hold_s / HOUR_S * quote.hourly * share
             on_demand = None if on_demand is None or full is None else on_demand + hold_s / HOUR_S * full.hourly * share
             quoted |= dict.fromkeys(each.title for each in (quote, full) if each)
-    unpriced = (
-        Unpriced(kind, len({who for who, _ in all_}), sum(s for _, s in all_)) for kind, all_ in missing.items()
+    unpriced = tuple(
+        Unpriced(machine, len({who for who, _ in told}), sum(held_s for _, held_s in told))
+        for machine, told in missing.items()
     )
-    return Cost(dollars, by_market, on_demand, samples, steps, tuple(unpriced), tuple(quoted), prices.notes)
+    return Cost(by_class, by_market, on_demand, samples, steps, unpriced, tuple(quoted), prices.notes)
 
 
 def shares(workers: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], float]]:
