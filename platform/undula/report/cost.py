@@ -142,11 +142,11 @@ def cost_rows(found: Cost) -> list[tuple[str, str]]:
         parts = ", ".join(f"{dollars(found.by_market[each])} {each}" for each in MARKETS if found.by_market[each])
         rows.append(("cost", f"{least}{dollars(found.total)}: {parts}"))
         if found.per_step is not None and found.per_1000_samples is not None:
-            rows.append(("per 1,000 samples", dollars(found.per_1000_samples)))
-            rows.append(("per committed step", dollars(found.per_step)))
+            rows.append(("per 1,000 samples", least + dollars(found.per_1000_samples)))
+            rows.append(("per committed step", least + dollars(found.per_step)))
         if found.by_market[SPOT]:
             rows.append(("all on-demand", _on_demand_words(found)))
-        rows.append(("wasted", f"{dollars(found.wasted)}, {found.wasted / found.total:.1%} of it"))
+        rows.append(("wasted", f"{least}{dollars(found.wasted)}, {found.wasted / found.total:.1%} of it"))
         rows.append(("prices", "; ".join(found.quoted)))
     rows += [("without a price", _unpriced_words(each)) for each in found.unpriced]
     return rows + [("note", printable(each)) for each in found.notes]

@@ -102,6 +102,7 @@ def test_a_worker_without_a_price_is_counted_and_told_and_in_no_sum(missing: dic
     assert (told.workers, told.seconds) == (2, 7200.0)
     assert sentence in words(found)["without a price"]
     assert words(found)["cost"] == "at least $7.20: $7.20 on-demand"
+    assert words(found)["per committed step"] == "at least $7.20"
 
 
 def test_a_run_of_which_no_price_is_known_has_no_sum() -> None:
