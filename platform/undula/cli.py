@@ -16,6 +16,7 @@ from rich.console import Console
 from undula.chaos_command import add_chaos_arguments
 from undula.cluster_command import add_cluster_arguments
 from undula.errors import SpecError, one_sentence
+from undula.price_options import add_price_arguments, price_finder
 from undula.spot_command import add_leave_arguments, add_spot_arguments
 from undula.storage import Store, open_store
 
@@ -189,7 +190,7 @@ def _ls(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from undula.report.terminal import print_run
 
-    print_run(_run_store(options.run), options.json)
+    print_run(_run_store(options.run), options.json, price_finder(options))
     return 0
 
 
@@ -212,7 +213,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from undula.report.page import write_report
 
-    print(write_report(_run_store(options.run)))
+    print(write_report(_run_store(options.run), price_finder(options)))
     return 0
 
 
@@ -264,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="show a run: figures, curves, events")
     show.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     show.add_argument("--json", action="store_true")
+    add_price_arguments(show)
     show.set_defaults(command=_show)
 
     verify = commands.add_parser(
@@ -287,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write report.html into a run directory")
     report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
+    add_price_arguments(report)
     report.set_defaults(command=_report)
 
     horovod = commands.add_parser(

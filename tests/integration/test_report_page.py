@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from priced_run import write_priced_run
 
+from undula.cluster.prices import load_prices
 from undula.report.page import write_report
 from undula.state.ledger import Event, EventWriter, LedgerWriter, StepRow
 from undula.storage import Store
@@ -173,3 +175,25 @@ def test_arrow_keys_walk_along_a_curve(opened: Opened) -> None:
     assert "step 4 " in opened.page.locator("#tip").inner_text()
     opened.page.keyboard.press("Escape")
     assert not opened.page.locator("#tip").is_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_cost_has_a_bar_of_all_classes_and_its_words(browser: Browser, tmp_path: Path, width: int) -> None:
+    store = Store(str(tmp_path))
+    write_priced_run(store)
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.goto(Path(write_report(store, lambda events: load_prices())).as_uri())
+    bars = page.locator(".cost .share rect")
+    widths = [box["width"] for box in (bar.bounding_box() for bar in bars.all()) if box]
+    whole = page.locator(".cost .share").bounding_box()
+    assert whole
+    assert sum(widths) == pytest.approx(whole["width"], rel=0.01)
+    assert len({bar.evaluate("each => getComputedStyle(each).fill") for bar in bars.all()}) == 6
+    text = page.locator(".cost").inner_text()
+    assert "while waiting for capacity\n$0.144" in text
+    assert "39% saved" in text
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert complaints == []
+    page.close()

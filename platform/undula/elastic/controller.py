@@ -44,10 +44,11 @@ class ElasticController(TrainController):
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
-        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, self._events)
+        events = ControllerEvents(self._events)
+        told = events.naming_ready(self._pool.ready)
+        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, told)
         self._retries: RetryUnlessBug = arguments["failure_policy"]
-        told = [*callbacks, ControllerEvents(self._events)]
-        super().__init__(scaling_policy=self._elastic_policy, callbacks=told, **arguments)
+        super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
 
     async def wake(self) -> None:
         """A worker has something to tell."""

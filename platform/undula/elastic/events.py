@@ -1,10 +1,12 @@
 """Tells what Ray Train's controller does with the workers: crashes and notices, in words."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import (
     PreemptingState,
@@ -15,9 +17,19 @@ from ray.train.v2._internal.execution.controller.state import (
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from undula.elastic.failures import is_waiting, summary
+from undula.elastic.pool import PooledWorker
 from undula.state.ledger import Event
 
 EventSink = Callable[[Event], None]
+NodeTable = Callable[[], list[dict[str, Any]]]
+"""As ray.nodes."""
+LABELS = {
+    "machine": ("undula.io/machine",),
+    "market": ("undula.io/market", "ray.io/market-type"),
+    "region": ("ray.io/availability-region",),
+    "zone": ("ray.io/availability-zone",),
+}
+"""What an event says of a worker's machine, and the node's labels that it is from, the first one that is there."""
 
 
 def log_event(event: Event) -> None:
@@ -40,17 +52,50 @@ class EventQueue:
         self._thread.shutdown()
 
 
+def machines(nodes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """By node id: what the node's labels say of its machine; nothing where they say nothing."""
+    found = {}
+    for node in nodes:
+        labels = node.get("Labels") or {}
+        told = (
+            (name, next((labels[each] for each in keys if labels.get(each)), None)) for name, keys in LABELS.items()
+        )
+        found[str(node["NodeID"])] = {name: value for name, value in told if value}
+    return found
+
+
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):
     """Turns the controller's changes of state into events. Runs in the controller's process."""
 
-    def __init__(self, sink: EventSink):
+    def __init__(self, sink: EventSink, nodes: NodeTable = ray.nodes):
         self._sink = sink
+        self._nodes = nodes
         self._has_begun = False
 
+    def naming_ready(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
+        """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
+
+        Such an event is told in the moment in which they were counted, by the thread that alone changes the pool: so they are the same.
+        """
+
+        def tell(event: Event) -> None:
+            if event.kind == "waiting":
+                kinds = machines(self._nodes())
+                places = [
+                    {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **kinds.get(each.node, {})}
+                    for each in ready()
+                ]
+                event = replace(event, data={**event.data, "workers": places, "first": not self._has_begun})
+            self._sink(event)
+
+        return tell
+
     def after_worker_group_training_start(self, worker_group: WorkerGroup) -> None:
+        kinds = machines(self._nodes())
+        members = [worker.metadata for worker in worker_group.get_workers()]
         places: list[dict[str, Any]] = [
-            {"rank": rank, "node": worker.metadata.node_id, "ip": worker.metadata.node_ip, "pid": worker.metadata.pid}
-            for rank, worker in enumerate(worker_group.get_workers())
+            {"rank": rank, "node": each.node_id, "ip": each.node_ip, "pid": each.pid, **kinds.get(each.node_id, {})}
+            for rank, each in enumerate(members)
         ]
         words = ", ".join(f"rank {place['rank']} is process {place['pid']} on {place['node'][:8]}" for place in places)
         self._sink(Event("group", words, data={"workers": places, "first": not self._has_begun}))

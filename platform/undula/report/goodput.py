@@ -1,6 +1,6 @@
 """Goodput: every second that every rank was held, in exactly one class. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -32,33 +32,56 @@ class Goodput:
         return self.seconds["useful"] / self.held_s if self.held_s else 0.0
 
 
+@dataclass(frozen=True)
+class Hold:
+    """Workers that were held together for a while, and where it went."""
+
+    workers: tuple[Mapping[str, Any], ...]
+    """As the event that began it names them: where they ran, and on which machine."""
+    seconds: Mapping[str, float]
+    """Of each of them, by class of CLASSES; a class of none may be left out."""
+
+
 def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
-    """The goodput of a run, from the first group of workers to the last thing that was told.
+    """The goodput of a run, from the first workers that were held to the last thing that was told."""
+    seconds = dict.fromkeys(CLASSES, 0.0)
+    for hold in holds(ledger, events):
+        for name, spent in hold.seconds.items():
+            seconds[name] += spent * len(hold.workers)
+    return Goodput(seconds)
+
+
+def holds(ledger: Ledger, events: Sequence[Event]) -> Iterator[Hold]:
+    """Who was held when, in order of time.
 
     A group of W workers holds W ranks from its start to the next group's start; from when "waiting" was told, as many as were ready then.
     Within a group, what lies between its first step and its last is work, but for what the rows say of data and checkpoints.
     """
-    groups = [event for event in events if event.kind == "group"]
     rows = _rows(ledger)
     times = np.sort([*(event.time for event in events), *rows["time"].tolist()])
-    seconds = dict.fromkeys(CLASSES, 0.0)
-    for group, following in zip_longest(groups, groups[1:]):
-        end = _end(following, times)
-        waiting = [event for event in events if event.kind == "waiting" and group.time < event.time < end]
-        for event, until in zip(waiting, [*(each.time for each in waiting[1:]), end], strict=False):
-            seconds["capacity"] += (until - event.time) * event.data["ready"]
-        end = waiting[0].time if waiting else end
-        own = {name: values[(rows["time"] > group.time) & (rows["time"] <= end)] for name, values in rows.items()}
-        for name, spent in _of_group(own, end - group.time).items():
-            seconds[name] += spent * len(group.data["workers"])
-    return Goodput(seconds)
+    marks = [event for event in events if event.kind in ("group", "waiting")]
+    for mark, following in zip_longest(marks, marks[1:]):
+        end = _end(mark, following, times)
+        if mark.kind == "waiting":
+            yield Hold(_ready(mark), {"capacity": end - mark.time})
+        else:
+            own = (rows["time"] > mark.time) & (rows["time"] <= end)
+            spent = _of_group({name: values[own] for name, values in rows.items()}, end - mark.time)
+            yield Hold(tuple(mark.data["workers"]), spent)
 
 
-def _end(following: Event | None, times: Floats) -> float:
-    """When a group's ranks were given up: as the next group began, or by the last word of a job that was submitted again since."""
+def _ready(waiting: Event) -> tuple[Mapping[str, Any], ...]:
+    """The workers that were held; nothing but their number where an older ledger does not say which."""
+    return tuple(waiting.data.get("workers") or [{}] * waiting.data["ready"])
+
+
+def _end(mark: Event, following: Event | None, times: Floats) -> float:
+    """When workers were given up: as the next ones were told of, or by the last word of a job that was submitted again since."""
     if following is None:
         return float(times[-1])
-    return float(times[times < following.time][-1]) if following.data.get("first") else following.time
+    has_begun = mark.kind == "group" or not mark.data.get("first")
+    is_another_job = has_begun and following.data.get("first")
+    return float(times[times < following.time].max(initial=mark.time)) if is_another_job else following.time
 
 
 def _of_group(rows: Mapping[str, Floats], held_s: float) -> dict[str, float]:

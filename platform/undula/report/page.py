@@ -20,6 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
+from undula.report.cost import Cost, PriceFinder, cost_of
+from undula.report.cost_section import cost_section
 from undula.report.summary import (
     MARKED_KINDS,
     SECONDS_CLASSES,
@@ -111,15 +113,16 @@ class Axis:
         return f"{100 * x / self.high:.3f}%"
 
 
-def write_report(store: Store, *, now: float | None = None) -> str:
-    """Write report.html into a run directory; returns its path or URL."""
+def write_report(store: Store, prices: PriceFinder | None = None, *, now: float | None = None) -> str:
+    """Write report.html into a run directory, with what the run has cost by those prices; returns its path or URL."""
     run = read_run(store)
     summary = summarize(run.ledger, run.job, time.time() if now is None else now)
-    store.write(PAGE, render(run, summary).encode())
+    cost = cost_of(run, prices) if prices else None
+    store.write(PAGE, render(run, summary, cost).encode())
     return f"{store.url.rstrip('/')}/{PAGE}"
 
 
-def render(run: RecordedRun, summary: RunSummary) -> str:
+def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> str:
     """The page as HTML."""
     steps, began = run.ledger.steps, summary.began or 0.0
     marks = marks_of(run.events, steps, began)
@@ -138,6 +141,7 @@ def render(run: RecordedRun, summary: RunSummary) -> str:
         under=_under(run, summary),
         tiles=_tiles(summary),
         charts="".join(charted) if charts else "<h2>Curves</h2><p>No step has been committed yet.</p>",
+        cost=cost_section(cost) if cost else "",
         events=_event_rows(run.events),
         spec=escape(yaml.safe_dump(dict(run.job.spec), sort_keys=False, allow_unicode=True)),
         latest=_utc(summary.latest) if summary.latest is not None else "not there yet",

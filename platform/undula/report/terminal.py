@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from undula.errors import UndulaError
+from undula.report.cost import DOING, Cost, PriceFinder, cost_of, cost_rows, dollars
 from undula.report.summary import (
     SECONDS_CLASSES,
     Floats,
@@ -48,6 +49,14 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "unreadable": "red"}
 _KIND_STYLE = {"crash": "red", "notice": "yellow", "resize": "magenta", "end": "green", "start": "cyan"}
 _CLASS_STYLE = {"compute": "blue", "communication": "magenta", "data": "yellow", "other": "white"}
+_SPENT_STYLE = {
+    "useful": "green",
+    "replayed": "red",
+    "restarting": "cyan",
+    "checkpoint": "white",
+    "data": "yellow",
+    "capacity": "magenta",
+}
 
 
 class Extent(NamedTuple):
@@ -86,19 +95,30 @@ def print_runs(
         console.print(Text(f"unreadable: {printable(reason)}"))
 
 
-def print_run(store: Store, json: bool = False, *, now: float | None = None, console: Console | None = None) -> None:
-    """Show a run: its figures, its newest events, where the seconds went, and its curves."""
+def print_run(
+    store: Store,
+    json: bool = False,
+    prices: PriceFinder | None = None,
+    *,
+    now: float | None = None,
+    console: Console | None = None,
+) -> None:
+    """Show a run: its figures, what it has cost, its newest events, where the seconds went, and its curves."""
     run = read_run(store)
     summary = summarize(run.ledger, run.job, time.time() if now is None else now)
+    cost = cost_of(run, prices) if prices else None
     if json:
         shown = [event.row() | {"data": event.data} for event in run.events[-EVENTS_SHOWN:]]
-        _print_json({**summary.as_json(), "plan_digest": run.job.plan_digest, "events": shown})
+        spent = cost.as_json() if cost else None
+        _print_json({**summary.as_json(), "cost": spent, "plan_digest": run.job.plan_digest, "events": shown})
         return
     console = console or Console()
     wide = console.width >= SIDE_BY_SIDE_WIDTH
     figures = _beside([_summary_table(summary), _seconds_table(summary)], wide)
     console.print(Text.assemble((printable(summary.name), "bold"), "  ", _state_text(summary.state)))
     console.print(figures)
+    if cost:
+        console.print(Group(*_cost_tables(cost)))
     if not len(run.ledger.steps):
         console.print(Text("\nno step has been committed yet"))
     elif console.encoding.startswith("utf"):
@@ -285,6 +305,25 @@ def _seconds_table(summary: RunSummary) -> Table:
         bar = Text("█" * round(share * 24), style=_CLASS_STYLE[name])
         table.add_row(name, duration(summary.seconds[name]), f"{share:.0%}", bar)
     return table
+
+
+def _cost_tables(cost: Cost) -> list[RenderableType]:
+    words = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    words.add_column(style="dim", no_wrap=True)
+    words.add_column(overflow="fold")
+    for label, value in cost_rows(cost):
+        words.add_row(label, Text(value, style="yellow" if label in ("without a price", "note") else ""))
+    if not cost.total:
+        return [words]
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("dollars spent", style="dim", no_wrap=True)
+    table.add_column("", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for name, amount in cost.dollars.items():
+        share = amount / cost.total
+        table.add_row(DOING[name], dollars(amount), f"{share:.1%}", Text("█" * round(share * 24), _SPENT_STYLE[name]))
+    return [words, table]
 
 
 def _events_table(events: Sequence[Event]) -> RenderableType:

@@ -3,8 +3,10 @@
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from undula.elastic.events import EventQueue
+from undula.elastic.events import ControllerEvents, EventQueue
 from undula.run.hub import TellEverywhere
 from undula.state.ledger import Event, read_ledger
 from undula.storage import Store
@@ -39,3 +41,49 @@ def test_what_the_storage_did_not_take_is_told_with_the_next_event_and_all_in_on
     tell(Event("group", "third"))
     assert read_ledger(store).events["message"].to_pylist() == ["first", "second", "third"]
     assert len(store.list("ledger")) == 1
+
+
+SPOT = {"undula.io/machine": "g6.xlarge", "undula.io/market": "spot", "ray.io/market-type": "on-demand",
+        "ray.io/availability-region": "us-west-2", "ray.io/availability-zone": "us-west-2a"}  # fmt: skip
+
+
+def node_table() -> list[dict[str, Any]]:
+    """As ray.nodes() gives it: one node with all labels, one with Ray's own alone, one with none."""
+    labels = {"spot": SPOT, "rays": {"ray.io/market-type": "on-demand", "ray.io/node-id": "rays"}, "bare": {}}
+    return [{"NodeID": node, "Alive": True, "Labels": told} for node, told in labels.items()]
+
+
+def worker(node: str, pid: int) -> Any:
+    return SimpleNamespace(node=node, metadata=SimpleNamespace(node_id=node, node_ip="10.0.0.1", pid=pid))
+
+
+def test_a_group_says_on_which_machines_its_ranks_are_as_far_as_labels_do() -> None:
+    told: list[Event] = []
+    members = [worker("spot", 1), worker("rays", 2), worker("bare", 3), worker("gone", 4)]
+    ControllerEvents(told.append, node_table).after_worker_group_training_start(
+        SimpleNamespace(get_workers=lambda: members)  # type: ignore[arg-type]
+    )
+    places = {"ip": "10.0.0.1"}
+    labels = {"machine": "g6.xlarge", "market": "spot", "region": "us-west-2", "zone": "us-west-2a"}
+    assert told[0].data["workers"] == [
+        {"rank": 0, "node": "spot", "pid": 1, **places, **labels},
+        {"rank": 1, "node": "rays", "pid": 2, **places, "market": "on-demand"},
+        {"rank": 2, "node": "bare", "pid": 3, **places},
+        {"rank": 3, "node": "gone", "pid": 4, **places},
+    ]
+
+
+def test_a_wait_says_on_which_machines_those_who_are_ready_are() -> None:
+    told: list[Event] = []
+    events = ControllerEvents(told.append, node_table)
+    tell = events.naming_ready(lambda: [worker("spot", 1), worker("bare", 2)])
+    tell(Event("waiting", "waiting for 1 more", data={"ready": 2}))
+    tell(Event("crash", "a worker was lost", data={"rank": 1}))
+    events.after_worker_group_training_start(SimpleNamespace(get_workers=list))  # type: ignore[arg-type]
+    tell(Event("waiting", "waiting for 1 more", data={"ready": 2}))
+    waiting, crash, _, later = told
+    assert (waiting.data["first"], later.data["first"]) == (True, False)
+    assert waiting.data["ready"] == 2
+    assert [each.get("machine") for each in waiting.data["workers"]] == ["g6.xlarge", None]
+    assert [(each["node"], each["pid"]) for each in waiting.data["workers"]] == [("spot", 1), ("bare", 2)]
+    assert crash.data == {"rank": 1}

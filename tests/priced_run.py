@@ -1,0 +1,80 @@
+"""A synthetic run on labelled machines, to see what its costs look like: `python -m tests.priced_run FOLDER && undula show FOLDER`.
+
+Four hours: two spot nodes train for an hour; one has notice and is replaced by an on-demand one after 15 minutes alone; then both go,
+one that is ready waits 20 minutes for a second, and two spot nodes train to the end, in all with ten minutes of steps that are done again.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from undula.state.ledger import Event, EventWriter, LedgerWriter, StepRow
+from undula.storage import Store
+
+BEGAN = 1_795_233_000.0
+STEP_S = 10.0
+SPOT, ON_DEMAND = ("g6.xlarge", "spot"), ("g6.xlarge", "on-demand")
+
+
+def group(minute: float, *machines: tuple[str, str], step: int = 0) -> Event:
+    return Event("group", "a group begins", step, {"workers": workers(machines), "first": not minute}, at(minute))
+
+
+def waiting(minute: float, *machines: tuple[str, str]) -> Event:
+    data = {"ready": len(machines), "workers": workers(machines)}
+    return Event("waiting", f"waiting for 1 more worker: {len(machines)} ready", None, data, at(minute))
+
+
+def workers(machines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Each on a node of its own; a machine that is not told has no label."""
+    return [
+        {"rank": rank, "node": f"node-{rank}-{machine}-{market}", "pid": rank}
+        | ({"machine": machine, "market": market} if machine else {})
+        for rank, (machine, market) in enumerate(machines)
+    ]
+
+
+def at(minute: float) -> float:
+    return BEGAN + 60 * minute
+
+
+def write_priced_run(store: Store, other: tuple[str, str] = ON_DEMAND, spot: tuple[str, str] = SPOT) -> None:
+    """Write its run directory; `other` is the machine that comes in the place of the one that has notice, `spot` are all others."""
+    store.write("job.json", json.dumps({"name": "spot-run", "total_steps": 1178, "total_samples": 1178 * 64}).encode())
+    events = EventWriter(store, "test")
+    for event in (
+        Event("start", "started with 2 workers", 0, {"world_size": 2, "attempt": 1}, at(0)),
+        group(0, spot, spot),
+        Event("notice", "node 1 with rank 1 will go in 120 s", None, {}, at(60)),
+        group(61, spot),
+        group(76, spot, other),
+        Event("crash", "workers failed, starting again: two nodes were lost", None, {}, at(150)),
+        group(151, spot),
+        waiting(152, spot),
+        group(172, spot, spot),
+        Event("end", "finished", None, {}, at(240)),
+    ):
+        events.event(event)
+    step = 0
+    for attempt, (first, last, world_size) in enumerate(
+        ((2, 60, 2), (61.5, 75.5, 1), (76.5, 150, 2), (174, 240, 2)), 1
+    ):
+        step -= 60 if attempt == 4 else 0
+        ledger, now = LedgerWriter(store, attempt), at(first)
+        while now + STEP_S <= at(last):
+            blocked_s = 15.0 if step % 60 == 59 else 0.0
+            now += STEP_S + blocked_s
+            ledger.step(
+                StepRow(
+                    *(attempt, step, 0, (step + 1) * 64, 64, world_size, 4 - step / 600, 1e-3),
+                    *(0.3, STEP_S - 1.3, 0.8, 0.2, 0, now),
+                    blocked_s=blocked_s,
+                )
+            )
+            step += 1
+        ledger.close()
+
+
+if __name__ == "__main__":
+    write_priced_run(Store(sys.argv[1]))
