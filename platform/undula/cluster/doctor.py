@@ -117,7 +117,9 @@ def _differ(facts: Facts, versions: Mapping[str, str]) -> bool:
 
 
 def _versions(facts: Facts) -> str:
-    return ", ".join(f"{package} {next(iter(versions.values()))}" for package, versions, _ in _packages(facts))
+    """Of the nodes that train, where there are any."""
+    first = {package: max(found, key=lambda id: facts.node(id).trains) for package, found, _ in _packages(facts)}
+    return ", ".join(f"{package} {facts.looks[id].versions[package]}" for package, id in first.items())
 
 
 def _skewed_clocks(facts: Facts) -> Problems:
@@ -184,7 +186,9 @@ def _no_group(facts: Facts) -> Problems:
 
 def _all_reduce(facts: Facts) -> str:
     found = facts.all_reduce
-    if found is None or len(found.nodes) < 2:
+    if found is None:
+        return ""
+    if len(found.nodes) < 2:
         return "fewer than two nodes train: there is nothing to measure between"
     rate, latency_ms = found.bytes_per_s / 2**30, found.latency_s * 1e3
     figures = f"{len(found.nodes)} nodes with {found.backend}: {rate:.2f} GiB/s, latency {latency_ms:.2f} ms"
