@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from undula.cluster.local import LocalCluster, local_cluster
+from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
 LIMIT_S = 60.0
@@ -119,13 +120,15 @@ def test_runs_that_cannot_be_written_are_told_with_their_mend(two_nodes: Nodes, 
     assert "1 to mend; 3 nodes in" in out
 
 
-def test_ray_without_its_token_fails(tmp_path: Path) -> None:
+def test_ray_without_its_token_fails(s3: Any) -> None:
     with local_cluster(num_cpus=1, env={"RAY_AUTH_MODE": "disabled"}) as cluster:
-        found = examine(cluster, tmp_path, RAY_AUTH_MODE="disabled")
+        found = examine(cluster, s3.url("runs"), RAY_AUTH_MODE="disabled")
     assert found.status == 1
     assert set(found.of("fail")) == {"token"}
     assert "RAY_AUTH_MODE=token" in found.of("fail")["token"]
     assert "nothing to measure between" in found.of("pass")["all-reduce"]
+    assert f"1 node shares {s3.url('runs')}" in found.of("pass")["storage"]
+    assert open_store(s3.url("runs")).list() == [], "it leaves nothing behind"
 
 
 def test_a_node_that_hangs_costs_a_sentence(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -160,6 +163,13 @@ def test_a_node_that_dies_while_it_is_examined_costs_a_sentence(tmp_path: Path) 
     assert found.took_s < LIMIT_S
     assert f"({node[:8]}) could not be examined to the end" in found.of("fail")["nodes"]
     assert len(found.facts["stored"]) == 1
+
+
+def test_who_has_no_token_is_told_which_to_give(two_nodes: Nodes, tmp_path: Path) -> None:
+    process = start(two_nodes.cluster, tmp_path, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), RAY_AUTH_MODE="disabled")
+    _, err = finish(process)
+    assert process.returncode == 2
+    assert "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in err
 
 
 def test_where_there_is_no_cluster_one_sentence_says_so(tmp_path: Path) -> None:

@@ -75,9 +75,8 @@ def _connect(address: str) -> str:
     try:
         found = ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, RayError) as error:
-        cause = f"{error} {error.__cause__ or ''}"
         why = " ".join(str(error).split())[:300]
-        if "Unauthenticated" in cause or "AuthenticationError" in cause or "auth" in cause.lower():
+        if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
             why = "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
         raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
     keep_quiet()
@@ -205,7 +204,8 @@ class _Examination:
     def _all_reduce(self, with_gpus: list[str]) -> AllReduce:
         """Between nodes with GPUs where there are any: a job that has some uses no others."""
         training = [id for id, node in self._nodes.items() if node.trains and id not in self._silent]
-        ids = [id for id in with_gpus if id not in self._silent] or training
+        with_gpus = [id for id in with_gpus if id in training]
+        ids = with_gpus or training
         group = AllReduce(tuple(ids), "nccl" if with_gpus else "gloo")
         if len(ids) < 2:
             return group
