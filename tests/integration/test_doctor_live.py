@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from undula.cluster.local import LocalCluster, local_cluster
+from undula.cluster.gcs import Head
+from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
@@ -170,6 +171,57 @@ def test_who_has_no_token_is_told_which_to_give(two_nodes: Nodes, tmp_path: Path
     _, err = finish(process)
     assert process.returncode == 2
     assert "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in err
+
+
+@pytest.fixture
+def odd_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A head, and a node with another pyarrow, a GPU that is not there, and at `runs` a disk of its own."""
+    (tmp_path / "runs").mkdir()
+    other = tmp_path / "packages" / "pyarrow-25.0.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: pyarrow\nVersion: 25.0.0\n")
+    with local_cluster(num_cpus=1) as cluster:
+        ray_start = (
+            f"{sys.executable} -m ray.scripts.scripts start --block --address={cluster.address} --num-cpus=1 --disable-usage-stats "
+            f"--object-store-memory={200 * 2**20} --include-log-monitor=False --dashboard-agent-listen-port={free_ports(1)[0]}"
+        )
+        env = {
+            **os.environ,
+            **cluster.env,
+            "PYTHONPATH": f"{other.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}',
+        }
+        node = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {tmp_path}/runs && exec {ray_start}"],
+            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        head = Head(cluster.address, {**os.environ, **cluster.env})
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while len(head.ask("alive")) < 2:
+                assert node.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)  # paces the looks
+            yield cluster
+        finally:
+            head.close()
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, tmp_path: Path) -> None:
+    found = examine(odd_cluster, tmp_path / "runs")
+    assert found.status == 1
+    fails = found.of("fail")
+    assert set(fails) == {"versions", "gpus", "storage"}
+    assert fails["versions"].startswith("pyarrow is ")
+    assert "25.0.0 on " in fails["versions"]
+    assert "GPU: 1 for Ray, and torch sees 0" in fails["gpus"]
+    (odd,) = [node["id"] for node in found.facts["nodes"] if not node["is_head"]]
+    assert f"is not seen on {found.facts['nodes'][0]['address']} ({odd[:8]})" in fails["storage"]
+    assert "all-reduce" in found.of("pass"), "torch that sees no GPU reduces with gloo"
 
 
 def test_where_there_is_no_cluster_one_sentence_says_so(tmp_path: Path) -> None:

@@ -156,10 +156,10 @@ def _unsound_gpus(facts: Facts) -> Problems:
         node = facts.node(id)
         if look.gpus_seen < node.gpus:
             mend = "look at nvidia-smi and the driver there" if look.cuda else "install a build of torch with CUDA"
-            yield "fail", f"{node.name} has {node.gpus:g} GPUs for Ray, and torch sees {look.gpus_seen}: {mend}"
+            yield "fail", f"{node.name} has GPU: {node.gpus:g} for Ray, and torch sees {look.gpus_seen}: {mend}"
         elif look.gpus_seen > node.gpus:
             mend = "give GPU in the resources of its node type, or `ray start --num-gpus`"
-            yield "warn", f"{node.name} has {look.gpus_seen} GPUs, of which Ray knows {node.gpus:g}: {mend}"
+            yield "warn", f"{node.name} has GPU: {node.gpus:g} for Ray, and torch sees {look.gpus_seen}: {mend}"
         for gpu in facts.gpus.get(id, ()):
             if gpu.problem and gpu.is_full:
                 mend = "end what holds it, unless that is a job of yours"

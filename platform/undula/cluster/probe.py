@@ -34,17 +34,14 @@ class Probe:
             session: Ray's directory for it.
             runs: path or URL of the run directories.
         """
-        import torch  # by far the most of the time that a probe takes to start, and not its driver's
-
+        # Both import torch, which takes seconds: the driver, which needs none of it, imports this module as well.
+        from undula.run.trial import gpus_seen
         from undula.state.snapshot import MEMORY
 
         versions = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
         paths = [session] if "://" in runs else [session, runs]
         rooms = {_existing(path).stat().st_dev: _room(path) for path in paths}
-        memory = _room(str(MEMORY))
-        return Look(
-            versions, torch.cuda.device_count(), torch.version.cuda, tuple(rooms.values()), memory, _notice_source()
-        )
+        return Look(versions, *gpus_seen(), tuple(rooms.values()), _room(str(MEMORY)), _notice_source())
 
     def gpus(self) -> tuple[Gpu, ...]:
         from undula.run.trial import try_gpus

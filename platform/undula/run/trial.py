@@ -20,6 +20,11 @@ LARGE_LIMIT_S = 4.0
 """For all of the large ones: over a slow network there are fewer."""
 
 
+def gpus_seen() -> tuple[int, str | None]:
+    """How many GPUs torch sees, and the version of CUDA that it was built with."""
+    return torch.cuda.device_count(), torch.version.cuda
+
+
 def try_gpus() -> Iterator[tuple[str, str | None, bool]]:
     """Multiply two matrices on each GPU: its name, what is wrong with it, and whether that is merely that its memory is full."""
     left = torch.arange(SIDE * SIDE, dtype=torch.float32).reshape(SIDE, SIDE) % 7
