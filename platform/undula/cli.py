@@ -15,6 +15,7 @@ from rich.console import Console
 
 from undula.chaos_command import add_chaos_arguments
 from undula.cluster_command import add_cluster_arguments
+from undula.doctor_command import add_doctor_arguments
 from undula.errors import SpecError, one_sentence
 from undula.price_options import add_price_arguments, price_finder
 from undula.spot_command import add_leave_arguments, add_spot_arguments
@@ -286,6 +287,9 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _add_cluster_commands(commands)
+
+    text = "say what is wrong with a running cluster, before a job holds its GPUs; exit status 1 where something fails"
+    add_doctor_arguments(commands.add_parser("doctor", help=text), DEFAULT_RUNS)
 
     report = commands.add_parser("report", help="write report.html into a run directory")
     report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")

@@ -1,0 +1,236 @@
+"""Examines a running cluster: a probe on every node, all asked at once and with a limit, so that a node that hangs costs seconds."""
+
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+import undula
+from undula.cluster.facts import AllReduce, Clock, Facts, Node, Stored, Unreached
+from undula.cluster.probe import Probe
+from undula.elastic.quiet import keep_quiet
+from undula.errors import ClusterError
+
+LIMIT_S = 50.0
+"""For all of it: a preflight that takes longer is left out."""
+CONNECT_TIMEOUT_S = 10.0
+LOOK_LIMIT_S = 25.0
+"""A cold process on a small node takes 10 s to import torch."""
+GPU_LIMIT_S = 15.0
+CLOCK_LIMIT_S = 2.0
+CLOCK_TRIES = 8
+QUESTION_LIMIT_S = 5.0
+REACH_LIMIT_S = 10.0
+LEAVE_LIMIT_S = 10.0
+STORE_LIMIT_S = 15.0
+REDUCE_LIMIT_S = 20.0
+MEET_LIMIT_S = 12.0
+"""For ranks to meet; shorter than the limit, so that they say themselves what went wrong."""
+PROBE: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 8}
+"""Without CPUs, so that a busy cluster can be examined as well."""
+_IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray has it in the environment of what was submitted, which brings its packages itself."""
+
+
+def examine(address: str, runs: str, tell: Callable[[str], None]) -> Facts:
+    """Connect to a cluster, find out all that there is to judge, and leave it as it was.
+
+    Args:
+        address: of the head, HOST:PORT; `auto` for the cluster of this machine.
+        runs: absolute path or URL of the run directories.
+        tell: takes a line of what is being measured.
+
+    Raises:
+        ClusterError: there is no such cluster.
+    """
+    tell("connecting ...")
+    dashboard = _connect(address)
+    try:
+        examination = _Examination(runs, tell)
+        try:
+            return examination.facts(dashboard)
+        finally:
+            examination.close()
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> str:
+    """Connect; the dashboard's HOST:PORT, empty where there is none."""
+    if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
+        try:
+            socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
+        except OSError as error:
+            raise ClusterError(f"cannot connect to the Ray cluster {address}: {error}: is it up?") from None
+    package = str(Path(undula.__file__).parent)
+    environment = None if _IN_JOB in os.environ else {"py_modules": [package]}
+    try:
+        found = ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        why = " ".join(str(error).split())[:300]
+        if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
+            why = "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
+        raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
+    keep_quiet()
+    return str(found.dashboard_url or "")
+
+
+class _Examination:
+    """The questions, in order; what hangs or dies is left out of those that follow."""
+
+    def __init__(self, runs: str, tell: Callable[[str], None]):
+        self._runs, self._tell = runs, tell
+        self._deadline = time.monotonic() + LIMIT_S
+        self._silent: dict[str, str] = {}
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        self._nodes = {node["NodeID"]: _node(node) for node in alive}
+        self._sessions = {node["NodeID"]: str(Path(node["ObjectStoreSocketName"]).parents[1]) for node in alive}
+        actor: Any = ray.remote(Probe)
+        self._probes = {
+            id: actor.options(**PROBE, label_selector={"ray.io/node-id": id}).remote() for id in self._nodes
+        }
+
+    def facts(self, dashboard: str) -> Facts:
+        self._tell(f"asking {_count(len(self._nodes), 'node')} ...")
+        arguments = {id: (session, self._runs) for id, session in self._sessions.items()}
+        looks, problems = self._ask("look", arguments, LOOK_LIMIT_S)
+        self._silent.update(problems)
+        gpus, gpu_problems = self._ask("gpus", {id: () for id, look in looks.items() if look.gpus_seen}, GPU_LIMIT_S)
+        self._silent.update({id: f"a matrix product on its GPUs: {problem}" for id, problem in gpu_problems.items()})
+        clocks = self._clocks()
+        head = [id for id, node in self._nodes.items() if node.is_head]
+        statuses, _ = self._ask("ask_dashboard", {id: (dashboard,) for id in head if dashboard}, QUESTION_LIMIT_S)
+        unreached = self._unreached()
+        stored = self._storage()
+        healthy = [id for id, found in gpus.items() if not any(each.problem for each in found)]
+        all_reduce = self._all_reduce([id for id in healthy if self._nodes[id].gpus])
+        return Facts(
+            self._runs,
+            tuple(self._nodes.values()),
+            dict(self._silent),
+            looks,
+            gpus,
+            clocks,
+            unreached,
+            stored,
+            all_reduce,
+            next(iter(statuses.values()), None),
+        )
+
+    def close(self) -> None:
+        for probe in self._probes.values():
+            ray.kill(probe)
+
+    def _ask(
+        self, method: str, arguments: Mapping[str, tuple[Any, ...]], limit_s: float
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Ask nodes at once, by id: the answers, and what came in the place of one."""
+        limit_s = max(1.0, min(limit_s, self._deadline - time.monotonic()))
+        refs = {
+            id: getattr(self._probes[id], method).remote(*each)
+            for id, each in arguments.items()
+            if id not in self._silent
+        }
+        if refs:
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=limit_s)
+        answers, problems = {}, {}
+        for id, ref in refs.items():
+            try:
+                answers[id] = ray.get(ref, timeout=0)
+            except GetTimeoutError:
+                problems[id] = f"no answer within {limit_s:.0f} s"
+            except RayActorError:
+                problems[id] = self._silent[id] = "it went, or its probe was ended, while it was examined"
+            except RayTaskError as error:
+                problems[id] = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
+            except RayError as error:
+                problems[id] = " ".join(str(error).split())[:300]
+        return answers, problems
+
+    def _clocks(self) -> dict[str, Clock]:
+        self._tell("comparing clocks ...")
+        found: dict[str, Clock] = {}
+        for id in self._nodes:
+            for _ in range(CLOCK_TRIES):
+                asked = time.time()
+                answers, problems = self._ask("clock", {id: ()}, CLOCK_LIMIT_S)
+                answered = time.time()
+                self._silent.update(problems)
+                if id not in answers:
+                    break
+                clock = Clock(answers[id] - (asked + answered) / 2, answered - asked)
+                found[id] = min(found.get(id, clock), clock, key=lambda each: each.round_trip_s)
+        return found
+
+    def _unreached(self) -> tuple[Unreached, ...]:
+        self._tell("connecting nodes to each other ...")
+        ports, _ = self._ask("listen", dict.fromkeys(self._nodes, ()), QUESTION_LIMIT_S)
+        where = {id: (self._nodes[id].address, port) for id, port in ports.items()}
+        others = {id: ({peer: at for peer, at in where.items() if peer != id},) for id in where}
+        answers, problems = self._ask("reach", others, REACH_LIMIT_S)
+        self._silent.update(problems)
+        return tuple(
+            Unreached(id, peer, problem)
+            for id, found in answers.items()
+            for peer, problem in found.items()
+            if peer not in self._silent  # a node that went cannot be reached either
+        )
+
+    def _storage(self) -> dict[str, Stored]:
+        """What one node has written, the head where it answers, all must find."""
+        self._tell(f"writing to {self._runs} ...")
+        folder = f"{self._runs}/.undula-doctor-{secrets.token_hex(4)}"
+        ours = secrets.token_bytes(32)
+        answering = [id for id in self._nodes if id not in self._silent]
+        for first in sorted(answering, key=lambda id: not self._nodes[id].is_head)[:1]:
+            written, problems = self._ask("leave", {first: (folder, ours)}, LEAVE_LIMIT_S)
+            if problem := written.get(first) or problems.get(first):
+                return {first: Stored(problem=problem)}
+            answers, problems = self._ask("store", {id: (folder, id, ours) for id in answering}, STORE_LIMIT_S)
+            apart = [id for id, each in answers.items() if each.problem is None and not each.sees_ours]
+            self._ask("clean", dict.fromkeys((first, *apart), (folder,)), QUESTION_LIMIT_S)
+            late = {id: Stored(problem=each) for id, each in problems.items() if id not in self._silent}
+            return {**answers, **late}
+        return {}
+
+    def _all_reduce(self, with_gpus: list[str]) -> AllReduce:
+        """Between nodes with GPUs where there are any: a job that has some uses no others."""
+        training = [id for id, node in self._nodes.items() if node.trains and id not in self._silent]
+        with_gpus = [id for id in with_gpus if id in training]
+        ids = with_gpus or training
+        group = AllReduce(tuple(ids), "nccl" if with_gpus else "gloo")
+        if len(ids) < 2:
+            return group
+        self._tell(f"reducing between {len(ids)} nodes ...")
+        ports, problems = self._ask("free_port", {ids[0]: ()}, QUESTION_LIMIT_S)
+        if problems:
+            return AllReduce(group.nodes, group.backend, problems=problems)
+        meet = (group.backend, self._nodes[ids[0]].address, ports[ids[0]])
+        arguments = {id: (*meet, rank, len(ids), MEET_LIMIT_S) for rank, id in enumerate(ids)}
+        answers, problems = self._ask("all_reduce", arguments, REDUCE_LIMIT_S)
+        latencies_s, rates = zip(*answers.values(), strict=True) if answers else ((0.0,), (0.0,))
+        return AllReduce(group.nodes, group.backend, max(latencies_s), min(rates), problems)
+
+
+def _node(node: Mapping[str, Any]) -> Node:
+    resources = node["Resources"]
+    return Node(
+        node["NodeID"],
+        node["NodeManagerAddress"],
+        resources.get("CPU", 0.0),
+        resources.get("GPU", 0.0),
+        "node:__internal_head__" in resources,
+        node["Labels"].get("undula.io/market") == "spot",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

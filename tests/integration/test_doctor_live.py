@@ -1,0 +1,231 @@
+"""`undula doctor` on real clusters of this machine: a sound one, ones with something wrong, and nodes that hang or die under its hands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undula.cluster.gcs import Head
+from undula.cluster.local import LocalCluster, free_ports, local_cluster
+from undula.storage import open_store
+from undula.testing.nodes import Nodes, nodes
+
+LIMIT_S = 60.0
+OF_THIS_MACHINE = {"disk", "memory", "notices"}
+"""Checks of what the machine under the tests has; on others they may warn."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A doctor that has ended."""
+
+    status: int
+    took_s: float
+    results: list[dict[str, str]]
+    facts: dict[str, Any]
+
+    def of(self, verdict: str) -> dict[str, str]:
+        """Messages, by check."""
+        return {each["check"]: each["message"] for each in self.results if each["verdict"] == verdict}
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Nodes]:
+    with nodes() as found:
+        found.add()
+        found.add()
+        found.await_all()
+        yield found
+
+
+def start(cluster: LocalCluster, runs: Path | str, *options: str, **env: str) -> "subprocess.Popen[str]":
+    command = [
+        *(sys.executable, "-m", "undula.cli", "doctor", "--cluster", cluster.address, "--runs", str(runs)),
+        *options,
+    ]
+    return subprocess.Popen(
+        command, env={**os.environ, **cluster.env, **env},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What it printed; killed where it does not end."""
+    try:
+        return process.communicate(timeout=2 * LIMIT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def examine(cluster: LocalCluster, runs: Path | str, **env: str) -> Examined:
+    started = time.monotonic()
+    return end(start(cluster, runs, "--json", **env), started)
+
+
+def end(process: "subprocess.Popen[str]", started: float) -> Examined:
+    out, err = finish(process)
+    assert process.returncode in (0, 1), out + err
+    return Examined(process.returncode, time.monotonic() - started, **json.loads(out))
+
+
+def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> int:
+    """The process of the probe on a node, once it is there."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        for pid in cluster.processes_of(node):
+            with suppress(OSError):
+                if b"ray::Probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # paces the looks
+
+
+def test_a_sound_cluster_passes_within_a_minute(two_nodes: Nodes, tmp_path: Path) -> None:
+    found = examine(two_nodes.cluster, tmp_path / "runs")
+    assert found.of("fail") == {}
+    assert found.status == 0
+    assert set(found.of("warn")) <= OF_THIS_MACHINE
+    assert found.took_s < LIMIT_S
+    assert "3 nodes answer, and workers fit on 2" in found.of("pass")["nodes"]
+    assert found.facts["dashboard_status"] == 401
+    reduced = found.facts["all_reduce"]
+    assert reduced["backend"] == "gloo"
+    assert set(reduced["nodes"]) == set(two_nodes.nodes)
+    assert reduced["bytes_per_s"] > 0
+    assert reduced["latency_s"] > 0
+    assert all(abs(clock["offset_s"]) < 0.5 for clock in found.facts["clocks"].values())
+    assert len(found.facts["stored"]) == 3
+    assert list((tmp_path / "runs").iterdir()) == [], "it leaves nothing behind"
+
+
+def test_runs_that_cannot_be_written_are_told_with_their_mend(two_nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = start(two_nodes.cluster, tmp_path / "file" / "runs")
+    out, err = finish(process)
+    assert process.returncode == 1, out + err
+    (line,) = [line for line in out.splitlines() if line.startswith("fail")]
+    assert line.startswith("fail  storage     the head ")
+    assert f"cannot write {tmp_path}/file/runs" in line
+    assert "Not a directory: give in --runs a folder that can be made and written to" in line
+    assert "1 to mend; 3 nodes in" in out
+
+
+def test_ray_without_its_token_fails(s3: Any) -> None:
+    with local_cluster(num_cpus=1, env={"RAY_AUTH_MODE": "disabled"}) as cluster:
+        found = examine(cluster, s3.url("runs"), RAY_AUTH_MODE="disabled")
+    assert found.status == 1
+    assert set(found.of("fail")) == {"token"}
+    assert "RAY_AUTH_MODE=token" in found.of("fail")["token"]
+    assert "nothing to measure between" in found.of("pass")["all-reduce"]
+    assert f"1 node shares {s3.url('runs')}" in found.of("pass")["storage"]
+    assert open_store(s3.url("runs")).list() == [], "it leaves nothing behind"
+
+
+def test_a_node_that_hangs_costs_a_sentence(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Its raylet, and all below it, stand still, and Ray takes it for alive for longer than the doctor takes."""
+    node = two_nodes.nodes[0]
+    hanging = two_nodes.processes_of(node)
+    for pid in hanging:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        found = examine(two_nodes.cluster, tmp_path)
+    finally:
+        for pid in hanging:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    assert found.status == 1
+    assert found.took_s < LIMIT_S
+    assert set(found.of("fail")) == {"nodes"}
+    assert f"({node[:8]}) could not be examined to the end: no answer within" in found.of("fail")["nodes"]
+    assert len(found.facts["stored"]) == 2, "the others were examined"
+
+
+def test_a_node_that_dies_while_it_is_examined_costs_a_sentence(tmp_path: Path) -> None:
+    with nodes(head_cpus=1) as cluster:
+        node = cluster.add()
+        cluster.await_all()
+        started = time.monotonic()
+        process = start(cluster.cluster, tmp_path, "--json")
+        await_probe(cluster, node, process)
+        cluster.kill(node)
+        found = end(process, started)
+    assert found.status == 1
+    assert found.took_s < LIMIT_S
+    assert f"({node[:8]}) could not be examined to the end" in found.of("fail")["nodes"]
+    assert len(found.facts["stored"]) == 1
+
+
+def test_who_has_no_token_is_told_which_to_give(two_nodes: Nodes, tmp_path: Path) -> None:
+    process = start(two_nodes.cluster, tmp_path, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), RAY_AUTH_MODE="disabled")
+    _, err = finish(process)
+    assert process.returncode == 2
+    assert "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in err
+
+
+@pytest.fixture
+def odd_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A head, and a node with another pyarrow, a GPU that is not there, and at `runs` a disk of its own."""
+    (tmp_path / "runs").mkdir()
+    other = tmp_path / "packages" / "pyarrow-25.0.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: pyarrow\nVersion: 25.0.0\n")
+    with local_cluster(num_cpus=1) as cluster:
+        ray_start = (
+            f"{sys.executable} -m ray.scripts.scripts start --block --address={cluster.address} --num-cpus=1 --disable-usage-stats "
+            f"--object-store-memory={200 * 2**20} --include-log-monitor=False --dashboard-agent-listen-port={free_ports(1)[0]}"
+        )
+        env = {
+            **os.environ,
+            **cluster.env,
+            "PYTHONPATH": f"{other.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}',
+        }
+        node = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {tmp_path}/runs && exec {ray_start}"],
+            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        head = Head(cluster.address, {**os.environ, **cluster.env})
+        try:
+            deadline = time.monotonic() + LIMIT_S
+            while len(head.ask("alive")) < 2:
+                assert node.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)  # paces the looks
+            yield cluster
+        finally:
+            head.close()
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, tmp_path: Path) -> None:
+    found = examine(odd_cluster, tmp_path / "runs")
+    assert found.status == 1
+    fails = found.of("fail")
+    assert set(fails) == {"versions", "gpus", "storage"}
+    assert fails["versions"].startswith("pyarrow is ")
+    assert "25.0.0 on " in fails["versions"]
+    assert "GPU: 1 for Ray, and torch sees 0" in fails["gpus"]
+    (odd,) = [node["id"] for node in found.facts["nodes"] if not node["is_head"]]
+    assert f"is not seen on {found.facts['nodes'][0]['address']} ({odd[:8]})" in fails["storage"]
+    assert "all-reduce" in found.of("pass"), "torch that sees no GPU reduces with gloo"
+
+
+def test_where_there_is_no_cluster_one_sentence_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "undula.cli", "doctor", "--cluster", "127.0.0.1:9", "--runs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2
+    assert done.stderr.startswith("undula: cannot connect to the Ray cluster 127.0.0.1:9: ")
