@@ -16,10 +16,10 @@ from jsonschema import Draft7Validator
 from undula.elastic.capacity import workers_that_fit
 from undula.elastic.spec import WorkersSpec
 from undula.errors import SpecError
+from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
 
 ANYWHERE = ("0.0.0.0/0", "::/0")
 SSH = 22
-MARKET, MACHINE = "undula.io/market", "undula.io/machine"
 """Labels of Ray's nodes, by which the platform knows what a node is."""
 OWN_IDENTITY = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}
 """The field of a node's configuration that says as whom its programs ask the cloud."""
@@ -150,14 +150,22 @@ def _kind(node: NodeType) -> str:
     return f"{node.resources.get('GPU', 0):g} GPU" if node.resources.get("GPU") else "CPUs alone"
 
 
+LABELLED_FOR = {
+    MARKET: "its nodes are taken for no market's",
+    MACHINE: "its nodes have no price",
+    TYPE: "nobody asks for another type where it is not to be had",
+}
+
+
 def _on_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
     for each in types:
-        for label, value in ((MARKET, "spot" if each.is_spot else "on-demand"), (MACHINE, each.machine)):
+        wanted = {MARKET: SPOT if each.is_spot else ON_DEMAND, MACHINE: each.machine, TYPE: each.name}
+        for label, value in wanted.items():
             found = each.labels.get(label)
             if found is None:
                 yield Finding(
                     "warning",
-                    f"available_node_types.{each.name}: no label {label}, so that its nodes are taken for no market's or machine's: "
+                    f"available_node_types.{each.name}: no label {label}, so that {LABELLED_FOR[label]}: "
                     f"give labels: {{{label}: {value}}}",
                 )
             elif found != value:

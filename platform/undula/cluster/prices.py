@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from undula.errors import SpecError
-from undula.plan.prices import MARKETS, ON_DEMAND, SPOT, Machine, PriceList, Prices
+from undula.plan.fleet import ON_DEMAND, SPOT
+from undula.plan.prices import MARKETS, Machine, PriceList, Prices
 from undula.state.ledger import Event
 
 PRICES_FILE = "UNDULA_PRICES"

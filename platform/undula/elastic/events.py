@@ -18,14 +18,15 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from undula.elastic.failures import is_waiting, summary
 from undula.elastic.pool import PooledWorker
+from undula.plan.fleet import MACHINE, MARKET
 from undula.state.ledger import Event
 
 EventSink = Callable[[Event], None]
 NodeTable = Callable[[], list[dict[str, Any]]]
 """As ray.nodes."""
 LABELS = {
-    "machine": ("undula.io/machine",),
-    "market": ("undula.io/market", "ray.io/market-type"),
+    "machine": (MACHINE,),
+    "market": (MARKET, "ray.io/market-type"),
     "region": ("ray.io/availability-region",),
     "zone": ("ray.io/availability-zone",),
 }

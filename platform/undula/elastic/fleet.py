@@ -8,7 +8,6 @@ from typing import Any
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 
 from undula.elastic.capacity import Node, refused_types
-from undula.elastic.events import EventSink
 from undula.plan.fleet import (
     MARKET,
     ON_DEMAND,
@@ -87,7 +86,7 @@ class FleetManager:
     spec: FleetSpec
     size: int
     work: Work
-    on_event: EventSink
+    on_event: Callable[[Event], None]
     refusals: Callable[[float], Mapping[str, str]] = refused_types
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))

@@ -16,6 +16,8 @@ from undula.plan.plan import STRICT
 
 MARKET = "undula.io/market"
 """The label of Ray that says how a node was had: SPOT or ON_DEMAND."""
+MACHINE = "undula.io/machine"
+"""The label that has the cloud's name of the machine."""
 TYPE = "undula.io/type"
 """The label that has the name of a node's type in the cluster's configuration."""
 SPOT = "spot"

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-SPOT, ON_DEMAND = "spot", "on-demand"
+from undula.plan.fleet import ON_DEMAND, SPOT
+
 MARKETS = (SPOT, ON_DEMAND)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from undula.plan.prices import MARKETS, ON_DEMAND, SPOT, Machine, Prices
+from undula.plan.fleet import ON_DEMAND, SPOT
+from undula.plan.prices import MARKETS, Machine, Prices
 from undula.report.goodput import CLASSES, Hold, holds
 from undula.report.summary import RecordedRun, counted, duration, number, printable
 from undula.state.ledger import Event, steps_done

@@ -1,4 +1,4 @@
-"""What a run would cost under each policy of its fleet, on a recorded count of spot nodes: nodes are simulated, the policy is a run's own."""
+"""What a run would cost under each policy of its fleet, on recorded counts of spot nodes: the nodes alone are simulated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
