@@ -27,6 +27,8 @@ REPEAT_S = 20.0
 EXPIRES_S = 180.0
 LOOK_S = 1.0
 """Between a policy's looks."""
+IDLE_S = 60.0
+"""For which nothing may run on a node before it is told."""
 AVOID_S = 60.0
 """For which a type of nodes that could not be had is not asked for again."""
 
@@ -97,6 +99,8 @@ class FleetManager:
     _looked: float = float("-inf")
     _short_since: float | None = None
     _refused: Mapping[str, str] = field(default_factory=dict)
+    _idle_since: dict[str, float] = field(default_factory=dict)
+    _told_idle: set[str] = field(default_factory=set)
 
     def look(self, nodes: Mapping[str, Node], workers: Mapping[str, int], now: float) -> None:
         """Decide anew.
@@ -112,6 +116,7 @@ class FleetManager:
         there = [node for node in nodes.values() if node.deadline is None]
         if not self.spec.is_any:
             self._follow(there, workers, now)
+        self._tell_idle(there, now)
         self._learn_refusals(there, now)
         self.labels = self._labels(there)
 
@@ -137,6 +142,16 @@ class FleetManager:
             words = f"{name} is not to be had{why}: other types are asked for, for {AVOID_S:.0f} s"
             self.on_event(Event("fleet", words, data={"type": name}))
         self._refused = refused
+
+    def _tell_idle(self, there: Sequence[Node], now: float) -> None:
+        """Nodes that are held, and on which nothing runs."""
+        idle = [node.id for node in there if node.slots and node.free == node.slots]
+        self._idle_since = {node: self._idle_since.get(node, now) for node in idle}
+        for node in idle:
+            if now - self._idle_since[node] >= IDLE_S and node not in self._told_idle:
+                self._told_idle.add(node)
+                words = f"node {node[:8]} is held, and nothing has run there for {IDLE_S:.0f} s"
+                self.on_event(Event("idle", words, data={"node": node}))
 
     def _labels(self, there: Sequence[Node]) -> list[dict[str, str]]:
         """Nodes that are there are asked for by their own type, as what is left goes to types that are not refused."""

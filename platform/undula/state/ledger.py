@@ -56,7 +56,7 @@ EVENT_SCHEMA = pa.schema(
         (
             "kind",
             pa.string(),
-        ),  # group, start, lost, node, batch, validation, snapshot, checkpoint, resize, crash, notice, waiting, fault, stop, end
+        ),  # group, start, lost, node, batch, validation, snapshot, checkpoint, resize, crash, notice, waiting, fleet, idle, fault, stop, end
         ("step", pa.int64()),  # steps committed when it happened; null where that is not known
         ("message", pa.string()),
         ("data", pa.string()),  # JSON object

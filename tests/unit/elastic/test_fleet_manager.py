@@ -136,6 +136,15 @@ def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
     assert not run.fleet.given_back
 
 
+def test_a_node_that_nobody_uses_is_told_once() -> None:
+    run = Run(FleetSpec())
+    run.nodes["a"] = Node("a", 2, 2, None)
+    run.nodes["b"] = Node("b", 2, 1, None)
+    for _ in range(3):
+        run.look(45)
+    assert run.told == ["node a is held, and nothing has run there for 60 s"]
+
+
 def test_a_pace_is_of_the_time_in_groups_alone() -> None:
     pace = Pace()
     pace.saw(0, 2, now=0.0)
