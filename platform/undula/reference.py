@@ -55,5 +55,5 @@ def _accepts(key: dict[str, Any]) -> str:
     text = {"object": "mapping", "null": "`null`", "array": "list"}.get(key["type"], key["type"])
     if key["type"] == "array":
         text = f"list of {_accepts(key['items'])}s"
-    limits = {"exclusiveMinimum": "> ", "minimum": "≥ ", "maximum": "≤ "}
+    limits = {"exclusiveMinimum": "> ", "minimum": "≥ ", "maximum": "≤ ", "exclusiveMaximum": "< "}
     return " ".join([text, *(f"{sign}{key[limit]:g}" for limit, sign in limits.items() if limit in key)])

@@ -75,6 +75,27 @@ class JobSpec:
                 )
         if self.gradient.reduce == "adasum" and self.gradient.compression != "none":
             raise ValueError("gradient.compression is fp16, which Adasum does not have: leave out one of them")
+        if self.gradient.noise_every_steps or self.schedule.is_measured(self.plan):
+            self._check_measured()
+
+    def _check_measured(self) -> None:
+        """The gradient noise scale shows in how micro-batches' gradients differ from their mean."""
+        is_ruled = self.schedule.is_measured(self.plan)
+        key, value = (
+            ("schedule.batch_rule", self.schedule.batch_rule) if is_ruled else ("gradient.noise_every_steps", "given")
+        )
+        if self.gradient.reduce == "adasum":
+            raise ValueError(
+                f"{key} is {value}, which takes a mean of gradients, and Adasum is none: leave out one of them"
+            )
+        if (
+            self.plan.virtual_workers == 1
+            and (self.plan.micro_batch or self.plan.global_batch) >= self.plan.global_batch
+        ):
+            raise ValueError(
+                f"{key} is {value}, which takes two micro-batches or more, and a step is one: raise plan.virtual_workers, or lower "
+                "plan.micro_batch"
+            )
 
     @property
     def run_url(self) -> str:

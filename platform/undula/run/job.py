@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.data.spec import DataSpec
@@ -26,6 +26,9 @@ class GradientSpec:
     and for each rank."""
     compression: Literal["none", "fp16"] = "none"
     """How gradients go over the network: as they are, or as 16-bit floats, whose rounding depends on the number of workers."""
+    noise_every_steps: Annotated[int, Ge(0)] = 0
+    """Steps between measurements of the gradient noise scale (arXiv:1812.06162), which the ledger then has as `noise_scale`, in samples;
+    0 for none. A schedule.batch_rule that needs it has it measured in each."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -32,10 +32,11 @@ from undula.run.handover import Kept, LeaveGroup, Request, process
 from undula.run.job import Job
 from undula.run.memory import LiveState, StateMemory, find_state
 from undula.run.messages import Publisher
+from undula.run.meter import NoiseMeter, every_steps
 from undula.run.mirror import Mirror
 from undula.run.modelstate import model_and_optimizer_state
 from undula.run.randomness import compute_deterministically, seed_weights
-from undula.run.rate import Rate, rate_for
+from undula.run.rate import GroupRates, rate_for
 from undula.run.restore import Restored, restore
 from undula.run.stats import Asked, StepReducer, exact_mean
 from undula.run.step import Step
@@ -98,13 +99,12 @@ class Run:
         )
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._base_lrs: list[float] = []
         self._rows: list[StepRow] = []
         self._memory: StateMemory | None = None
         self._live: LiveState | None = None
         self._step_s = 0.0
         self._blocked_s = 0.0
-        self._rate = Rate(job.schedule, self.plan.total_samples)
+        self._rate, _ = rate_for(job.schedule, self.plan, world_size, 0, {})
         self._loss_scale = job.plan.virtual_workers if job.gradient.reduce == "sum" else 1
         self._boundary: int | None = None
         self._asked = Asked()
@@ -125,6 +125,8 @@ class Run:
         self._engine: Engine = engine_for(module, self.device, self._job, self.rank, self.world_size)
         self._model = self._engine.wrap(module)
         self._buffers = BufferMean(module, exact=self._job.deterministic)
+        every = every_steps(self._job.gradient, self._job.schedule, self._job.plan)
+        self._meter = NoiseMeter(module, every, self._loss_scale, is_first=self.rank == 0)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -132,7 +134,7 @@ class Run:
         if hasattr(optimizer, "skip_synchronize"):
             raise TypeError("run.optimizer() got a DistributedOptimizer of Horovod: hand over the optimizer itself")
         self._optimizer = optimizer
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._group_rates = GroupRates(optimizer, self._job.schedule, self.plan)
         return optimizer
 
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
@@ -168,6 +170,7 @@ class Run:
             self._open_stream,
             self._attempt,
             self._control,
+            self._meter.tensors,
         )
         start = self._boundary = restored.step
         process.kept = None
@@ -181,6 +184,8 @@ class Run:
         self._rate, change = rate_for(self._job.schedule, self.plan, self.world_size, start, restored.values)
         if change:
             self._event(change)
+        if start == 0 and self._group_rates.warning:
+            self._event(Event("notice", self._group_rates.warning))
         self._live = LiveState(self._model, self._optimizer, self._state)
         if (every := self._job.checkpoint.snapshot_every_steps) != 0:
             writer = SnapshotWriter(folder, self._plan_digest, self._attempt, self._local_rank, every)
@@ -217,7 +222,7 @@ class Run:
     def forget(self) -> None:
         """Let go of model and optimizer, which the next group of this process makes anew: there may not be room for both."""
         self._model = self._optimizer = self._live = self._memory = None
-        for name in ("_engine", "_buffers", "_checkpoints"):
+        for name in ("_engine", "_buffers", "_checkpoints", "_meter"):
             self.__dict__.pop(name, None)
 
     def _open_stream(self, start: int) -> None:
@@ -329,7 +334,8 @@ class Run:
         """All that a step changes, for a checkpoint."""
         assert self._model is not None
         assert self._optimizer is not None
-        return {**model_and_optimizer_state(self._model, self._optimizer), **self._rate.values()}
+        state = model_and_optimizer_state(self._model, self._optimizer)
+        return {**state, **self._meter.tensors, **self._rate.values()}
 
     def _tell_start(self, restored: Restored) -> None:
         for problem in restored.damaged.values():

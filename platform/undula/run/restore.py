@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -51,6 +52,7 @@ def restore(
     begin: Callable[[int], None],
     attempt: int,
     group: dist.ProcessGroup,
+    beside: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Restored:
     """Bring model and optimizer to the newest state there is, the same on every rank. All ranks call it.
 
@@ -59,6 +61,7 @@ def restore(
         find: looks for the snapshots that this rank can read; called where they are needed.
         begin: called with the step as soon as it is known, for what can be done while the state is on its way.
         attempt: of this group.
+        beside: what else is in the state, and is changed in place: tensors that each rank has whole.
 
     Raises:
         RunError: the newest checkpoint is of another plan.
@@ -67,13 +70,13 @@ def restore(
     told = _told(offers, group)
     newest = _newest_complete(told)
     if newest > NEVER and newest[0] >= attempt - 1:  # of the last group: nobody has anything newer
-        return _from_ranks(model, optimizer, offers, told, newest, begin, group)
+        return _from_ranks(model, optimizer, beside, offers, told, newest, begin, group)
     offers += find()
     told = _told(offers, group)
     newest = _newest_complete(told)
     commit, damaged = _newest_checkpoint(checkpoints, group)
     if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
-        return _from_ranks(model, optimizer, offers, told, newest, begin, group)
+        return _from_ranks(model, optimizer, beside, offers, told, newest, begin, group)
     if commit is None:
         begin(0)
         return Restored(damaged=damaged)
@@ -83,7 +86,7 @@ def restore(
             "restore them, give another name, or start over with --fresh"
         )
     begin(commit.step)
-    state = model_and_optimizer_state(model, optimizer)
+    state = {**model_and_optimizer_state(model, optimizer), **beside}
     values = checkpoints.load(commit, state)
     load_state(model, optimizer, {**state, **values})
     return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
@@ -106,6 +109,7 @@ def _newest_complete(told: Told) -> Age:
 def _from_ranks(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    beside: Mapping[str, Tensor],
     offers: Sequence[Offer],
     told: Told,
     age: Age,
@@ -124,21 +128,24 @@ def _from_ranks(
     values, rows, origin = common
     if whole and not is_sharded(model):
         load_state(model, optimizer, held[0].whole())
+        for name, tensor in beside.items():
+            tensor.copy_(held[0].parts[name].tensor)
     if is_sharded(model) or not all(None in of_rank for of_rank in shardings):
-        _share(model, optimizer, held, shardings, values, group)
+        _share(model, optimizer, beside, held, shardings, values, group)
     return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
 
 
 def _share(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    beside: Mapping[str, Tensor],
     held: Sequence[RankState],
     shardings: Sequence[Sequence[Sharding | None]],
     values: Mapping[str, Any],
     group: dist.ProcessGroup,
 ) -> None:
     """Give every rank its parts of a state that the ranks hold together."""
-    state = model_and_optimizer_state(model, optimizer)
+    state = {**model_and_optimizer_state(model, optimizer), **beside}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     targets = {name: part_of(value) for name, value in sorted(tensors.items())}
     own = {(name, part.box): part.tensor for each in held for name, part in each.parts.items()}

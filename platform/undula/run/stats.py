@@ -1,6 +1,6 @@
-"""What the ranks measured of a step, summed to what the step was: loss, seconds, sample ids, logged values.
+"""What the ranks measured of a step, summed to what the step was: loss, seconds, sample ids, norms, logged values.
 
-Losses and digests are summed exactly, so that they do not depend on how many ranks there are.
+Losses, digests and norms are summed exactly, so that they do not depend on how many ranks there are.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from undula.plan.noise import StepNorms
 from undula.run.exact import exact_total, total_value
 
 SECONDS = ("data_s", "compute_s", "communication_s", "other_s", "blocked_s")
@@ -48,6 +49,10 @@ class LocalStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By name: weighted sum, weight."""
+    small_squares: list[float] = field(default_factory=list)
+    """Of its micro-batches: the squared norm of the gradient, times their part of the step's samples; where that is measured."""
+    whole_square: float = 0.0
+    """Squared norm of the step's gradient; of rank 0, and 0 of the others."""
     stored_steps: int = 0
     """Steps whose rows of the ledger have reached storage; of rank 0, and 0 of the others."""
     asked: Asked = field(default_factory=Asked)
@@ -64,6 +69,8 @@ class StepStats:
     """Means over the ranks."""
     logged: dict[str, float]
     """Weighted means."""
+    norms: StepNorms
+    """Of gradients; of no micro-batches where they were not measured."""
     stored_steps: int
     asked: Asked
 
@@ -93,18 +100,29 @@ class StepReducer:
             sample_digest=_joined(total["sample_digest"]) % 2**64,
             seconds={name: value / world_size for name, value in zip(SECONDS, total["seconds"], strict=True)},
             logged={name: value / weight for name, value, weight in sums if weight > 0},
+            norms=StepNorms(
+                small_squared=total_value(_joined(total["small_squares"]), total["odd_squares"][0]),
+                whole_squared=total["whole_square"][0],
+                micro_batches=int(total["micro_batches"][0]),
+                samples=step_samples,
+            ),
             stored_steps=int(total["stored_steps"][0]),
             asked=Asked(**asked),
         )
 
     def _sum(self, local: LocalStats) -> dict[str, list[float]]:
         losses, odd = exact_total(local.losses)
+        squares, odd_squares = exact_total(local.small_squares)
         terms: dict[str, list[float]] = {
             "odd_losses": [odd],
             "losses": [*map(float, _limbs(losses, _LOSS_LIMBS))],
             "sample_digest": [*map(float, _limbs(local.sample_digest, _DIGEST_LIMBS))],
             "seconds": [local.seconds[name] for name in SECONDS],
             "logged": [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))],
+            "odd_squares": [odd_squares],
+            "small_squares": [*map(float, _limbs(squares, _LOSS_LIMBS))],
+            "whole_square": [local.whole_square],
+            "micro_batches": [float(len(local.small_squares))],
             "stored_steps": [float(local.stored_steps)],
             "asked": [float(getattr(local.asked, name)) for name in _ASKED],
             "has_new_name": [float(any(name not in self._names for name in local.logged))],

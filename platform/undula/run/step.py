@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,8 +52,8 @@ class Step:
         self._shapes = [run.plan.step(each) for each in range(index, index + self.span)]
         self.samples = sum(shape.samples for shape in self._shapes)
         self._samples_after = self._shapes[0].samples_before + self.samples
-        self._multiplier = run._rate.multiplier(self._samples_after, self.span)
-        self.lr = run.base_lr * self._multiplier
+        self._rate = run._rate.at(self._samples_after, self.samples, self.span, run._meter.measured)
+        self.lr = run.base_lr * self._rate.lr
         self.updated = False
 
     def batches(self) -> Iterator[Batch]:
@@ -71,6 +71,7 @@ class Step:
         work += [MicroBatch(self.index, run._virtual_workers[0], 0, 0)] * (rounds - len(work))
         run._buffers.begin_step()
         run._engine.begin_step(len(work))
+        run._meter.begin_step(self.index, self.span)
         for place, each in enumerate(work):
             batch = self._next_batch(each.virtual_worker, each.samples)
             self._is_last = place == len(work) - 1
@@ -99,7 +100,9 @@ class Step:
             raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
         if self._is_last:
             process.enter("reduce")
+        run._meter.begin_backward()
         (loss * (run._loss_scale * self._weight / self.samples)).backward()  # type: ignore[no-untyped-call]
+        run._meter.end_backward(self._weight)
         end = mark_on(run.device)
         ready = run._engine.gradients_ready or end
         self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
@@ -129,15 +132,16 @@ class Step:
         if run._buffers.is_needed:
             run._buffers.end_step(self.samples)
         self._spans.append(("communication_s", begin, mark_on(run.device)))
+        self._whole_square = run._meter.whole_square()
         if run._job.gradient.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
-        for group, base in zip(run._optimizer.param_groups, run._base_lrs, strict=True):
-            group["lr"] = base * self._multiplier
+        run._group_rates.set(run._optimizer, self._rate)
         stats = self._reduced()  # the commit point: where a rank is lost up to here, the others stand before the step
         with run._changing_state(self.span):
             run._optimizer.step()
+            noise = run._meter.keep(stats.norms, self._rate.clock)
         run._optimizer.zero_grad(set_to_none=True)
-        self._commit(stats)
+        self._commit(stats, {} if noise is None else {"noise_scale": noise})
         self.updated = True
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
@@ -166,11 +170,13 @@ class Step:
         seconds["other_s"] = max(time.perf_counter() - self._began - sum(seconds[name] for name in STEP_SECONDS), 0.0)
         self._local.losses = losses
         self._local.sample_digest %= 2**64
+        self._local.small_squares = run._meter.small_squares(self.samples)
+        self._local.whole_square = 0.0 if self._whole_square is None else float(self._whole_square)
         self._local.stored_steps = run._telemetry.stored_steps if run._telemetry else 0
         self._local.asked = run._wishes()
         return run._reducer.reduce(self._local, self.samples)
 
-    def _commit(self, stats: StepStats) -> None:
+    def _commit(self, stats: StepStats, measured: Mapping[str, float]) -> None:
         run = self._run
         assert run._model is not None
         process.progress.enter("other")
@@ -190,7 +196,7 @@ class Step:
             weights_digest=digest,
             loss=stats.loss,
             sample_digest=stats.sample_digest,
-            logged=json.dumps(stats.logged),
+            logged=json.dumps({**stats.logged, **measured}),
             **stats.seconds,
         )
         run._committed(row, stats.stored_steps, stats.asked)
