@@ -174,6 +174,27 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("", ("workers.min=3",), "command line: workers.min is 3, more than max (1): lower min or raise max"),
         ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4): "),
         (
+            "schedule: {decay: step}\n",
+            (),
+            "job.yaml:4: schedule.decay_at is missing, which says where decay: step falls: give fractions, such as [0.5, 0.75]",
+        ),
+        (
+            "schedule: {warmup_samples: 5}\n",
+            ("schedule.warmup_epochs=1",),
+            "command line: schedule.warmup_epochs and warmup_samples both give the length of the warmup: leave out one of them",
+        ),
+        (
+            "schedule: {batch_rule: surge, base_batch: 32}\n",
+            ("plan.virtual_workers=1",),
+            "job.yaml:4: schedule.batch_rule is surge, which takes two micro-batches or more, and a step is one: raise "
+            "plan.virtual_workers, or lower plan.micro_batch",
+        ),
+        (
+            "gradient: {noise_every_steps: 5, reduce: adasum}\n",
+            (),
+            "job.yaml:4: gradient.noise_every_steps is given, which takes a mean of gradients, and Adasum is none: leave out one of them",
+        ),
+        (
             "config: {day: 2024-01-01}\n",
             (),
             "job.yaml:4: config.day is not text, a number, a list or a mapping: quote it",

@@ -1,14 +1,19 @@
 """An elastic batch: how much a step takes, and the learning rate's way from one batch to the next."""
 
+from math import inf, sqrt
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undula.errors import SpecError
+from undula.plan.noise import Measured, NoiseScale
 from undula.plan.plan import Plan, PlanSpec
-from undula.plan.rules import RULES, LrFactor
+from undula.plan.rules import RULES, Ramp, RuleName, Scaled, scaled_beta, warning
 from undula.plan.schedule import ScheduleSpec
-from undula.run.rate import rate_for
+from undula.run.rate import GroupRates, Rate, rate_for
 
 ELASTIC = PlanSpec(global_batch=8, virtual_workers=8, epochs=3, batch="elastic", batch_workers=2)
 
@@ -44,26 +49,120 @@ def test_an_elastic_batch_follows_the_workers_by_whole_global_batches() -> None:
     assert [plan.span(0, world_size) for world_size in (1, 2, 3, 4, 7, 8)] == [1, 1, 1, 2, 3, 4]
 
 
+MEASURING: list[RuleName] = [name for name, rule in RULES.items() if rule.is_measured]
+NOISE = st.just(None) | st.just(inf) | st.floats(0, 1e6)
+
+
 def test_the_rules() -> None:
-    assert [RULES[name](4.0) for name in ("none", "linear", "sqrt")] == [1.0, 4.0, 2.0]
+    for name, expected in (
+        ("none", Scaled()),
+        ("linear", Scaled(4.0)),
+        ("sqrt", Scaled(2.0)),
+        ("legw", Scaled(2.0, warmup=4.0)),
+        ("adam_sde", Scaled(2.0, forgetting=4.0, eps=0.5)),
+        ("adascale", Scaled(2.5, gain=2.5)),  # (4 + 1) / (4 / 4 + 1)
+        ("noise_scale", Scaled(2.5)),  # (1 + 4) / (1 + 4 / 4)
+        ("surge", Scaled(1.25)),  # the factor 2 / (1 + 1) over the base's 2 / (2 + 1 / 2)
+    ):
+        assert RULES[name].scaled(4.0, 4.0) == expected  # type: ignore[index]
+
+
+@given(st.sampled_from(list(RULES)), NOISE)
+def test_no_rule_changes_anything_at_the_base_batch(name: RuleName, noise: float | None) -> None:
+    found = RULES[name].scaled(1.0, noise)
+    assert (found.lr, found.eps, found.warmup) == (pytest.approx(1.0), 1.0, 1.0)
+    assert found.forgetting in (None, 1.0)
+    assert found.gain in (None, pytest.approx(1.0))
+
+
+@given(st.sampled_from(MEASURING), st.floats(1, 1000), NOISE)
+def test_measuring_rules_stay_between_no_factor_and_that_of_pure_noise(
+    name: RuleName, kappa: float, noise: float | None
+) -> None:
+    factor = RULES[name].scaled(kappa, noise).lr
+    low, high = (1 / sqrt(kappa), sqrt(kappa)) if name == "surge" else (1.0, kappa)
+    assert low - 1e-9 <= factor <= high + 1e-9
+    assert RULES[name].scaled(kappa, None).lr == 1.0
+    assert RULES[name].scaled(kappa, inf).lr == pytest.approx(high)
+    assert RULES[name].scaled(kappa, 0.0).lr == pytest.approx(low)
+
+
+@given(st.floats(1, 100), st.floats(0.01, 1e4))
+def test_adascales_gain_is_the_factor_of_the_noise_scale(kappa: float, noise: float) -> None:
+    """(v + m) / (v / S + m) = (1 + B_noise / B0) / (1 + B_noise / B), with v / m = B_noise / B0 and B = S B0."""
+    assert RULES["adascale"].scaled(kappa, noise).lr == RULES["noise_scale"].scaled(kappa, noise).lr
+    assert RULES["adascale"].scaled(kappa, noise).lr == pytest.approx((noise + 1) / (noise / kappa + 1))
+
+
+@given(st.floats(2, 1000), st.floats(1.01, 5))
+def test_surge_peaks_where_the_batch_is_the_noise_scale(noise: float, apart: float) -> None:
+    peak = RULES["surge"].scaled(noise, noise).lr
+    assert RULES["surge"].scaled(noise * apart, noise).lr < peak
+    assert RULES["surge"].scaled(noise * apart, noise).lr == pytest.approx(
+        RULES["surge"].scaled(noise / apart, noise).lr
+    )
+
+
+def test_betas_average_over_as_many_samples_as_before_and_no_fewer_than_one_step() -> None:
+    assert scaled_beta(0.999, 8.0) == pytest.approx(0.992)
+    assert scaled_beta(0.9, 8.0) == pytest.approx(0.2)
+    with pytest.raises(
+        SpecError, match=r"batches below 10 times schedule.base_batch where a beta is 0.9, .* have 16 times"
+    ):
+        scaled_beta(0.9, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "told"),
+    [
+        ("linear", torch.optim.SGD, None),
+        ("none", torch.optim.Rprop, None),
+        ("adam_sde", torch.optim.AdamW, None),
+        ("surge", torch.optim.Adagrad, None),
+        ("linear", torch.optim.AdamW, "SGD, and the optimizer is AdamW: for AdamW there are sqrt, adam_sde, surge"),
+        (
+            "adam_sde",
+            torch.optim.SGD,
+            "Adam, AdamW, RMSprop, and the optimizer is SGD: for SGD there are linear, sqrt, legw, adascale, noise_scale",
+        ),
+        ("linear", torch.optim.Rprop, "SGD, and the optimizer is Rprop: compare the run with one at the base batch"),
+    ],
+)
+def test_a_rule_warns_outside_of_its_optimizers(rule: RuleName, optimizer: Any, told: str | None) -> None:
+    made = optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    plan = Plan(PlanSpec(global_batch=8), 80)
+    found = GroupRates(made, ScheduleSpec(batch_rule=rule, base_batch=4), plan).warning
+    assert found == (told and f"schedule.batch_rule {rule} is known to hold for {told}")
+    assert GroupRates(made, ScheduleSpec(batch_rule=rule), plan).warning is None  # nothing follows
+
+
+def test_an_own_class_is_known_by_the_one_that_it_derives_from() -> None:
+    assert warning("adam_sde", ("Mine", "AdamW", "Adam", "Optimizer")) is None
+    assert "the optimizer is SGD" in str(warning("surge", ("Mine", "SGD", "Optimizer")))
 
 
 @given(
     st.lists(st.tuples(st.floats(0.1, 10), st.integers(0, 500)), min_size=1, max_size=8),
     st.integers(0, 300),
 )
-def test_the_factor_climbs_without_a_jump_and_falls_at_once(changes: list[tuple[float, int]], rewarm: int) -> None:
-    factor, samples = LrFactor(1.0, 1.0), 0
+def test_the_batch_climbs_without_a_jump_and_falls_at_once(changes: list[tuple[float, int]], rewarm: int) -> None:
+    ramp, samples = Ramp(1.0, 1.0), 0
     for end, after in changes:
         samples += after
-        before = factor.at(samples, rewarm)
-        factor = factor.towards(end, samples, rewarm)
-        at_change = factor.at(samples, rewarm)
-        assert at_change == pytest.approx(before if factor.end > before and rewarm else factor.end)
-        assert factor.at(samples + rewarm, rewarm) == factor.end
-        way = [factor.at(samples + step * rewarm // 4, rewarm) for step in range(5)]
+        before = ramp.at(samples)
+        ramp = ramp.towards(end, samples, rewarm)
+        at_change = ramp.at(samples)
+        is_on_its_way = ramp.end > ramp.begin and samples < ramp.since + ramp.length
+        assert at_change == pytest.approx(before if is_on_its_way else ramp.end)
+        assert ramp.at(samples + rewarm) == ramp.end
+        way = [ramp.at(samples + step * rewarm // 4) for step in range(5)]
         assert way == sorted(way)
-        assert factor.towards(end, samples + 1, rewarm) is factor
+        assert ramp.towards(end, samples + 1, rewarm) is ramp
+        assert Ramp(**ramp.values()) == ramp
+
+
+def multipliers(rate: Rate, begin: int, steps: list[int], span: int) -> list[float]:
+    return [rate.at(begin + samples, 8 * span, span, Measured()).lr for samples in steps]
 
 
 def test_a_group_goes_on_from_where_the_rate_of_the_one_before_was() -> None:
@@ -71,18 +170,96 @@ def test_a_group_goes_on_from_where_the_rate_of_the_one_before_was() -> None:
     plan = Plan(ELASTIC, 800)
     first, told = rate_for(schedule, plan, 2, 0, {})
     assert told is not None
-    assert first.multiplier(8, 1) == 1.0
+    assert multipliers(first, 0, [8], 1) == [1.0]
     grown, told = rate_for(schedule, plan, 4, 10, first.values())
     assert told is not None
     assert told.message == "steps of 16 samples, learning rate times 2 after 32 samples"
-    assert [grown.multiplier(80 + samples, 2) for samples in (0, 16, 32, 48)] == [1.0, 1.5, 2.0, 2.0]
-    assert grown.multiplier(128, 1) == 1.0  # the last step of an epoch, with one global batch left
+    assert multipliers(grown, 80, [0, 16, 32, 48], 2) == [1.0, 1.5, 2.0, 2.0]
+    assert multipliers(grown, 80, [48], 1) == [1.0]  # the last step of an epoch, with one global batch left
     # A crash on the way up: the same workers come back, and the way goes on.
     again, told = rate_for(schedule, plan, 4, 12, grown.values())
     assert told is None
-    assert again.multiplier(96, 2) == 1.5
+    assert multipliers(again, 80, [16], 2) == [1.5]
     shrunk, _ = rate_for(schedule, plan, 2, 12, again.values())
-    assert shrunk.multiplier(104, 1) == 1.0
+    assert multipliers(shrunk, 80, [24], 1) == [1.0]
+
+
+def test_legw_warms_up_again_for_as_much_longer_as_the_batch_has_grown() -> None:
+    schedule = ScheduleSpec(decay="constant", batch_rule="legw", rewarm_samples=32)
+    plan = Plan(ELASTIC, 800)
+    first, _ = rate_for(schedule, plan, 2, 0, {})
+    grown, told = rate_for(schedule, plan, 8, 10, first.values())
+    assert told is not None
+    assert told.message == "steps of 32 samples, learning rate times 2 after 128 samples"
+    assert multipliers(grown, 80, [0, 64, 128], 4) == pytest.approx([1.0, sqrt(2.5), 2.0])
+
+
+def test_a_rate_for_a_base_batch_is_scaled_to_the_batch_of_the_run() -> None:
+    plan = Plan(PlanSpec(global_batch=8, virtual_workers=4), 80)
+    rate, told = rate_for(ScheduleSpec(decay="constant", base_batch=2), plan, 1, 0, {})
+    assert multipliers(rate, 0, [8, 16], 1) == [4.0, 4.0]
+    assert told is not None
+    assert told.message == "steps of 8 samples, learning rate times 4"
+    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # it was told at the beginning
+    assert rate_for(ScheduleSpec(), plan, 1, 0, {})[1] is None
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_no_rule_changes_a_run_of_the_base_batch(rule: RuleName) -> None:
+    plan = Plan(PlanSpec(global_batch=8, virtual_workers=4), 80)
+    plain, _ = rate_for(ScheduleSpec(batch_rule="none"), plan, 1, 0, {})
+    ruled, _ = rate_for(ScheduleSpec(batch_rule=rule, base_batch=8), plan, 1, 0, {})
+    assert multipliers(ruled, 0, [8, 40, 80], 1) == multipliers(plain, 0, [8, 40, 80], 1)
+
+
+def test_adascales_schedule_moves_by_gains_and_that_of_pure_noise_by_samples() -> None:
+    plan = Plan(PlanSpec(global_batch=8, virtual_workers=4), 80)
+    schedule = ScheduleSpec(decay="polynomial", final_fraction=0, base_batch=2, batch_rule="adascale")
+    rate, _ = rate_for(schedule, plan, 1, 0, {})
+    for noise, gain in (
+        (NoiseScale(1.0, 0.0, 1.0), 4.0),
+        (NoiseScale(0.0, 1.0, 1.0), 1.0),
+        (NoiseScale(8.0, 1.0, 1.0), 2.5),
+    ):
+        step = rate.at(48, 8, 1, Measured(noise, clock=40.0))  # noise scale 8 samples: 4 base batches
+        assert step.clock == 40 + 2 * gain
+        assert step.lr == pytest.approx(gain * (1 - step.clock / 80))
+    short = rate.at(48, 4, 1, Measured(NoiseScale(8.0, 1.0, 1.0), clock=40.0))
+    assert short.clock == 42.5
+
+
+def test_adam_moves_with_its_betas_and_eps_and_comes_back() -> None:
+    plan = Plan(PlanSpec(global_batch=8, virtual_workers=8, batch="elastic"), 800)
+    schedule = ScheduleSpec(decay="constant", batch_rule="adam_sde")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    rates = GroupRates(optimizer, schedule, plan)
+    for world_size, lr, betas, eps in ((4, 0.2, (0.6, 0.996), 5e-9), (1, 0.1, (0.9, 0.999), 1e-8)):
+        rate, _ = rate_for(schedule, plan, world_size, 0, {})
+        rates.set(optimizer, rate.at(8 * world_size, 8 * world_size, world_size, Measured()))
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["eps"]) == (pytest.approx(lr), pytest.approx(eps))
+        assert group["betas"] == pytest.approx(betas)
+
+
+def test_other_rules_leave_averages_to_the_script() -> None:
+    plan = Plan(PlanSpec(global_batch=8, virtual_workers=8, batch="elastic"), 800)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    rates = GroupRates(optimizer, ScheduleSpec(batch_rule="sqrt"), plan)
+    optimizer.param_groups[0]["betas"] = (0.8, 0.9)  # in the middle of the run
+    rates.set(optimizer, rate_for(ScheduleSpec(batch_rule="sqrt"), plan, 4, 0, {})[0].at(32, 32, 4, Measured()))
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_averages_that_would_forget_more_than_there_is_are_refused_before_the_first_step() -> None:
+    plan = Plan(PlanSpec(global_batch=16, virtual_workers=16, batch="elastic"), 800)
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    schedule = ScheduleSpec(batch_rule="adam_sde")
+    with pytest.raises(SpecError, match=r"adam_sde is for batches below 10 times schedule.base_batch"):
+        GroupRates(torch.optim.Adam(parameters), schedule, plan)
+    GroupRates(torch.optim.Adam(parameters, betas=(0.95, 0.999)), schedule, plan)
+    with pytest.raises(SpecError, match=r"where a beta is 0.9,"):
+        GroupRates(torch.optim.RMSprop(parameters, alpha=0.9), schedule, plan)
+    GroupRates(torch.optim.SGD(parameters), schedule, plan)
 
 
 def test_torchs_sgd_needs_no_momentum_correction() -> None:
@@ -93,7 +270,7 @@ def test_torchs_sgd_needs_no_momentum_correction() -> None:
     optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
     expected, buffer, former = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0.1
     for number, gradient in enumerate(gradients):
-        lr = 0.1 * LrFactor(1.0, 4.0, 3).at(number, 5)
+        lr = 0.1 * Ramp(1.0, 4.0, 3, 5).at(number)
         optimizer.param_groups[0]["lr"] = lr
         weights.grad = gradient.clone()
         optimizer.step()

@@ -1,0 +1,80 @@
+"""The gradient noise scale: what estimates of it are worth, against gradients whose covariance is known."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.plan.noise import Measured, NoiseScale, StepNorms
+
+MEAN = [1.0, -0.5, 0.25, 0.0]
+DEVIATIONS = [3.0, 1.0, 2.0, 0.5]
+VARIANCE = sum(each**2 for each in DEVIATIONS)  # tr(Sigma) = 14.25
+SQUARED = sum(each**2 for each in MEAN)  # |G|^2 = 1.3125; B_noise = 10.857
+
+
+def norms(source: random.Random, shares: list[int]) -> StepNorms:
+    """Of a step whose micro-batches have so many samples each, with Gaussian gradients: a quadratic's with noisy targets."""
+    samples = sum(shares)
+    means = [
+        [source.gauss(mean, deviation / math.sqrt(share)) for mean, deviation in zip(MEAN, DEVIATIONS, strict=True)]
+        for share in shares
+    ]
+    whole = [
+        sum(share * each[place] for share, each in zip(shares, means, strict=True)) / samples for place in range(4)
+    ]
+    small = sum(share * sum(x**2 for x in each) for share, each in zip(shares, means, strict=True)) / samples
+    return StepNorms(small, sum(x**2 for x in whole), len(shares), samples)
+
+
+@pytest.mark.parametrize("shares", [[8] * 4, [8, 8, 7, 1], [1] * 32])
+def test_estimates_are_unbiased_however_the_samples_are_cut(shares: list[int]) -> None:
+    source = random.Random(0)
+    drawn = [norms(source, shares).estimates() for _ in range(20_000)]
+    variances, squares = zip(*(each for each in drawn if each), strict=True)
+    assert len(variances) == 20_000
+    assert sum(variances) / 20_000 == pytest.approx(VARIANCE, rel=0.03)
+    assert sum(squares) / 20_000 == pytest.approx(SQUARED, rel=0.03)
+
+
+def test_smoothed_apart_they_come_to_the_noise_scale() -> None:
+    source = random.Random(1)
+    found, noise = [], NoiseScale()
+    for number in range(20_000):
+        noise = noise.after(norms(source, [4] * 8))
+        if number % 1000 == 999:
+            assert noise.samples is not None
+            found.append(noise.samples)
+    assert sum(found) / len(found) == pytest.approx(VARIANCE / SQUARED, rel=0.1)
+    assert all(found_once == pytest.approx(VARIANCE / SQUARED, rel=0.6) for found_once in found)
+
+
+@given(st.integers(1, 400))
+def test_averages_are_not_biased_towards_their_beginning(steps: int) -> None:
+    noise = NoiseScale()
+    for _ in range(steps):
+        noise = noise.after(StepNorms(small_squared=3.0, whole_squared=1.5, micro_batches=4, samples=16))
+    assert noise.variance / noise.weight == pytest.approx(16 * 1.5 / 3)
+    assert noise.squared / noise.weight == pytest.approx((4 * 1.5 - 3) / 3)
+    assert noise.samples == pytest.approx(8.0)
+
+
+def test_what_tells_nothing_changes_nothing() -> None:
+    noise = NoiseScale(1.0, 1.0, 0.5)
+    assert noise.after(StepNorms(3.0, 1.0, 1, 16)) is noise
+    assert noise.after(StepNorms(math.nan, 1.0, 4, 16)) is noise
+    assert noise.after(StepNorms(3.0, math.inf, 4, 16)) is noise
+    assert NoiseScale().samples is None
+
+
+def test_noise_without_a_gradient_is_infinite_and_a_gradient_without_noise_is_none() -> None:
+    assert NoiseScale(1.0, -0.1, 0.5).samples == math.inf
+    assert NoiseScale(-1.0, 0.1, 0.5).samples == 0.0
+    assert NoiseScale(-1.0, -0.1, 0.5).samples == 0.0
+
+
+def test_what_was_measured_goes_through_a_checkpoint() -> None:
+    measured = Measured(NoiseScale(0.1, 0.2, 0.3), 64.5)
+    assert Measured.of(*measured.values()) == measured
