@@ -27,7 +27,7 @@ from ray.autoscaler.tags import (
 )
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.plan.fleet import MARKET, TYPE
+from undula.plan.fleet import MACHINE, MARKET, TYPE
 from undula.state.snapshot import MEMORY
 from undula.testing.machine import MACHINE, NOTICE
 from undula.testing.nodes import descendants
@@ -59,6 +59,8 @@ class MachineType:
 
     market: str
     """SPOT or ON_DEMAND of `undula.plan.fleet`."""
+    machine: str
+    """The cloud's name of it, which has a price."""
     cpus: int = 1
     priority: int = 0
     """The autoscaler takes the highest first."""
@@ -163,7 +165,7 @@ def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_w
     workers = {
         name: {
             "resources": {"CPU": each.cpus},
-            "labels": {MARKET: each.market, TYPE: name},
+            "labels": {MARKET: each.market, MACHINE: each.machine, TYPE: name},
             "min_workers": 0,
             "max_workers": max_workers,
             "priority": each.priority,
