@@ -29,7 +29,7 @@ from ray.autoscaler.tags import (
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.plan.fleet import MACHINE, MARKET, TYPE
 from undula.state.snapshot import MEMORY
-from undula.testing.machine import MACHINE, NOTICE
+from undula.testing.machine import MACHINE_FILE, NOTICE
 from undula.testing.nodes import descendants
 
 HEAD = "head"
@@ -268,7 +268,7 @@ class LocalNodeProvider(NodeProvider):
         machine = asdict(Machine(node, market, time.time()))
         address = (self._folder / ADDRESS).read_text()
         what = {**machine, "address": address, "resources": dict(resources), "env": own}
-        (folder / MACHINE).write_text(json.dumps(what))
+        (folder / MACHINE_FILE).write_text(json.dumps(what))
         command = [sys.executable, "-m", "undula.testing.machine", str(folder)]
         self._tags[node] = {**tags, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE}
         self._processes[node] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -287,7 +287,7 @@ def _running(folder: Path) -> list[tuple[Machine, int]]:
     found = []
     for path in folder.glob("*/pid"):
         with suppress(OSError, ValueError):
-            pid, what = int(path.read_text()), json.loads((path.parent / MACHINE).read_text())
+            pid, what = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 found.append((Machine(what["node"], what["market"], what["began"]), pid))
     return found
