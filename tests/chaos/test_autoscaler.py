@@ -6,15 +6,20 @@ from pathlib import Path
 import pytest
 from chaos_kit import command
 
+from undula.cluster.prices import load_prices
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.report.certificate import certify, data_of
+from undula.report.cost import cost_of
 from undula.report.goodput import goodput
 from undula.report.summary import RecordedRun, read_run
 from undula.storage import open_store
 from undula.testing.chaos import Driver, start_driver
 from undula.testing.cloud import Cloud, MachineType, cloud
 
-TYPES = {"spot-1": MachineType(SPOT, priority=10), "on-demand-1": MachineType(ON_DEMAND)}
+TYPES = {
+    "spot-1": MachineType(SPOT, "g6.xlarge", priority=10),
+    "on-demand-1": MachineType(ON_DEMAND, "g6.xlarge"),
+}
 LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(500)
@@ -64,12 +69,18 @@ def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(te
             assert [machine.market for machine in first] == [SPOT, SPOT]  # the dearer ones have a lower priority
             there.preempt(first[0].node, notice_s=20)
             wait_for(driver, "from 2 to 1", "from 1 to 2")
-            finished(driver, f"{tmp_path}/spot")
+            run = finished(driver, f"{tmp_path}/spot")
         finally:
             driver.stop()
         said = there.lines_of_watcher(first[0].node)
         there.await_count(lambda machines: not machines, limit_s=60)
+    print(*said, sep="\n")
     assert sum("Ray drains" in line for line in said) == 1
+    cost = cost_of(run, lambda events: load_prices())
+    assert cost
+    assert cost.unpriced == ()
+    assert cost.dollars["useful"] > 0
+    assert cost.saved == pytest.approx(1 - 0.4307 / 0.8048)
 
 
 def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path: Path) -> None:
@@ -83,6 +94,7 @@ def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path:
             driver.stop()
 
 
+@pytest.mark.soak
 def test_a_run_that_falls_behind_its_deadline_trains_on_demand_until_spot_comes(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}) as there:
         fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")

@@ -27,9 +27,9 @@ from ray.autoscaler.tags import (
 )
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.plan.fleet import MARKET, TYPE
+from undula.plan.fleet import MACHINE, MARKET, TYPE
 from undula.state.snapshot import MEMORY
-from undula.testing.machine import MACHINE, NOTICE
+from undula.testing.machine import MACHINE_FILE, NOTICE
 from undula.testing.nodes import descendants
 
 HEAD = "head"
@@ -59,6 +59,8 @@ class MachineType:
 
     market: str
     """SPOT or ON_DEMAND of `undula.plan.fleet`."""
+    machine: str
+    """The cloud's name of it, which has a price."""
     cpus: int = 1
     priority: int = 0
     """The autoscaler takes the highest first."""
@@ -163,7 +165,7 @@ def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_w
     workers = {
         name: {
             "resources": {"CPU": each.cpus},
-            "labels": {MARKET: each.market, TYPE: name},
+            "labels": {MARKET: each.market, MACHINE: each.machine, TYPE: name},
             "min_workers": 0,
             "max_workers": max_workers,
             "priority": each.priority,
@@ -266,7 +268,7 @@ class LocalNodeProvider(NodeProvider):
         machine = asdict(Machine(node, market, time.time()))
         address = (self._folder / ADDRESS).read_text()
         what = {**machine, "address": address, "resources": dict(resources), "env": own}
-        (folder / MACHINE).write_text(json.dumps(what))
+        (folder / MACHINE_FILE).write_text(json.dumps(what))
         command = [sys.executable, "-m", "undula.testing.machine", str(folder)]
         self._tags[node] = {**tags, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE}
         self._processes[node] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -285,7 +287,7 @@ def _running(folder: Path) -> list[tuple[Machine, int]]:
     found = []
     for path in folder.glob("*/pid"):
         with suppress(OSError, ValueError):
-            pid, what = int(path.read_text()), json.loads((path.parent / MACHINE).read_text())
+            pid, what = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 found.append((Machine(what["node"], what["market"], what["began"]), pid))
     return found

@@ -20,7 +20,7 @@ from undula.cluster.local import free_ports
 from undula.testing.metadata import metadata_server
 from undula.testing.nodes import descendants
 
-MACHINE = "machine.json"
+MACHINE_FILE = "machine.json"
 NOTICE = "notice"
 LOOK_S = 0.1
 START_TIMEOUT_S = 60.0
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    what: dict[str, Any] = json.loads((folder / MACHINE).read_text())
+    what: dict[str, Any] = json.loads((folder / MACHINE_FILE).read_text())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with metadata_server() as metadata:
