@@ -16,6 +16,7 @@ from undula.data.spec import DataSpec
 from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
+from undula.plan.rules import RULES
 from undula.report.summary import RecordedRun, column, counted
 
 COUNTED_ROWS = 2**30
@@ -93,6 +94,12 @@ def _is_exact(run: RecordedRun) -> bool:
 
 def _is_elastic(run: RecordedRun) -> bool:
     return bool(run.job.spec["plan"].get("batch") == "elastic")
+
+
+def _close_keys(run: RecordedRun) -> tuple[str, ...]:
+    """What need only be close: losses, and a learning rate that follows what was measured of the gradient."""
+    rule = RULES.get(run.job.spec.get("schedule", {}).get("batch_rule"))
+    return ("loss", "lr") if rule is not None and rule.is_measured else ("loss",)
 
 
 def _part(run: RecordedRun, key: str, owner: Any) -> Any:
@@ -185,7 +192,7 @@ def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> N
             "taken their samples in other batches"
         )
         return
-    largest = _compare(rows, others, tolerance, "the one that replaced it")
+    largest = _compare(rows, others, tolerance, "the one that replaced it", _close_keys(run))
     found.proved.append(
         f"{counted(len(rows), 'step')} done again consumed the same samples, losses within {largest:.1e}"
     )
@@ -209,7 +216,7 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
     rows, others = _alike(steps, other.ledger.steps)
     if not len(rows):
         return
-    largest = _compare(rows, others, tolerance, other.job.name)
+    largest = _compare(rows, others, tolerance, other.job.name, _close_keys(run))
     found.proved.append(
         f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, losses within {largest:.1e}"
     )
@@ -235,9 +242,11 @@ def _keys(rows: pa.Table) -> Iterator[tuple[int, int]]:
     return zip(rows["step"].to_pylist(), rows["span"].to_pylist(), strict=True)
 
 
-def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str) -> float:
+def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, close_keys: tuple[str, ...]) -> float:
     """The largest relative difference of losses; raises at the first step that differs."""
     for key in ("sample_digest", "step_samples", "lr", "weights_digest"):
+        if key in close_keys:
+            continue
         both = rows[key].is_valid().to_numpy() & others[key].is_valid().to_numpy()
         differing = np.flatnonzero(both & (rows[key].fill_null(0).to_numpy() != others[key].fill_null(0).to_numpy()))
         if len(differing):
@@ -245,14 +254,20 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str) -> f
                 table[of][int(differing[0])].as_py() for table, of in ((rows, "step"), (rows, key), (others, key))
             )
             raise _DifferenceError(f"step {step} has {key} {here}, and {name} has {there}")
-    losses, their = column(rows, "loss"), column(others, "loss")
-    apart = np.abs(losses - their) / np.maximum(np.maximum(np.abs(losses), np.abs(their)), 1e-300)
-    apart = np.where(np.isnan(losses) & np.isnan(their), 0.0, apart)
+    of_losses, *_ = [_apart(rows, others, key, tolerance, name) for key in close_keys]
+    return of_losses
+
+
+def _apart(rows: pa.Table, others: pa.Table, key: str, tolerance: float, name: str) -> float:
+    """The largest relative difference of a column; raises at the first step where it is more than the tolerance."""
+    here, there = column(rows, key), column(others, key)
+    apart = np.abs(here - there) / np.maximum(np.maximum(np.abs(here), np.abs(there)), 1e-300)
+    apart = np.where(np.isnan(here) & np.isnan(there), 0.0, apart)
     differing = np.flatnonzero(~(apart <= tolerance))
     if len(differing):
         first = int(differing[0])
         raise _DifferenceError(
-            f"step {rows['step'][first].as_py()} has loss {losses[first]:.9g}, and {name} has {their[first]:.9g}: "
+            f"step {rows['step'][first].as_py()} has {key} {here[first]:.9g}, and {name} has {there[first]:.9g}: "
             f"{apart[first]:.1e} apart, more than {tolerance:g}"
         )
     return float(apart.max(initial=0.0))

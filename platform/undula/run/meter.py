@@ -4,6 +4,7 @@ Micro-batches are cut by the plan, not by the ranks, and their squared norms are
 of the plan: up to the rounding of the gradient itself, and bit for bit where that is exact.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,8 @@ from undula.run.engine import is_sharded
 from undula.run.job import GradientSpec
 
 STATE = "measured.gradient_noise"
+HELD_BYTES = 32 * 2**20
+"""Of gradients that a backward pass has come by, whose norms are taken at once."""
 
 
 class NoiseMeter:
@@ -36,7 +39,9 @@ class NoiseMeter:
         self._scale = scale
         self._is_first = is_first
         self._is_measured = self._is_on = False
-        self._norms: list[tuple[int, Tensor]] = []
+        self._seen: list[Tensor] = []
+        self._seen_bytes = 0
+        self._parts: list[Tensor] = []
         self._squares: list[tuple[Tensor, int]] = []
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # A tensor, that snapshots and checkpoints take as they take the weights: it changes with every measurement.
@@ -47,8 +52,8 @@ class NoiseMeter:
                     "gradient.noise_every_steps, or the schedule.batch_rule, takes norms of whole gradients, and this model is sharded: "
                     "leave out one of the two"
                 )
-            for place, parameter in enumerate(self._parameters):
-                parameter.register_hook(lambda gradient, place=place: self._see(place, gradient))
+            for parameter in self._parameters:
+                parameter.register_hook(self._see)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -66,21 +71,23 @@ class NoiseMeter:
         self._squares = []
 
     def begin_backward(self) -> None:
-        self._is_on, self._norms = self._is_measured, []
+        self._is_on = self._is_measured
+        self._forget()
 
     def end_backward(self, samples: int) -> None:
         """Of a micro-batch; of no samples where a rank has no share of a short step."""
-        if self._is_on and samples and self._norms:
-            norms = [norm for _, norm in sorted(self._norms, key=lambda each: each[0])]
-            self._squares.append((torch.stack(norms).square().sum(), samples))
-        self._is_on, self._norms = False, []
+        self._reduce_seen()
+        if samples and self._parts:
+            self._squares.append((torch.stack(self._parts).sum(), samples))
+        self._is_on = False
+        self._forget()
 
     def whole_square(self) -> Tensor | None:
         """Squared norm of the gradient that the engine has left in the parameters; on rank 0, of a step that is measured."""
         if not (self._is_measured and self._is_first):
             return None
-        norms = [_norm(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack(norms).square().sum() / self._scale**2 if norms else None
+        gradients = [_values(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        return _sum_of_squares(gradients) / self._scale**2 if gradients else None
 
     def small_squares(self, step_samples: int) -> list[float]:
         """Squared norms of this rank's micro-batches' mean gradients, each times its part of the step's samples. Waits for the device."""
@@ -101,9 +108,23 @@ class NoiseMeter:
         found = noise.samples if self._is_measured else None
         return None if found in (None, float("inf")) else found
 
-    def _see(self, place: int, gradient: Tensor) -> None:
+    def _see(self, gradient: Tensor) -> None:
+        """Hold on to the gradient itself, no view of it: autograd then leaves it alone, and adds up elsewhere."""
         if self._is_on:
-            self._norms.append((place, _norm(gradient)))
+            values = _values(gradient)
+            self._seen.append(values)
+            self._seen_bytes += values.nbytes
+            if self._seen_bytes >= HELD_BYTES:
+                self._reduce_seen()
+
+    def _reduce_seen(self) -> None:
+        if self._seen:
+            self._parts.append(_sum_of_squares(self._seen))
+        self._seen, self._seen_bytes = [], 0
+
+    def _forget(self) -> None:
+        """What was seen of a backward pass that did not come to its end, too."""
+        self._seen, self._seen_bytes, self._parts = [], 0, []
 
 
 def every_steps(gradient: GradientSpec, schedule: ScheduleSpec, plan: PlanSpec) -> int:
@@ -111,7 +132,17 @@ def every_steps(gradient: GradientSpec, schedule: ScheduleSpec, plan: PlanSpec) 
     return 1 if schedule.is_measured(plan) else gradient.noise_every_steps
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return torch.linalg.vector_norm(values, dtype=wide).detach().double()
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Over all of them, in as few kernels as they have types."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for each in gradients:
+        by_type.setdefault(each.dtype, []).append(each.detach())
+    norms = [
+        torch.stack(torch._foreach_norm(each, 2, dtype=torch.promote_types(dtype, torch.float32))).double()
+        for dtype, each in by_type.items()
+    ]
+    return torch.cat(norms).square().sum()

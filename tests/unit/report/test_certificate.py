@@ -151,6 +151,23 @@ def test_between_deterministic_runs_no_bit_of_a_loss_may_differ(manifest: Manife
 
 
 @pytest.mark.parametrize(
+    ("rule", "apart", "holds"), [("surge", 1e-7, True), ("surge", 1e-3, False), ("sqrt", 1e-7, False)]
+)
+def test_a_rate_that_follows_what_was_measured_need_only_be_close(
+    manifest: Manifest, rule: str, apart: float, holds: bool
+) -> None:
+    steps = rows(manifest)
+    other = [steps[0], replace(steps[1], lr=steps[1].lr * (1 + apart)), *steps[2:]]
+    runs = [run(manifest, each) for each in (steps, other)]
+    ruled = [
+        replace(each, job=replace(each.job, spec={**each.job.spec, "schedule": {"batch_rule": rule}})) for each in runs
+    ]
+    found = certify(ruled[0], manifest, against=ruled[1])
+    assert found.holds == holds
+    assert holds or "step 1 has lr 0.1" in str(found.difference)
+
+
+@pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ({"loss": 0.5 * (1 + 3e-5)}, "step 1 has loss 0.5, and run has 0.500015: 3.0e-05 apart, more than 1e-05"),
