@@ -24,8 +24,8 @@ HELD_BYTES = 32 * 2**20
 class NoiseMeter:
     """Norms of a step's gradients by hooks, and averages of what they tell.
 
-    A hook of a parameter sees the gradient of one backward pass before it is added to those before, and before engines reduce it: no
-    copy is made, and each gradient is read once more, in the steps that are measured.
+    A hook of a parameter sees the gradient of one backward pass before it is added to those before, and before engines reduce it, so
+    that none need be told apart again. In the steps that are measured each gradient is read once more.
 
     Args:
         module: the user's own, wrapped by no engine.
@@ -45,7 +45,7 @@ class NoiseMeter:
         self._squares: list[tuple[Tensor, int]] = []
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # A tensor, that snapshots and checkpoints take as they take the weights: it changes with every measurement.
-        self._state = torch.tensor(Measured().values(), dtype=torch.float64)
+        self._state = torch.tensor(Measured().values(), dtype=torch.float64, device="cpu")
         if every_steps:
             if is_sharded(module):
                 raise RuntimeError(
@@ -53,7 +53,7 @@ class NoiseMeter:
                     "leave out one of the two"
                 )
             for parameter in self._parameters:
-                parameter.register_hook(self._see)
+                parameter.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
