@@ -112,7 +112,7 @@ def test_steps_between_measurements_cost_nothing_and_change_nothing() -> None:
 def measuring(folder: Path, rule: Any, deterministic: bool = False, **plan: Any) -> Job:
     """Over samples in no order: where the stored order says what they are, micro-batches differ by more than chance."""
     job = numbers_job(folder, epochs=3, **plan)
-    table = pa.table({"x": np.random.default_rng(0).normal(1.0, 0.5, 48).astype(np.float32)})
+    table = pa.table({"x": np.random.default_rng(0).normal(0.3, 1.0, 48).astype(np.float32)})
     write_shards(Store(str(folder / "data")), [table], table.schema, 48, num_shards=2, row_group_bytes=64)
     schedule = ScheduleSpec(base_lr=0.001, base_batch=3, batch_rule=rule)
     return replace(job, schedule=schedule, deterministic=deterministic, gradient=GradientSpec(noise_every_steps=2))
