@@ -83,7 +83,7 @@ def rate_for(
     rate = replace(rate, ramp=ramp)
     if former and former["batches"] == batches:
         return rate, None
-    message = _told(rule, batches * batch, kappa) + (f" after {length:g} samples" if length else "")
+    message = _told(rule, batches * batch, kappa) + (f" after {length:.0f} samples" if length else "")
     return rate, Event("batch", message, start, {"batches": batches, **ramp.values()})
 
 
