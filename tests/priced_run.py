@@ -18,7 +18,7 @@ SPOT, ON_DEMAND = ("g6.xlarge", "spot"), ("g6.xlarge", "on-demand")
 
 
 def group(minute: float, *machines: tuple[str, str], step: int = 0) -> Event:
-    return Event("group", "a group begins", step, {"workers": workers(machines), "first": not minute}, at(minute))
+    return Event("group", "a group begins", step, {"workers": workers(machines)}, at(minute))
 
 
 def waiting(minute: float, *machines: tuple[str, str]) -> Event:

@@ -61,6 +61,8 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             return
         if options.trainer == "ray" and loaded.spec.engine == "horovod":
             raise SpecError("command line: --trainer ray has no Horovod: leave out one of it and engine: horovod")
+        if options.trainer == "ray" and not loaded.spec.workers.fleet.is_any:
+            raise SpecError("command line: --trainer ray asks for any node: leave out one of it and workers.fleet")
         prepared = prepare(loaded, train, options.fresh)
         if prepared.is_finished:
             print(f"{prepared.store.url} is finished: nothing to do; --fresh starts over")
@@ -86,10 +88,10 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
 def _known(store: Store) -> tuple[str, float]:
     """The id of the run in a directory and when it was first submitted; new ones where there is none."""
     try:
-        record = json.loads(store.read(JOB_FILE))
-        return str(record["id"]), float(record["began"])
-    except (StorageError, ValueError, KeyError, TypeError):  # none yet, or one that is about to be written anew
-        return secrets.token_hex(8), time.time()
+        record = dict(json.loads(store.read(JOB_FILE)))
+    except (StorageError, ValueError, TypeError):  # none yet, or one that is about to be written anew
+        record = {}
+    return str(record.get("id") or secrets.token_hex(8)), float(record.get("began") or time.time())
 
 
 def _fit(

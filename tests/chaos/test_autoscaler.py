@@ -83,6 +83,7 @@ def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(te
     assert cost.saved == pytest.approx(1 - 0.4307 / 0.8048)
 
 
+@pytest.mark.soak
 def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}) as there:
         driver = start(there, text, tmp_path, "plan.max_steps=60")

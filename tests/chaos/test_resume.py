@@ -58,6 +58,7 @@ def left_alone(session_jobs: Jobs):
     return done
 
 
+@pytest.mark.soak
 def test_a_run_killed_at_a_third_and_at_two_thirds_is_the_run_left_alone(
     left_alone, session_jobs: Jobs, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def settings(*more: str) -> tuple[str, ...]:
     return (f"plan.max_steps={STEPS}", "config.model.dropout=0.1", *more)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_losses_are_those_of_the_torch_engine(session_jobs: Jobs, torch_losses: list[float], world_size: int) -> None:
     """6 virtual workers, in one micro-batch each; an epoch ends on the way."""
     done = session_jobs.run(

@@ -1,6 +1,7 @@
 """Tells what Ray Train's controller does with the workers: crashes and notices, in words."""
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -71,7 +72,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
     def __init__(self, sink: EventSink, nodes: NodeTable = ray.nodes):
         self._sink = sink
         self._nodes = nodes
-        self._has_begun = False
+        self._job = secrets.token_hex(4)  # of one submission: between two of them nobody is held
 
     def naming_ready(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
         """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
@@ -86,7 +87,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
                     {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **kinds.get(each.node, {})}
                     for each in ready()
                 ]
-                event = replace(event, data={**event.data, "workers": places, "first": not self._has_begun})
+                event = replace(event, data={**event.data, "workers": places, "job": self._job})
             self._sink(event)
 
         return tell
@@ -99,8 +100,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
             for rank, each in enumerate(members)
         ]
         words = ", ".join(f"rank {place['rank']} is process {place['pid']} on {place['node'][:8]}" for place in places)
-        self._sink(Event("group", words, data={"workers": places, "first": not self._has_begun}))
-        self._has_begun = True
+        self._sink(Event("group", words, data={"workers": places, "job": self._job}))
 
     def after_controller_state_update(
         self, previous_state: TrainControllerState, current_state: TrainControllerState

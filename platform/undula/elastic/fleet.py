@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 
-from undula.elastic.capacity import Node, refused_types
+from undula.elastic.capacity import Aside, Node, Refusals
 from undula.plan.fleet import (
     MARKET,
     ON_DEMAND,
@@ -27,8 +28,13 @@ REPEAT_S = 20.0
 EXPIRES_S = 180.0
 LOOK_S = 1.0
 """Between a policy's looks."""
-IDLE_S = 60.0
-"""For which nothing may run on a node before it is told."""
+UNUSED_S = 60.0
+"""For which there may be room that nobody uses before it is told."""
+KEPT_STEPS = 500
+MEASURED_STEPS = 10
+"""Before which a pace is not known."""
+HURRIES_BELOW, HURRIES_UNTIL = 2.0, 4.0
+"""Changeovers of time to spare, below which a run hurries, and until which it goes on with it."""
 AVOID_S = 60.0
 """For which a type of nodes that could not be had is not asked for again."""
 
@@ -44,24 +50,26 @@ class Work:
 
 @dataclass
 class Pace:
-    """How long a worker needs for a step, from what the groups have done."""
+    """How long a worker needs for a step, from what the groups have done; what is long ago counts less and less."""
 
     worker_s: float = 0.0
     """Seconds of all workers."""
-    steps: int = 0
+    steps: float = 0.0
     """In them."""
     done: int = 0
     """Steps that the run has come to."""
-    _last: tuple[float, int] | None = None
+    _last: tuple[float | None, int] | None = None
+    """When the group's newest step was seen, None before its first, which may compile; and the step."""
 
     def saw(self, step: int, world_size: int, now: float) -> None:
         """A group of so many workers has committed `step` steps."""
-        if self._last is None:
-            self._last = (now, step)
-        since, before = self._last
+        since, before = self._last or (None, step)
+        self._last = self._last or (None, step)
         if step > before:
-            self.worker_s += (now - since) * world_size
-            self.steps += step - before
+            if since is not None:
+                keep = 0.5 if self.steps > KEPT_STEPS else 1.0
+                self.worker_s = keep * self.worker_s + (now - since) * world_size
+                self.steps = keep * self.steps + step - before
             self._last = (now, step)
         self.done = step
 
@@ -70,8 +78,8 @@ class Pace:
         self._last = None
 
     def step_s(self, size: int) -> float | None:
-        """Seconds that so many workers need for a step; None before any was measured."""
-        return self.worker_s / self.steps / size if self.steps else None
+        """Seconds that so many workers need for a step; None before some were measured."""
+        return self.worker_s / self.steps / size if self.steps >= MEASURED_STEPS else None
 
 
 @dataclass
@@ -81,15 +89,19 @@ class FleetManager:
     Args:
         spec: the policy.
         size: workers of the whole fleet, the job's most.
+        fewest: workers without which the job waits.
         work: what there is to do.
-        refusals: tells which types of nodes were not to be had since a time, as `refused_types` does.
+        has_gpus: whether room that nobody uses is worth a word.
+        refusals: tells which types of nodes were not to be had since a time, and why, as Refusals does.
     """
 
     spec: FleetSpec
     size: int
+    fewest: int
     work: Work
+    has_gpus: bool
     on_event: Callable[[Event], None]
-    refusals: Callable[[float], Mapping[str, str]] = refused_types
+    refusals: Callable[[float], Mapping[str, str]] = field(default_factory=Refusals)
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))
     given_back: frozenset[str] = frozenset()
@@ -98,75 +110,34 @@ class FleetManager:
     """That each worker's node is to have, for the autoscaler; one mapping for each worker that is wanted."""
     _looked: float = float("-inf")
     _short_since: float | None = None
+    _hurries: bool = False
     _refused: Mapping[str, str] = field(default_factory=dict)
-    _idle_since: dict[str, float] = field(default_factory=dict)
-    _told_idle: set[str] = field(default_factory=set)
+    _unused_since: dict[str, float] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    """What is told once: types that are refused, nodes that are not used, and a deadline that has passed."""
 
-    def look(self, nodes: Mapping[str, Node], workers: Mapping[str, int], now: float) -> None:
+    def look(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
         """Decide anew.
 
         Args:
             nodes: that are alive.
-            workers: that are ready, by node.
+            ready: workers that can train, by node.
+            own: all workers of the run, by node.
             now: in seconds since the epoch.
         """
         if now - self._looked < LOOK_S:
             return
         self._looked = now
-        there = [node for node in nodes.values() if node.deadline is None]
+        staying = [node for node in nodes.values() if node.deadline is None]
+        # What others use of a node is no room for this run.
+        there = [replace(node, slots=min(node.slots, node.free + own.get(node.id, 0))) for node in staying]
         if not self.spec.is_any:
-            self._follow(there, workers, now)
-        self._tell_idle(there, now)
-        self._learn_refusals(there, now)
-        self.labels = self._labels(there)
-
-    def _follow(self, there: Sequence[Node], workers: Mapping[str, int], now: float) -> None:
-        """The policy."""
-        on = {market: [node for node in there if node.market == market] for market in (SPOT, ON_DEMAND)}
-        ready = {market: sum(workers.get(node.id, 0) for node in found) for market, found in on.items()}
-        wanted, why = self._decide(on, ready, now)
-        if wanted != self.wanted:
-            self.wanted = wanted
-            self.on_event(Event("fleet", f"asking for {_words(wanted)}{why}", data=vars(wanted)))
-        limits = {SPOT: max(wanted.spot, self.size - ready[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
-        self._give_back({node for market, found in on.items() for node in _beyond(found, workers, limits[market])})
-
-    def _learn_refusals(self, there: Sequence[Node], now: float) -> None:
-        """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""
-        if sum(node.slots for node in there) >= self.size:
-            self._refused = {}
-            return
-        refused = self.refusals(now - AVOID_S)
-        for name in sorted(refused.keys() - self._refused.keys()):
-            why = f" ({refused[name][:200]})" if refused[name] else ""
-            words = f"{name} is not to be had{why}: other types are asked for, for {AVOID_S:.0f} s"
-            self.on_event(Event("fleet", words, data={"type": name}))
-        self._refused = refused
-
-    def _tell_idle(self, there: Sequence[Node], now: float) -> None:
-        """Nodes that are held, and on which nothing runs."""
-        idle = [node.id for node in there if node.slots and node.free == node.slots]
-        self._idle_since = {node: self._idle_since.get(node, now) for node in idle}
-        for node in idle:
-            if now - self._idle_since[node] >= IDLE_S and node not in self._told_idle:
-                self._told_idle.add(node)
-                words = f"node {node[:8]} is held, and nothing has run there for {IDLE_S:.0f} s"
-                self.on_event(Event("idle", words, data={"node": node}))
-
-    def _labels(self, there: Sequence[Node]) -> list[dict[str, str]]:
-        """Nodes that are there are asked for by their own type, as what is left goes to types that are not refused."""
-        found: list[dict[str, str]] = []
-        by_market = {SPOT: self.wanted.spot, ON_DEMAND: self.wanted.on_demand}
-        for market, count in ({None: self.size} if self.spec.is_any else by_market).items():
-            base = {MARKET: market} if market else {}
-            if not self._refused:
-                found += [base] * count
-                continue
-            staying = [node for node in there if node.id not in self.given_back and market in (None, node.market)]
-            own = [{**base, TYPE: node.type} if node.type else base for node in staying for _ in range(node.slots)]
-            other = {**base, TYPE: f"!in({','.join(sorted(self._refused))})"}
-            found += [*own[:count], *[other] * (count - len(own))]
-        return found
+            self._follow(there, ready, now)
+        used = [node for node in there if node.id not in self.given_back]
+        if self.has_gpus:
+            self._tell_unused(used, now)
+        self._learn_refusals(used, now)
+        self.labels = self._labels(used)
 
     def room(self, market: str | None, workers: Mapping[str | None, int]) -> int:
         """Workers that may still be started on nodes of a market, given how many there are by market."""
@@ -174,27 +145,49 @@ class FleetManager:
             return self.size - sum(workers.values())
         return (self.wanted.spot if market == SPOT else self.wanted.on_demand) - workers.get(market, 0)
 
-    def _decide(self, there: Mapping[str, list[Node]], ready: Mapping[str, int], now: float) -> tuple[Fleet, str]:
-        if self.spec.spot_only:
-            return spot_only(self.size), ""
+    def _follow(self, there: Sequence[Node], ready: Mapping[str, int], now: float) -> None:
+        """The policy."""
+        on = {market: [node for node in there if node.market == market] for market in (SPOT, ON_DEMAND)}
+        counts = {market: sum(ready.get(node.id, 0) for node in found) for market, found in on.items()}
+        wanted, why = self._decide(on, Fleet(counts[SPOT], counts[ON_DEMAND]), now)
+        if wanted != self.wanted:
+            self.wanted = wanted
+            self.on_event(Event("fleet", f"asking for {_words(wanted)}{why}", data=vars(wanted)))
+        limits = {SPOT: max(wanted.spot, self.size - counts[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
+        self._give_back({node for market, found in on.items() for node in _beyond(found, ready, limits[market])})
+
+    def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, str]:
         if self.spec.on_demand_floor:
             return on_demand_floor(self.size, self.spec.on_demand_floor), ""
-        progress = self._progress(now)
-        spot = min(sum(node.slots for node in there[SPOT]), self.size)
+        if self.spec.deadline_s is None:
+            return spot_only(self.size), ""
+        progress = self._progress(self.spec.deadline_s, now)
+        if progress.time_left_s < 0:
+            late = f"the deadline was {-progress.time_left_s:.0f} s ago"
+            self._tell_once(
+                "deadline", f"{late}: on spot nodes from now on; to have others, raise workers.fleet.deadline"
+            )
+            return spot_only(self.size), ""
+        spot = min(sum(node.slots for node in on[SPOT]), self.size)
+        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.given_back)
         self._short_since = None if spot == self.size else self._short_since or now
-        is_patient = self._short_since is not None and now - self._short_since < self.spec.node_start_s
-        on_demand = sum(node.slots for node in there[ON_DEMAND] if node.id not in self.given_back)
-        expected = self.size if is_patient and not progress.must_hurry else spot
-        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready[SPOT], progress)
+        expected = spot
+        if self._short_since is not None and now - self._short_since < self.spec.node_start_s:
+            expected = self.size  # what is missing may be on its way
+        spare = progress.spare_s / progress.changeover_s
+        self._hurries = self.pace.steps >= MEASURED_STEPS and (
+            spare < (HURRIES_UNTIL if self._hurries else HURRIES_BELOW) and (self._hurries or spot < self.size)
+        )
+        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, progress, self._hurries)
+        if 0 < expected < self.fewest:  # or they are held, and nothing trains on them
+            wanted = Fleet(wanted.spot, max(wanted.on_demand, self.fewest - expected))
         work = (
             f"about {progress.left_s:.0f} s of work of the whole fleet are" if self.pace.steps else "unmeasured work is"
         )
-        return wanted, f": {work} left, and {progress.deadline_s - progress.elapsed_s:.0f} s to do it"
+        return wanted, f": {work} left, and {progress.time_left_s:.0f} s to do it"
 
-    def _progress(self, now: float) -> Progress:
-        deadline_s = self.spec.deadline_s
-        assert deadline_s is not None
-        # Before any step was measured the work is unknown: the run is behind, as nothing is done, and need not hurry.
+    def _progress(self, deadline_s: float, now: float) -> Progress:
+        # Before steps were measured the work is unknown: the run is behind, as nothing is done, and need not hurry.
         step_s = self.pace.step_s(self.size) or 1e-9
         return Progress(
             elapsed_s=now - self.work.began,
@@ -206,10 +199,58 @@ class FleetManager:
 
     def _give_back(self, nodes: set[str]) -> None:
         for node in sorted(nodes - self.given_back):
-            self.on_event(
-                Event("fleet", f"node {node[:8]} is given back: {_words(self.wanted)} are wanted", data={"node": node})
-            )
+            words = f"node {node[:8]} is given back: {_words(self.wanted)} are wanted"
+            self.on_event(Event("fleet", words, data={"node": node}))
         self.given_back = frozenset(nodes)
+
+    def _learn_refusals(self, used: Sequence[Node], now: float) -> None:
+        """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""
+        self._told -= {f"refused {node.type}" for node in used}
+        rooms = {market: sum(node.slots for node in used if market in (None, node.market)) for market in self._counts()}
+        if all(rooms[market] >= count for market, count in self._counts().items()):
+            self._refused = {}
+            return
+        self._refused = self.refusals(now - AVOID_S)
+        for name, why in sorted(self._refused.items()):
+            reason = f" ({why[:200]})" if why else ""
+            self._tell_once(f"refused {name}", f"{name} is not to be had{reason}: other types are asked for")
+
+    def _counts(self) -> dict[str | None, int]:
+        """Workers that are wanted by market; None for any."""
+        if self.spec.is_any:
+            return {None: self.size}
+        return {SPOT: self.wanted.spot, ON_DEMAND: self.wanted.on_demand}
+
+    def _tell_unused(self, used: Sequence[Node], now: float) -> None:
+        """Room that is held, and that nobody uses."""
+        unused = {node.id: node.free for node in used if node.free}
+        self._unused_since = {node: self._unused_since.get(node, now) for node in unused}
+        for node, free in unused.items():
+            if now - self._unused_since[node] >= UNUSED_S:
+                words = (
+                    f"node {node[:8]} has had room for {free} more worker{'s' if free > 1 else ''} for {UNUSED_S:.0f} s"
+                )
+                mend = f"the job takes {self.size} at most (workers.max, workers.grow), so let the cluster have less"
+                self._tell_once(f"unused {node}", f"{words}: {mend}", kind="idle")
+
+    def _tell_once(self, what: str, words: str, kind: str = "fleet") -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self.on_event(Event(kind, words))
+
+    def _labels(self, used: Sequence[Node]) -> list[dict[str, str]]:
+        """Nodes that are there are asked for by their own type, as what is left goes to types that are not refused."""
+        found: list[dict[str, str]] = []
+        for market, count in self._counts().items():
+            base = {MARKET: market} if market else {}
+            if not self._refused:
+                found += [base] * count
+                continue
+            staying = [node for node in used if market in (None, node.market)]
+            own = [{**base, TYPE: node.type} if node.type else base for node in staying for _ in range(node.slots)]
+            other = {**base, TYPE: f"!in({','.join(sorted(self._refused))})"}
+            found += [*own[:count], *[other] * (count - len(own))]
+        return found
 
 
 @dataclass
@@ -219,18 +260,22 @@ class AutoscalerRequest:
     requester: str
     _sent: Sequence[Mapping[str, str]] | None = None
     _when: float = float("-inf")
+    _aside: Aside = field(default_factory=Aside)
 
     def send(self, resources: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
         """Ask for a node's room with `resources` for each of `labels`, where that is news or was said long ago."""
         now = time.monotonic()
         if labels == self._sent and now - self._when < REPEAT_S:
             return
-        self._sent, self._when = labels, now
+        if self._aside(partial(self._ask, dict(resources), [dict(each) for each in labels])):
+            self._sent, self._when = labels, now
+
+    def _ask(self, resources: dict[str, float], labels: list[dict[str, str]]) -> None:
         autoscaling: Any = default_autoscaling_coordinator
         autoscaling.get_or_create_autoscaling_coordinator().request_resources.remote(
             requester_id=self.requester,
-            resources=[dict(resources) for _ in labels],
-            label_selectors=[dict(each) for each in labels],
+            resources=[resources for _ in labels],
+            label_selectors=labels,
             expire_after_s=EXPIRES_S,
             priority=autoscaling.ResourceRequestPriority.HIGH,
         )

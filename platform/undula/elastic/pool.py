@@ -111,7 +111,7 @@ class WorkerPool:
         """The nodes that are alive; one that the fleet gives back goes at a time that is not known."""
         nodes = self._labels.on(look(self.resources))
         ready = Counter(worker.node for worker in self.workers.values() if worker.metadata)
-        self.fleet.look(nodes, ready, time.time())
+        self.fleet.look(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
         return {
             node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.given_back else node
             for node in nodes.values()

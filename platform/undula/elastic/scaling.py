@@ -198,6 +198,8 @@ class PoolPolicy(ScalingPolicy):
             self._pause_began = None
         # A group that has just begun is measured by the steps of the one before.
         self._longest_step_s = max((rank.longest_step_s for rank in ranks), default=0.0) or self._longest_step_s
+        if self.grow == "never":  # more would lie idle
+            self.pool.fleet.size = max(len(statuses), self.scaling_config.min_workers)
         if self._group.steps(len(statuses)):
             self.pool.fleet.pace.saw(max(rank.step for rank in ranks), len(statuses), time.time())
 
@@ -303,10 +305,7 @@ class PoolPolicy(ScalingPolicy):
         if self._requester_id is None:
             return  # the controller has not started yet
         self._request = self._request or AutoscalerRequest(self._requester_id)
-        labels = self.pool.fleet.labels
-        if self.grow == "never" and self._has_run and self._group.last:
-            labels = labels[: len(self._group.last)]  # more would lie idle
-        self._request.send(self.scaling_config._resources_per_worker_not_none, labels)
+        self._request.send(self.scaling_config._resources_per_worker_not_none, self.pool.fleet.labels)
 
 
 def elastic_statuses(status: WorkerGroupPollStatus) -> list[ElasticStatus]:

@@ -102,7 +102,14 @@ class ElasticTrainer(DataParallelTrainer):
             prepare=self._prepare,
             resources=scaling._resources_per_worker_not_none,
             runtime_env=WorkerGroup._get_worker_runtime_env(config.worker_runtime_env or {}),
-            fleet=FleetManager(self._fleet, scaling.max_workers, self._work or Work(0, 0.0), self._on_event),
+            fleet=FleetManager(
+                self._fleet,
+                scaling.max_workers,
+                scaling.min_workers,
+                self._work or Work(0, 0.0),
+                bool(scaling.use_gpu),
+                self._on_event,
+            ),
             on_event=self._on_event,
         )
 

@@ -46,6 +46,8 @@ class FleetSpec:
         given = [name for name in ("spot_only", "on_demand_floor", "deadline") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} are both given: keep one of them")
+        if self.deadline_s == 0:
+            raise ValueError(f"deadline is {self.deadline}, which is over at once: give some time")
 
     @property
     def is_any(self) -> bool:
@@ -82,9 +84,14 @@ class Progress:
         return min((self.elapsed_s + ahead_s) * self.total_s / self.deadline_s, self.total_s)
 
     @property
-    def must_hurry(self) -> bool:
-        """Whether what is left fits into what time there is only if no more of it is lost (the safety net rule)."""
-        return self.deadline_s - self.elapsed_s < self.left_s + 2 * self.changeover_s
+    def time_left_s(self) -> float:
+        """Until the deadline."""
+        return self.deadline_s - self.elapsed_s
+
+    @property
+    def spare_s(self) -> float:
+        """Of it, what may still be lost; where it is less than two changeovers, no more must be (the safety net rule)."""
+        return self.time_left_s - self.left_s
 
 
 @dataclass(frozen=True)
@@ -106,23 +113,25 @@ def on_demand_floor(size: int, floor: int) -> Fleet:
     return Fleet(size - on_demand, on_demand)
 
 
-def by_deadline(size: int, there: Fleet, ready_spot: int, progress: Progress) -> Fleet:
+def by_deadline(size: int, there: Fleet, ready: Fleet, progress: Progress, hurries: bool) -> Fleet:
     """Uniform Progress: as much spot as there is, and on-demand in the place of what is missing, as long as it is needed to be in time.
 
     Args:
         size: workers of the whole fleet.
         there: room for workers on nodes that are there, those that still start included.
-        ready_spot: workers on spot nodes that train. An on-demand node stays until the spot node that comes in its place is one of them.
+        ready: workers that train. An on-demand node stays until the spot node that comes in its place is one of them.
         progress: of the run.
+        hurries: whether what is left just fits: from then on each loss of a spot node would cost time that is not there, and on-demand
+            nodes take the place of all of them, one after another as they are ready.
 
     Returns:
         What to ask for. More spot than there is is always asked for, so that spot that comes back is taken (taking risks).
     """
+    if hurries:
+        return Fleet(max(size - ready.on_demand, 0), size)
     missing = max(size - there.spot, 0)
-    if progress.must_hurry and missing:
-        return Fleet(0, size)  # to the end: each loss of a spot node would cost time that is not there
     is_behind = progress.done_s < progress.expected_s()
     catches_up = there.on_demand > 0 and progress.done_s < progress.expected_s(ahead_s=2 * progress.changeover_s)
     if is_behind or catches_up:
-        return Fleet(size, max(missing, min(there.on_demand, size - ready_spot)))
+        return Fleet(size, max(missing, min(there.on_demand, size - ready.spot)))
     return Fleet(size, 0)

@@ -79,8 +79,7 @@ def _end(mark: Event, following: Event | None, times: Floats) -> float:
     """When workers were given up: as the next ones were told of, or by the last word of a job that was submitted again since."""
     if following is None:
         return float(times[-1])
-    has_begun = mark.kind == "group" or not mark.data.get("first")
-    is_another_job = has_begun and following.data.get("first")
+    is_another_job = following.data.get("job") != mark.data.get("job")
     return float(times[times < following.time].max(initial=mark.time)) if is_another_job else following.time
 
 

@@ -91,7 +91,7 @@ def run_under(
         limit_s: when to give up.
     """
     bill, spot, on_demand = Bill(), _Nodes(SPOT, spec.node_start_s), _Nodes(ON_DEMAND, spec.node_start_s)
-    fleet = FleetManager(spec, size, Work(STEPS, 0.0), _nobody, _no_refusals)
+    fleet = FleetManager(spec, size, 1, Work(STEPS, 0.0), False, _nobody, _no_refusals)
     done_s, paused_until = 0.0, 0.0
     while done_s < total_s and bill.seconds < limit_s:
         now, end = bill.seconds, bill.seconds + market.look_s
@@ -118,7 +118,8 @@ def run_under(
 
 
 def _wanted(fleet: FleetManager, nodes: Mapping[str, Node], now: float) -> Fleet:
-    fleet.look(nodes, dict.fromkeys(nodes, 1), now)
+    workers = dict.fromkeys(nodes, 1)
+    fleet.look(nodes, workers, workers, now)
     return fleet.wanted
 
 

@@ -82,7 +82,8 @@ def test_a_wait_says_on_which_machines_those_who_are_ready_are() -> None:
     events.after_worker_group_training_start(SimpleNamespace(get_workers=list))  # type: ignore[arg-type]
     tell(Event("waiting", "waiting for 1 more", data={"ready": 2}))
     waiting, crash, _, later = told
-    assert (waiting.data["first"], later.data["first"]) == (True, False)
+    assert waiting.data["job"] == later.data["job"]
+    assert waiting.data["job"] != ControllerEvents(told.append, node_table)._job
     assert waiting.data["ready"] == 2
     assert [each.get("machine") for each in waiting.data["workers"]] == ["g6.xlarge", None]
     assert [(each["node"], each["pid"]) for each in waiting.data["workers"]] == [("spot", 1), ("bare", 2)]

@@ -1,7 +1,7 @@
 """Which nodes a run asks for and gives back, as nodes come and go."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -25,22 +25,33 @@ class Run:
     refused: dict[str, str] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
 
+    fewest: int = 1
+    began: float = 0.0
+
     def __post_init__(self) -> None:
         self.fleet = FleetManager(
-            self.spec, 4, Work(TOTAL, 0.0), lambda event: self.told.append(event.message), lambda _: self.refused
+            self.spec,
+            4,
+            self.fewest,
+            Work(TOTAL, self.began),
+            True,
+            lambda event: self.told.append(event.message),
+            lambda _: self.refused,
         )
 
     def have(self, market: str | None, *names: str, slots: int = 1) -> None:
         for name in names:
-            self.nodes[name] = Node(name, slots, 0, None, market, f"{market}-type")
+            self.nodes[name] = Node(name, slots, slots, None, market, f"{market}-type")
 
     def look(self, seconds: float = 1.0, done: int | None = None, idle: tuple[str, ...] = ()) -> Fleet:
-        """Let time pass; nodes have a worker that is ready but for those in `idle`."""
+        """Let time pass; nodes that stay are full of workers, which are ready but for those in `idle`."""
         self.now += seconds
         if done is not None:
-            self.fleet.pace = Pace(worker_s=4 * STEP_S * done, steps=done, done=done)
-        workers = Counter({node.id: node.slots for node in self.nodes.values() if node.id not in idle})
-        self.fleet.look(self.nodes, workers, self.now)
+            self.fleet.pace = Pace(worker_s=4 * STEP_S * 100, steps=100, done=done)
+        own = Counter({node.id: node.free for node in self.nodes.values() if node.deadline is None})
+        ready = Counter({node: count for node, count in own.items() if node not in idle})
+        full = {node.id: replace(node, free=node.free - own[node.id]) for node in self.nodes.values()}
+        self.fleet.look(full, ready, own, self.now)
         return self.fleet.wanted
 
 
@@ -102,30 +113,83 @@ def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None
     assert run.fleet.given_back == set("abcd")
 
 
-def test_in_a_hurry_spot_nodes_go_when_on_demand_ones_train_in_their_place() -> None:
+def test_in_a_hurry_spot_nodes_go_as_on_demand_ones_train_in_their_place() -> None:
     run = deadline(1200)
     run.have(SPOT, "w", "x")
-    assert run.look(200, done=10) == Fleet(0, 4)
+    assert run.look(200, done=10) == Fleet(4, 4)
     assert not run.fleet.given_back
     run.have(ON_DEMAND, *"abcd")
-    run.look(done=11, idle=tuple("bcd"))
+    assert run.look(done=11, idle=tuple("bcd")) == Fleet(3, 4)
     assert not run.fleet.given_back
-    run.look(done=11)
+    assert run.look(done=11) == Fleet(0, 4)
     assert run.fleet.given_back == {"w", "x"}
+
+
+def test_a_hurry_lasts_until_there_is_time_again() -> None:
+    run = deadline(1200)
+    run.have(SPOT, "w", "x", "y")
+    assert run.look(200, done=10) == Fleet(4, 4)
+    run.have(SPOT, "z")
+    assert run.look(done=11) == Fleet(4, 4)  # all spot nodes are there, and it goes on to buy
+    assert run.look(done=40) == Fleet(4, 0)
+
+
+def test_no_hurry_before_the_pace_is_known() -> None:
+    run = deadline(1200)
+    run.have(SPOT, "w", "x")
+    run.fleet.pace = Pace(worker_s=1e6, steps=2, done=2)
+    assert run.look(10) == Fleet(4, 0)
+
+
+def test_after_the_deadline_nothing_more_is_bought() -> None:
+    run = deadline(1000)
+    run.look(1500, done=10)
+    assert run.look(done=10) == Fleet(4, 0)
+    assert sum("the deadline was" in line for line in run.told) == 1
+
+
+def test_nodes_that_are_too_few_to_train_are_made_enough() -> None:
+    run = Run(FleetSpec(deadline="4000s", node_start_s=START_S), fewest=4)
+    run.have(SPOT, "w", "x", "y")
+    run.look(done=60)
+    assert run.look(START_S + 1, done=60) == Fleet(4, 1)  # well ahead, and three nodes would be paid for nothing
+
+
+def test_what_others_use_of_a_node_is_no_room() -> None:
+    run = deadline(2000)
+    run.have(SPOT, *"wxyz")
+    for name in "wxyz":
+        run.nodes[name] = replace(run.nodes[name], free=0)
+    run.look()
+    assert run.look(START_S + 1) == Fleet(4, 4)
 
 
 def test_types_that_are_not_to_be_had_are_asked_for_no_more_but_for_those_that_are_there() -> None:
     run = Run(FleetSpec())
     run.have(SPOT, "a")
-    run.refused = {"spot-type": "no capacity", "other-type": ""}
+    run.refused = {"a-type": "no capacity", "other-type": ""}
     run.look()
-    assert run.fleet.labels == [{TYPE: "spot-type"}] + [{TYPE: "!in(other-type,spot-type)"}] * 3
-    assert run.told[0] == "other-type is not to be had: other types are asked for, for 60 s"
-    run.look(AVOID_S)
-    assert len(run.told) == 2
+    assert run.fleet.labels == [{TYPE: "spot-type"}] + [{TYPE: "!in(a-type,other-type)"}] * 3
+    words = "is not to be had{}: other types are asked for"
+    assert run.told == [f"a-type {words.format(' (no capacity)')}", f"other-type {words.format('')}"]
     run.refused = {}
-    run.look()
+    run.look(AVOID_S)
     assert run.fleet.labels == [{}] * 4
+    run.refused = {"a-type": "no capacity"}
+    run.look()
+    assert len(run.told) == 2  # as before
+    run.have(SPOT, "b", "c", "d")
+    run.look()
+    assert run.fleet.labels == [{}] * 4  # all are there
+
+
+def test_on_demand_nodes_in_the_place_of_spot_do_not_end_the_looking_for_other_types() -> None:
+    run = deadline(3000)
+    run.refused = {"spot-type": ""}
+    run.have(ON_DEMAND, *"abcd")
+    run.look()
+    run.look(400, done=1)
+    assert run.fleet.labels[0] == {MARKET: SPOT, TYPE: "!in(spot-type)"}
 
 
 def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
@@ -136,25 +200,36 @@ def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
     assert not run.fleet.given_back
 
 
-def test_a_node_that_nobody_uses_is_told_once() -> None:
+def test_room_that_nobody_uses_is_told_once() -> None:
     run = Run(FleetSpec())
-    run.nodes["a"] = Node("a", 2, 2, None)
-    run.nodes["b"] = Node("b", 2, 1, None)
-    for _ in range(3):
-        run.look(45)
-    assert run.told == ["node a is held, and nothing has run there for 60 s"]
+    nodes = {"a": Node("a", 2, 1, None), "b": Node("b", 2, 0, None)}
+    for now in (10.0, 60.0, 80.0, 200.0):
+        run.fleet.look(nodes, Counter(), Counter({"a": 1, "b": 2}), now)
+    assert len(run.told) == 1
+    assert run.told[0].startswith("node a has had room for 1 more worker for 60 s: the job takes 4 at most")
 
 
 def test_a_pace_is_of_the_time_in_groups_alone() -> None:
     pace = Pace()
     pace.saw(0, 2, now=0.0)
-    pace.saw(0, 2, now=3.0)
-    pace.saw(4, 2, now=8.0)
+    pace.saw(1, 2, now=30.0)  # the first step of a group may compile
+    pace.saw(9, 2, now=38.0)
+    assert pace.step_s(1) is None  # too few
     pace.pause()
-    pace.saw(4, 1, now=100.0)
-    pace.saw(6, 1, now=108.0)
-    assert pace.step_s(1) == pytest.approx((16.0 + 8.0) / 6)
-    assert pace.done == 6
+    pace.saw(9, 1, now=100.0)
+    pace.saw(10, 1, now=101.0)
+    pace.saw(16, 1, now=113.0)
+    assert pace.step_s(1) == pytest.approx((16.0 + 12.0) / 14)
+    assert pace.done == 16
+
+
+def test_a_pace_follows_what_is_new() -> None:
+    pace = Pace()
+    for step in range(5000):
+        pace.saw(step, 1, now=float(step))
+    for step in range(5000, 10000):
+        pace.saw(step, 1, now=5000.0 + 3.0 * (step - 5000))
+    assert pace.step_s(1) == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -60,20 +60,20 @@ def test_workers_that_become_ready_while_others_are_waited_for_are_held_from_the
     assert spent.seconds["capacity"] == pytest.approx(2 * 0 + 2 * 1 + 10 * 2)
 
 
-def waiting(time: float, ready: int, first: bool = False) -> Event:
-    return Event("waiting", "", data={"ready": ready, "workers": [{"node": "n"}] * ready, "first": first}, time=time)
+def waiting(time: float, ready: int, job: str = "a") -> Event:
+    return Event("waiting", "", data={"ready": ready, "workers": [{"node": "n"}] * ready, "job": job}, time=time)
 
 
-def first_group(time: float, workers: int) -> Event:
+def group_of(job: str, time: float, workers: int) -> Event:
     found = group(time, workers)
-    return Event("group", "", data={**found.data, "first": True}, time=time)
+    return Event("group", "", data={**found.data, "job": job}, time=time)
 
 
 def test_workers_that_wait_for_the_first_group_are_held_too() -> None:
     events = [
-        waiting(0.0, 0, first=True),
-        waiting(4.0, 1, first=True),
-        first_group(9.0, 2),
+        waiting(0.0, 0),
+        waiting(4.0, 1),
+        group_of("a", 9.0, 2),
         Event("end", "", time=13.0),
     ]
     spent = goodput(ledger([row(0, 12.0, 1, 2)], [], events), events)
@@ -81,10 +81,16 @@ def test_workers_that_wait_for_the_first_group_are_held_too() -> None:
     assert spent.held_s == pytest.approx(5 + 8)
 
 
-@pytest.mark.parametrize("waits", [[], [waiting(1000.0, 1, first=True)]])
+def test_a_job_that_only_waited_holds_nobody_until_it_is_submitted_again() -> None:
+    events = [waiting(0.0, 2), Event("stop", "", time=60.0), waiting(86400.0, 1, "b"), Event("end", "", time=86410.0)]
+    spent = goodput(ledger([], [], events), events)
+    assert spent.seconds["capacity"] == pytest.approx(2 * 60 + 10)
+
+
+@pytest.mark.parametrize("waits", [[], [waiting(1000.0, 1, "b")]])
 def test_the_time_between_two_submissions_of_a_job_held_nobody(waits: list[Event]) -> None:
-    began = [first_group(0.0, 2), waiting(6.0, 1), Event("stop", "", time=8.0)]
-    events = [*began, *waits, first_group(1010.0, 2), Event("end", "", time=1013.0)]
+    began = [group_of("a", 0.0, 2), waiting(6.0, 1), Event("stop", "", time=8.0)]
+    events = [*began, *waits, group_of("b", 1010.0, 2), Event("end", "", time=1013.0)]
     spent = goodput(ledger([row(0, 5.0, 1, 2), row(1, 1012.0, 2, 2)], [], events), events)
     assert spent.seconds["capacity"] == pytest.approx(2 + 10 * len(waits))
     assert spent.held_s == pytest.approx(2 * 6 + 2 + 10 * len(waits) + 2 * 3)
