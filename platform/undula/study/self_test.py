@@ -63,7 +63,13 @@ def table(checks: Sequence[Check]) -> str:
     """The checks as aligned text."""
     rows = [("", "expected", "got", "within", "")]
     rows += [
-        (each.what, _figure(each.expected), _figure(each.got), f"{each.tolerance:.1%}", "pass" if each.passed else "FAIL")
+        (
+            each.what,
+            _figure(each.expected),
+            _figure(each.got),
+            f"{each.tolerance:.1%}",
+            "pass" if each.passed else "FAIL",
+        )
         for each in checks
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]

@@ -92,7 +92,9 @@ class StudySpec:
         if self.search != "grid" and self.trials is None:
             raise ValueError(f"trials is missing: search: {self.search} takes a number of them")
         if self.search == "grid" and self.trials is not None:
-            raise ValueError(f"trials is {self.trials}, and a grid has as many as it has: leave it out, or give a search")
+            raise ValueError(
+                f"trials is {self.trials}, and a grid has as many as it has: leave it out, or give a search"
+            )
         if self.search == "adaptive" and self.base_lr_range is None:
             raise ValueError("base_lrs is a list, in which search: adaptive cannot move: give base_lr_range")
 
@@ -129,7 +131,9 @@ class StudySpec:
                 )
         for optimizer in self.optimizers:
             if not any(_goes_with(rule, optimizer) for rule in self.rules):
-                raise ValueError(f"optimizers has {optimizer}, with which no rule of rules goes: leave it out, or add one")
+                raise ValueError(
+                    f"optimizers has {optimizer}, with which no rule of rules goes: leave it out, or add one"
+                )
 
     @property
     def rates(self) -> tuple[float, ...]:

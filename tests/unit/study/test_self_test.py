@@ -34,7 +34,11 @@ def test_a_number_that_is_off_fails() -> None:
 
 
 def test_table_names_each_topic_once() -> None:
-    checks = [Check("A", "one", 1507368, 1508044, 0.001), Check("A", "two", 2, 2.5, 0.02), Check("B", "three", 1, 1, 0.1)]
+    checks = [
+        Check("A", "one", 1507368, 1508044, 0.001),
+        Check("A", "two", 2, 2.5, 0.02),
+        Check("B", "three", 1, 1, 0.1),
+    ]
     assert table(checks).splitlines() == [
         "          expected        got  within",
         "A",
