@@ -30,7 +30,8 @@ KNOWN_BEST = {
     1024: Best(10_610, 1.67),
     4096: Best(8_118, 1.90),
 }
-"""Of `zhang_quadratic`, by batch."""
+"""Of `zhang_quadratic`, by batch. They were made with 1e-8 added to 1 - (1 - eta h)^2 where the noise's part is divided by it, which a unit
+test does too and then has them to the step; without it batches of 4 and 32 take 0.04 % and 0.005 % more."""
 KNOWN_CRITICAL_BATCH, KNOWN_FEWEST_STEPS = 790.0, 7008.0
 FITTED_BATCHES = tuple(2**exponent for exponent in range(2, 21))
 KNOWN_NOISE_SCALE = 108.21
@@ -94,7 +95,8 @@ Row = tuple[str, float, float, float]
 def noisy_quadratic() -> Iterator[Row]:
     """Zhang et al. 2019: steps to the target at the best rate, and the hyperbola through them.
 
-    The hyperbola is fitted to every power of two from 4 to 2^20: enough of both its arms that it depends little on where they end.
+    The hyperbola is not quite the model's own curve, so that a fit depends on the batches: to the five alone it gives 924 and 6,113. With
+    every power of two from 4 to 2^20 it sees both arms as far as they go.
     """
     model = zhang_quadratic()
     found = {batch: best_of(sgd_steps(model, batch, RATES, TARGET), RATES) for batch in {*KNOWN_BEST, *FITTED_BATCHES}}
@@ -102,8 +104,8 @@ def noisy_quadratic() -> Iterator[Row]:
         yield f"steps to a loss of {TARGET}, batch {batch}", known.steps, found[batch].steps, 0.001
         yield f"best learning rate, batch {batch}", known.rate, found[batch].rate, 0.005
     fit = fit_pareto(FITTED_BATCHES, [found[batch].steps for batch in FITTED_BATCHES], resamples=100)
-    yield "critical batch", KNOWN_CRITICAL_BATCH, fit.critical_batch, 0.02
-    yield "fewest steps", KNOWN_FEWEST_STEPS, fit.fewest_steps, 0.02
+    yield "critical batch", KNOWN_CRITICAL_BATCH, fit.critical_batch, 0.01
+    yield "fewest steps", KNOWN_FEWEST_STEPS, fit.fewest_steps, 0.01
 
 
 def expected_losses() -> Iterator[Row]:

@@ -22,14 +22,28 @@ def model() -> NoisyQuadratic:
     return zhang_quadratic()
 
 
-@pytest.mark.parametrize(
-    ("batch", "steps", "rate"),
-    [(4, 1_507_368, 0.0147), (32, 189_425, 0.114), (256, 25_881, 0.774), (1024, 10_610, 1.67), (4096, 8_118, 1.90)],
-)
+KNOWN = [(4, 1_507_368, 0.0147), (32, 189_425, 0.114), (256, 25_881, 0.774), (1024, 10_610, 1.67), (4096, 8_118, 1.90)]
+
+
+@pytest.mark.parametrize(("batch", "steps", "rate"), KNOWN)
 def test_known_steps_come_out(model: NoisyQuadratic, batch: int, steps: int, rate: float) -> None:
     found = best_of(sgd_steps(model, batch, RATES, TARGET), RATES)
     assert found.steps == pytest.approx(steps, rel=1e-3 if batch < 256 else 0)
     assert found.rate == pytest.approx(rate, rel=0.005)
+
+
+@pytest.mark.parametrize(("batch", "steps", "rate"), KNOWN)
+def test_known_steps_come_out_exactly_with_the_epsilon_that_they_were_made_with(
+    model: NoisyQuadratic, batch: int, steps: int, rate: float
+) -> None:
+    rate = RATES[np.argmin(abs(RATES - rate))]
+    kept = (1 - rate * model.curvature) ** 2
+    end = rate**2 * model.noise / batch / (1 - kept + 1e-8)
+
+    def loss(step: int) -> float:
+        return float(model.loss(end + (model.start - end) * kept**step))
+
+    assert loss(steps) <= TARGET < loss(steps - 1)
 
 
 def test_bins_hold_every_dimension(model: NoisyQuadratic) -> None:
