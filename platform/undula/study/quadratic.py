@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 MOST_STEPS = 2**40
 
@@ -116,8 +117,9 @@ def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: f
     state = np.zeros((len(stable), len(model.start), 4, 1))
     state[..., 0, 0], state[..., 3, 0] = model.start, 1.0
 
-    def above(at: Floats) -> Floats:
-        return model.loss(at[..., 0, 0]) > target
+    def above(at: Floats) -> Bools:
+        found: Bools = model.loss(at[..., 0, 0]) > target
+        return found
 
     powers = [momentum_moments(model, batch, rates[stable], momentum)]
     while 2 ** len(powers) < MOST_STEPS and np.any(above(powers[-1] @ state)):
