@@ -60,7 +60,7 @@ def zhang_quadratic(dimensions: int = 10_000, points: int = 100) -> NoisyQuadrat
 def sgd_moment(model: NoisyQuadratic, batch: float, rates: Floats, steps: Floats) -> Floats:
     """E[x^2] after so many steps of SGD; `rates` and `steps` have shape [rates], the result [rates, bins].
 
-    E[x^2](t + 1) = (1 - eta h)^2 E[x^2](t) + eta^2 c / B (equation 3 with the noise's variance over the batch), a geometric series:
+    E[x^2](t + 1) = (1 - eta h)^2 E[x^2](t) + eta^2 c / B is a geometric series:
     it goes from the start to eta c / (B h (2 - eta h)) as (1 - eta h)^2t goes to 0. For eta h < 2.
     """
     rate, h = rates[:, None], model.curvature

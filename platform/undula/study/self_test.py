@@ -167,11 +167,11 @@ def adascale() -> Iterator[Row]:
 
 
 def adam_sde() -> Iterator[Row]:
-    """Malladi et al. 2022, arXiv:2205.10287, definition 5.3: Adam on a quadratic whose gradients are mostly noise.
+    """Malladi et al. 2022, arXiv:2205.10287, the square-root rule: Adam on a quadratic whose gradients are mostly noise.
 
     The variance of weights settles at rate noise^2 / (2 h (noise + epsilon)), and the noise of batch k B is 1 / sqrt(k) of that of B. So
     rate sqrt(k), beta to 1 - k (1 - beta) and epsilon / sqrt(k) leave the variance as it was; the linear rule, where epsilon is small,
-    multiplies it by sqrt(k).
+    multiplies it by sqrt(k). The betas hardly show in it.
     """
     rate, betas, noise, steps = 0.01, (0.9, 0.999), 10.0, 3000
     for epsilon, kappas in ((1e-8, (2, 4, 8)), (noise, (8,))):

@@ -94,7 +94,7 @@ def test_momentum_search_ends_where_its_loss_crosses(model: NoisyQuadratic) -> N
 
 
 def test_momentum_gains_nothing_at_small_batches_and_much_at_large_ones(model: NoisyQuadratic) -> None:
-    """Zhang et al. 2019, section 3.3: it moves the critical batch."""
+    """Zhang et al. 2019: it moves the critical batch."""
     momentum = 0.9
     gains = []
     for batch in (32, 4096):
