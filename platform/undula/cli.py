@@ -20,6 +20,7 @@ from undula.errors import SpecError, one_sentence
 from undula.price_options import add_price_arguments, price_finder
 from undula.spot_command import add_leave_arguments, add_spot_arguments
 from undula.storage import Store, open_store
+from undula.study_command import add_study_commands
 
 if TYPE_CHECKING:
     from undula.data.manifest import Manifest
@@ -295,6 +296,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", help="a run's name, as `undula ls` shows it, or its directory")
     add_price_arguments(report)
     report.set_defaults(command=_report)
+
+    study = commands.add_parser("study", help="how learning rate and batch size scale")
+    add_study_commands(study.add_subparsers(required=True, metavar="WHAT"))
 
     horovod = commands.add_parser(
         "build-horovod", help="build Horovod for the torch that is installed, and install it; for engine: horovod"

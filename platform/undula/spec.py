@@ -1,4 +1,4 @@
-"""JobSpec: one YAML for a job, with overrides, checked whole; each value knows where it came from.
+"""JobSpec and LoadedStudy: one YAML for a job or a study, with overrides, checked whole; each value knows where it came from.
 
 The parts belong to the packages that use them; this module only composes, loads and reports.
 """
@@ -26,6 +26,7 @@ from undula.plan.plan import STRICT, PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.run.job import EngineName, GradientSpec, Job, ValidationSpec
 from undula.state.spec import CheckpointSpec
+from undula.study.spec import StudySpec
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -150,6 +151,15 @@ class LoadedSpec:
         return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class LoadedStudy:
+    """A study, and the job that it trains, with the origin of each value of the study."""
+
+    spec: StudySpec
+    job: LoadedSpec
+    origins: Mapping[str, str]
+
+
 def load_spec(file: Path, overrides: Sequence[str] = (), config_type: type | None = None) -> LoadedSpec:
     """The job in a YAML file, with `key.sub=value` overrides on top.
 
@@ -161,17 +171,44 @@ def load_spec(file: Path, overrides: Sequence[str] = (), config_type: type | Non
     Raises:
         SpecError: one sentence with the file and line, the key, what was given and what is accepted.
     """
-    tree, origins = _read_yaml(file)
-    for override in overrides:
-        _apply_override(tree, origins, override)
-    where = _Where(file, origins)
-    _refuse_unknown_keys(tree, JobSpec, (), where)
-    spec = _validated(JobSpec, tree, (), where)
+    spec, where = _load(JobSpec, file, overrides, "a job's YAML", "name, data")
     config: Any = _namespace(spec.config)
     if config_type is not None:
         _refuse_unknown_keys(spec.config, config_type, ("config",), where)
         config = _validated(config_type, spec.config, ("config",), where)
-    return LoadedSpec(spec, config, origins)
+    return LoadedSpec(spec, config, where.origins)
+
+
+def load_study(file: Path, overrides: Sequence[str] = ()) -> LoadedStudy:
+    """The study in a YAML file, with `key.sub=value` overrides on top, and its job.
+
+    Raises:
+        SpecError: one sentence, as of `load_spec`, about the study or about its job.
+    """
+    spec, where = _load(StudySpec, file, overrides, "a study's YAML", "name, job, batches")
+    job_file = file.parent / spec.job
+    if not job_file.is_file():
+        raise SpecError(
+            f"{where(['job'])}: job is {json.dumps(spec.job)}, and there is no file {job_file}: give a job's YAML"
+        )
+    job = load_spec(job_file)
+    virtual_workers = job.spec.plan.virtual_workers
+    for batch in spec.batches:
+        if batch % virtual_workers:
+            raise SpecError(
+                f"{where(['batches'])}: batches has {batch}, which plan.virtual_workers ({virtual_workers}) of {job_file} "
+                "does not divide: give multiples of it"
+            )
+    return LoadedStudy(spec, job, where.origins)
+
+
+def _load(owner: Any, file: Path, overrides: Sequence[str], what: str, keys: str) -> tuple[Any, "_Where"]:
+    tree, origins = _read_yaml(file, what, keys)
+    for override in overrides:
+        _apply_override(tree, origins, override)
+    where = _Where(file, origins)
+    _refuse_unknown_keys(tree, owner, (), where)
+    return _validated(owner, tree, (), where), where
 
 
 def json_schema() -> dict[str, Any]:
@@ -233,7 +270,7 @@ _Yaml12Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)
@@ -241,17 +278,17 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except OSError as error:
         raise SpecError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise SpecError(f"{file} is not UTF-8 text: give a job's YAML") from error
+        raise SpecError(f"{file} is not UTF-8 text: give {what}") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if tree is None:
-        raise SpecError(f"{file} is empty: a job's YAML is a mapping with the keys name, data, ...")
+        raise SpecError(f"{file} is empty: {what} is a mapping with the keys {keys}, ...")
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode):
-        raise SpecError(f"{file} holds {type(tree).__name__}: a job's YAML is a mapping with the keys name, data, ...")
+        raise SpecError(f"{file} holds {type(tree).__name__}: {what} is a mapping with the keys {keys}, ...")
     try:
         return tree, dict(_origins(root, file, ""))
     except RecursionError:
-        raise SpecError(f"{file} has an anchor that holds itself: a job's YAML is a tree") from None
+        raise SpecError(f"{file} has an anchor that holds itself: {what} is a tree") from None
 
 
 def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:

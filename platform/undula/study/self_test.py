@@ -1,0 +1,244 @@
+"""`undula study self-test`: the arithmetic of studies against numbers that are known, and formulas against sampling.
+
+The formulas of rules are written here once more, apart from those that train, so that each checks the other. All draws are seeded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import erf, pi, sqrt
+
+import numpy as np
+
+from undula.study.fits import fit_pareto
+from undula.study.quadratic import (
+    Best,
+    Floats,
+    NoisyQuadratic,
+    best_of,
+    momentum_moments,
+    sgd_moment,
+    sgd_steps,
+    zhang_quadratic,
+)
+
+TARGET = 0.01
+RATES: Floats = np.logspace(-5, 0.5, 100)
+KNOWN_BEST = {
+    4: Best(1_507_368, 0.0147),
+    32: Best(189_425, 0.114),
+    256: Best(25_881, 0.774),
+    1024: Best(10_610, 1.67),
+    4096: Best(8_118, 1.90),
+}
+"""Of `zhang_quadratic`, by batch. They were made with 1e-8 added to 1 - (1 - eta h)^2 where the noise's part is divided by it, which a unit
+test does too and then has them to the step; without it batches of 4 and 32 take 0.04 % and 0.005 % more."""
+KNOWN_CRITICAL_BATCH, KNOWN_FEWEST_STEPS = 790.0, 7008.0
+FITTED_BATCHES = tuple(2**exponent for exponent in range(2, 21))
+KNOWN_NOISE_SCALE = 108.21
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number that is known, and what came out."""
+
+    topic: str
+    what: str
+    expected: float
+    got: float
+    tolerance: float
+    """Relative."""
+
+    @property
+    def passed(self) -> bool:
+        return bool(abs(self.got - self.expected) <= self.tolerance * abs(self.expected))
+
+
+def self_test() -> Iterator[Check]:
+    """All checks, one at a time as they are done; seconds in all."""
+    for topic, checks in TOPICS.items():
+        for what, expected, got, tolerance in checks():
+            yield Check(topic, what, float(expected), float(got), tolerance)
+
+
+def table(checks: Sequence[Check]) -> str:
+    """The checks as aligned text."""
+    rows = [("", "expected", "got", "within", "")]
+    rows += [
+        (
+            each.what,
+            _figure(each.expected),
+            _figure(each.got),
+            f"{each.tolerance:.1%}" if each.tolerance > 1e-9 else "exact",
+            "pass" if each.passed else "FAIL",
+        )
+        for each in checks
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines, topic = [], ""
+    for row, check in zip(rows, [None, *checks], strict=True):
+        if check and check.topic != topic:
+            topic = check.topic
+            lines.append(topic)
+        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append(f"  {row[0].ljust(widths[0])}  {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+Row = tuple[str, float, float, float]
+"""What, expected, got, tolerance."""
+
+
+def noisy_quadratic() -> Iterator[Row]:
+    """Zhang et al. 2019: steps to the target at the best rate, and the hyperbola through them.
+
+    The hyperbola is not quite the model's own curve, so that a fit depends on the batches: to the five alone it gives 924 and 6,113. With
+    every power of two from 4 to 2^20 it sees both arms as far as they go.
+    """
+    model = zhang_quadratic()
+    found = {batch: best_of(sgd_steps(model, batch, RATES, TARGET), RATES) for batch in {*KNOWN_BEST, *FITTED_BATCHES}}
+    for batch, known in KNOWN_BEST.items():
+        yield f"steps to a loss of {TARGET}, batch {batch}", known.steps, found[batch].steps, 0.001
+        yield f"best learning rate, batch {batch}", known.rate, found[batch].rate, 0.005
+    fit = fit_pareto(FITTED_BATCHES, [found[batch].steps for batch in FITTED_BATCHES], resamples=100)
+    yield "critical batch", KNOWN_CRITICAL_BATCH, fit.critical_batch, 0.01
+    yield "fewest steps", KNOWN_FEWEST_STEPS, fit.fewest_steps, 0.01
+
+
+def expected_losses() -> Iterator[Row]:
+    """The closed forms against as many chains of the real thing."""
+    model = NoisyQuadratic(np.ones(2), np.array([1.0, 0.1]), np.array([1.0, 0.1]), np.ones(2))
+    batch, rate, chains = 4.0, 0.5, 50_000
+    for momentum in (0.0, 0.9):
+        rng = np.random.default_rng(1)
+        x, v = np.ones((chains, 2)), np.zeros((chains, 2))
+        matrix = momentum_moments(model, batch, np.array([rate]), momentum)[0]
+        moments = np.stack([model.start, np.zeros(2), np.zeros(2), np.ones(2)], axis=-1)[..., None]
+        for step in range(1, 61):
+            v = momentum * v + model.curvature * x + np.sqrt(model.noise / batch) * rng.standard_normal(x.shape)
+            x = x - rate * v
+            moments = matrix @ moments
+            if step in (5, 60):
+                sampled = float(model.loss(np.mean(x**2, axis=0)))
+                if momentum:
+                    closed = float(model.loss(moments[:, 0, 0]))
+                else:
+                    closed = float(model.loss(sgd_moment(model, batch, np.array([rate]), np.array([step])))[0])
+                yield f"loss after {step} steps, momentum {momentum:g}", closed, sampled, 0.02
+
+
+def noise_scale() -> Iterator[Row]:
+    """McCandlish et al. 2018, arXiv:1812.06162, appendix A.1: tr(Sigma) / |G|^2 from the square norms of small and large batches."""
+    rng = np.random.default_rng(2)
+    dimensions, workers, small, steps = 50, 8, 16, 10_000
+    large = workers * small
+    gradient = np.full(dimensions, 1 / sqrt(dimensions))  # |G|^2 = 1
+    spectrum = 1 / np.arange(1, dimensions + 1)
+    spectrum *= KNOWN_NOISE_SCALE / spectrum.sum()
+    of_small = of_large = 0.0
+    for _ in range(10):
+        draws = rng.standard_normal((steps // 10, workers, dimensions))
+        gradients = gradient + np.sqrt(spectrum / small) * draws
+        of_small += float(np.mean(np.sum(gradients**2, axis=-1))) / 10
+        of_large += float(np.mean(np.sum(gradients.mean(axis=1) ** 2, axis=-1))) / 10
+    square = (large * of_large - small * of_small) / (large - small)
+    trace = (of_small - of_large) / (1 / small - 1 / large)
+    yield "|G|^2", 1.0, square, 0.02
+    yield "tr(Sigma)", KNOWN_NOISE_SCALE, trace, 0.02
+    yield "noise scale", KNOWN_NOISE_SCALE, trace / square, 0.02
+
+
+def adascale() -> Iterator[Row]:
+    """Johnson et al. 2020, arXiv:2007.05105: r = (var + sqr) / (var / S + sqr), from its formula and from gradients of S workers."""
+    variance, square, dimensions, steps = 2.0, 1.0, 20, 20_000
+    rng = np.random.default_rng(3)
+    for scale, known in ((4, 2.0), (10, 2.5)):
+        yield f"gain at S = {scale}", known, (variance + square) / (variance / scale + square), 1e-12
+        draws = rng.standard_normal((steps, scale, dimensions))
+        gradients = sqrt(square / dimensions) + sqrt(variance / dimensions) * draws
+        of_each = float(np.mean(np.sum(gradients**2, axis=-1)))
+        of_mean = float(np.mean(np.sum(gradients.mean(axis=1) ** 2, axis=-1)))
+        var = (of_each - of_mean) * scale / (scale - 1)
+        sqr = of_mean - var / scale
+        yield f"gain at S = {scale}, sampled", known, (var + sqr) / (var / scale + sqr), 0.02
+
+
+def adam_sde() -> Iterator[Row]:
+    """Malladi et al. 2022, arXiv:2205.10287, the square-root rule: Adam on a quadratic whose gradients are mostly noise.
+
+    The variance of weights settles at rate noise^2 / (2 h (noise + epsilon)), and the noise of batch k B is 1 / sqrt(k) of that of B. So
+    rate sqrt(k), beta to 1 - k (1 - beta) and epsilon / sqrt(k) leave the variance as it was; the linear rule, where epsilon is small,
+    multiplies it by sqrt(k). The betas hardly show in it.
+    """
+    rate, betas, noise, steps = 0.01, (0.9, 0.999), 10.0, 3000
+    for epsilon, kappas in ((1e-8, (2, 4, 8)), (noise, (8,))):
+        base = _adam_variance(rate, betas, epsilon, noise, steps)
+        for kappa in kappas:
+            root = sqrt(kappa)
+            scaled = (1 - kappa * (1 - betas[0]), 1 - kappa * (1 - betas[1]))
+            found = _adam_variance(rate * root, scaled, epsilon / root, noise / root, steps // kappa)
+            large = "" if epsilon < 1 else ", large epsilon"
+            yield f"variance, square-root rule, kappa {kappa}{large}", 1.0, found / base, 0.03
+            if not large:
+                found = _adam_variance(rate * kappa, betas, epsilon, noise / root, steps // kappa)
+                yield f"variance, linear rule, kappa {kappa}", root, found / base, 0.05
+
+
+def _adam_variance(rate: float, betas: tuple[float, float], epsilon: float, noise: float, steps: int) -> float:
+    """Stationary E[x^2] of Adam with gradient x + noise, over chains and the later half of the steps."""
+    # In single precision, which halves the time of the longest check by far.
+    rng, chains, single = np.random.default_rng(4), 40_000, np.float32
+    # It starts about where it should end, for the start to be forgotten sooner.
+    x = noise * sqrt(rate / (2 * (noise + epsilon))) * rng.standard_normal(chains, single)
+    mean, square = np.zeros(chains, single), np.full(chains, noise**2, single)
+    total = 0.0
+    for step in range(steps):
+        gradient = x + noise * rng.standard_normal(chains, single)
+        mean += (1 - betas[0]) * (gradient - mean)
+        square += (1 - betas[1]) * (gradient**2 - square)
+        x -= rate * mean / (np.sqrt(square) + epsilon)
+        if step >= steps // 2:
+            total += float(x @ x) / chains
+    return total / (steps - steps // 2)
+
+
+def surge() -> Iterator[Row]:
+    """Li et al. 2024, arXiv:2405.14578: eta(B) = eta_max / (1/2 (sqrt(B_noise / B) + sqrt(B / B_noise))), for steps along signs.
+
+    Sampled: on a loss of gradient g per dimension and curvature h between all of them, the best rate of a step along the signs s
+    of a gradient with noise sigma / sqrt(B) is sum g E[s] / E[s' H s]. With H = h everywhere and E[s] = e it is
+    d g e / (h (d + d (d - 1) e^2)), which peaks at e = 1 / sqrt(d - 1).
+    """
+    dimensions, gradient, curvature, sigma, steps = 101, 1.0, 1.0, 100.0, 50_000
+    noise_batch = pi / 2 * (sigma / gradient) ** 2 / (dimensions - 1)  # e is about sqrt(2 B / pi) g / sigma
+    highest = gradient / (2 * curvature * sqrt(dimensions - 1))
+
+    def rate(batch: float) -> float:
+        return highest / (0.5 * (sqrt(noise_batch / batch) + sqrt(batch / noise_batch)))
+
+    batches = noise_batch * 2.0 ** np.arange(-60, 61)
+    rates = [rate(float(batch)) for batch in batches]
+    yield "batch of the peak over B_noise", 1.0, float(batches[np.argmax(rates)]) / noise_batch, 1e-12
+    yield "rate at the peak over eta_max", 1.0, max(rates) / highest, 1e-12
+    rng = np.random.default_rng(5)
+    for factor in (0.25, 1.0, 4.0):
+        batch = factor * noise_batch
+        draws = gradient + sigma / sqrt(batch) * rng.standard_normal((steps, dimensions))
+        signs = np.sign(draws).sum(axis=1)
+        best = gradient * float(signs.mean()) / (curvature * float(np.mean(signs**2)))
+        yield f"best rate over eta_max at {factor:g} B_noise, sampled", rate(batch) / highest, best / highest, 0.03
+    chance = erf(sqrt(noise_batch / 2) * gradient / sigma)
+    yield "mean sign at B_noise times sqrt(d - 1)", 1.0, chance * sqrt(dimensions - 1), 0.01
+
+
+TOPICS: dict[str, Callable[[], Iterator[Row]]] = {
+    "Noisy quadratic (Zhang 2019)": noisy_quadratic,
+    "Expected loss, sampled": expected_losses,
+    "Gradient noise scale (McCandlish 2018), sampled": noise_scale,
+    "AdaScale (Johnson 2020)": adascale,
+    "Adam's SDE (Malladi 2022), sampled": adam_sde,
+    "Surge (Li 2024)": surge,
+}

@@ -1,0 +1,149 @@
+"""What a study asks for: which trainings of a job, towards what, and how they share the machines."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, MinLen
+from pydantic import StringConstraints
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from undula.plan.plan import STRICT, Positive
+
+Rule = Literal["none", "linear", "sqrt", "adascale", "adam_sde", "surge"]
+Optimizer = Literal["sgd", "adam", "adamw", "lars", "lamb"]
+
+OPTIMIZERS_OF: Mapping[Rule, tuple[Optimizer, ...]] = {
+    "adascale": ("sgd",),
+    "adam_sde": ("adam", "adamw"),
+    "surge": ("adam", "adamw"),
+}
+"""Rules whose formula is about some optimizers alone. The powers of the batch go with any: whether they hold there is what a study asks."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class LogRange:
+    """Learning rates at equal ratios, both ends among them."""
+
+    low: Annotated[float, Gt(0)]
+    """The lowest."""
+    high: Annotated[float, Gt(0)]
+    """The highest."""
+    points: Annotated[int, Ge(3)] = 9
+    """How many, for a grid; an optimum shows between two others."""
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ValueError(f"low is {self.low:g}, not under high ({self.high:g}): exchange them")
+
+    def values(self) -> tuple[float, ...]:
+        ratio = self.high / self.low
+        return (*(self.low * ratio ** (point / (self.points - 1)) for point in range(self.points - 1)), self.high)
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class TargetSpec:
+    """What a training is to reach; the study counts the steps until then."""
+
+    value: float
+    """Reached where the metric is at it or under it."""
+    metric: Literal["validation_loss", "training_loss"] = "validation_loss"
+    """Of the ledger."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class StudySpec:
+    """Trainings of one job with other batches, learning rates, rules, warmups, optimizers and seeds: each with each."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the study's directory below `runs`."""
+    job: Annotated[str, MinLen(1)]
+    """YAML of the job, relative to the study's; what a study does not set is as the job has it."""
+    batches: tuple[Positive, ...]
+    """Samples per optimizer step (plan.global_batch). Rules scale from the first."""
+    base_lrs: tuple[Annotated[float, Gt(0)], ...] = ()
+    """Learning rates at the top of the schedule; or give base_lr_range."""
+    base_lr_range: LogRange | None = None
+    """The same as a range."""
+    rules: tuple[Rule, ...] = ("none",)
+    """How the learning rate follows the batch; `none` tries each base rate at each batch, which finds the best."""
+    warmups: tuple[Annotated[int, Ge(0)], ...] = (0,)
+    """Samples of warmup (schedule.warmup_samples)."""
+    optimizers: tuple[Optimizer, ...] = ("adamw",)
+    """The script reads it as run.config.optimizer."""
+    seeds: tuple[int, ...] = (0,)
+    """plan.seed. Several give the fits their intervals."""
+    target: TargetSpec | None = None
+    """What is to be reached; without it trainings are judged by their last loss alone."""
+    search: Literal["grid", "random", "adaptive"] = "grid"
+    """All trainings; so many drawn of them; or each where those before promise most."""
+    trials: Positive | None = None
+    """How many, for a search that is no grid."""
+    scheduler: Literal["asha", "none"] = "none"
+    """Whether trainings that lag behind are stopped early (ASHA, Li et al. 2020, arXiv:1810.05934)."""
+    max_concurrent: Positive | None = None
+    """Most trainings at once; by default as many as the cluster holds."""
+    packed: Positive = 1
+    """Trainings that share a worker's GPU."""
+
+    def __post_init__(self) -> None:
+        self._refuse_axes()
+        self._refuse_rules()
+        if self.search != "grid" and self.trials is None:
+            raise ValueError(f"trials is missing: search: {self.search} takes a number of them")
+        if self.search == "grid" and self.trials is not None:
+            raise ValueError(
+                f"trials is {self.trials}, and a grid has as many as it has: leave it out, or give a search"
+            )
+        if self.search == "adaptive" and self.base_lr_range is None:
+            raise ValueError("base_lrs is a list, in which search: adaptive cannot move: give base_lr_range")
+
+    def _refuse_axes(self) -> None:
+        if bool(self.base_lrs) == (self.base_lr_range is not None):
+            found = "is empty" if not self.base_lrs else "and base_lr_range are both given"
+            raise ValueError(f"base_lrs {found}: give one of base_lrs and base_lr_range")
+        axes: Mapping[str, Sequence[Any]] = {
+            "batches": self.batches,
+            "base_lrs": self.rates,
+            "rules": self.rules,
+            "warmups": self.warmups,
+            "optimizers": self.optimizers,
+            "seeds": self.seeds,
+        }
+        for key, values in axes.items():
+            if not values:
+                raise ValueError(f"{key} is empty, which leaves nothing to train: give one or more")
+            if twice := [value for value in values if values.count(value) > 1]:
+                raise ValueError(f"{key} has {twice[0]} twice: keep one")
+
+    def _refuse_rules(self) -> None:
+        scaling = [rule for rule in self.rules if rule != "none"]
+        if scaling and len(self.batches) == 1:
+            raise ValueError(
+                f"batches is {self.batches[0]} alone, where {scaling[0]} asks for another to scale to: "
+                f"give two or more, or leave out rules"
+            )
+        for rule in self.rules:
+            if not any(_goes_with(rule, optimizer) for optimizer in self.optimizers):
+                raise ValueError(
+                    f"rules has {rule}, which is for {' and '.join(OPTIMIZERS_OF[rule])} and not for "
+                    f"{' or '.join(self.optimizers)}: leave it out, or give another optimizer"
+                )
+        for optimizer in self.optimizers:
+            if not any(_goes_with(rule, optimizer) for rule in self.rules):
+                raise ValueError(
+                    f"optimizers has {optimizer}, with which no rule of rules goes: leave it out, or add one"
+                )
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The base learning rates of a grid."""
+        return self.base_lr_range.values() if self.base_lr_range else self.base_lrs
+
+    def pairs(self) -> tuple[tuple[Optimizer, Rule], ...]:
+        """Optimizers and the rules that go with them: what is trained of their product."""
+        return tuple(pair for pair in product(self.optimizers, self.rules) if _goes_with(pair[1], pair[0]))
+
+
+def _goes_with(rule: Rule, optimizer: Optimizer) -> bool:
+    return optimizer in OPTIMIZERS_OF.get(rule, (optimizer,))

@@ -1,0 +1,141 @@
+"""What is fitted to results: exact where the data are, honest intervals where they are not."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from undula.study.fits import Interval, Optimum, PowerLaw, best_rate, compare_rules, fit_pareto, fit_power_law
+
+BATCHES = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def optima(batches: Sequence[float], rates: Sequence[float]) -> list[Optimum]:
+    return [Optimum(batch, rate, 0.0, None) for batch, rate in zip(batches, rates, strict=True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(fewest=st.floats(10, 1e6), critical=st.floats(1, 1e5))
+def test_pareto_fit_recovers_exact_data(fewest: float, critical: float) -> None:
+    fit = fit_pareto(BATCHES, [fewest * (1 + critical / batch) for batch in BATCHES], resamples=20)
+    assert fit.critical_batch == pytest.approx(critical, rel=1e-4)
+    assert fit.fewest_steps == pytest.approx(fewest, rel=1e-4)
+    assert fit.fewest_samples == pytest.approx(fewest * critical, rel=1e-4)
+
+
+def test_critical_batch_doubles_steps_and_samples() -> None:
+    fit = fit_pareto(BATCHES, [1000 * (1 + 100 / batch) for batch in BATCHES], resamples=20)
+    steps = fit.fewest_steps * 2
+    assert (steps / fit.fewest_steps - 1) * (steps * fit.critical_batch / fit.fewest_samples - 1) == pytest.approx(1)
+
+
+def test_critical_batch_lies_in_its_interval_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    batches = np.repeat(BATCHES, 3)
+    held = 0
+    for seed in range(100):
+        steps = 500 * (1 + 200 / batches) * np.exp(0.1 * rng.standard_normal(len(batches)))
+        held += fit_pareto(batches.tolist(), steps.tolist(), resamples=200, seed=seed).interval.holds(200)
+    assert 88 <= held <= 99
+
+
+def test_interval_says_where_the_batches_do_not_bound_it() -> None:
+    rng = np.random.default_rng(1)
+    noise = np.exp(0.2 * rng.standard_normal(len(BATCHES)))
+    small = fit_pareto(BATCHES, (1e9 / np.array(BATCHES) * noise).tolist())
+    assert not small.inside
+    assert small.interval.high == np.inf
+    large = fit_pareto(BATCHES, (1000 * noise).tolist())
+    assert not large.inside
+    assert large.interval.low == 0
+    assert fit_pareto(BATCHES, [1000 * (1 + 100 / batch) for batch in BATCHES]).inside
+
+
+def test_trainings_that_never_arrived_are_left_out() -> None:
+    steps = [1000 * (1 + 100 / batch) for batch in BATCHES]
+    assert fit_pareto([*BATCHES, 2048], [*steps, np.inf]).critical_batch == pytest.approx(100, rel=1e-4)
+    with pytest.raises(ValueError, match="2 batch sizes got to the target: a critical batch takes three"):
+        fit_pareto([1, 2, 2, 4], [9.0, 8.0, 8.5, np.inf])
+
+
+@settings(max_examples=50, deadline=None)
+@given(exponent=st.floats(-2, 2), factor=st.floats(1e-6, 10))
+def test_power_law_recovers_exact_data(exponent: float, factor: float) -> None:
+    fit = fit_power_law(optima(BATCHES, [factor * batch**exponent for batch in BATCHES]))
+    assert fit.exponent == pytest.approx(exponent, abs=1e-9)
+    assert fit.factor == pytest.approx(factor, rel=1e-6)
+    assert fit.interval.holds(exponent)
+
+
+def test_exponent_lies_in_its_interval_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(2)
+    held = 0
+    for _ in range(1000):
+        rates = 0.01 * np.sqrt(BATCHES) * np.exp(0.3 * rng.standard_normal(len(BATCHES)))
+        held += fit_power_law(optima(BATCHES, rates.tolist())).interval.holds(0.5)
+    assert 930 <= held <= 970
+
+
+def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
+    inside = optima(BATCHES, [0.001 * batch for batch in BATCHES])
+    edge = Optimum(2048, 0.1, 0.0, "highest")
+    fit = fit_power_law([*inside, edge])
+    assert (fit.exponent, fit.left_out) == (pytest.approx(1.0), (edge,))
+    with pytest.raises(ValueError, match=r"1 batch sizes .*: a power law takes two; widen the range"):
+        fit_power_law([inside[0], edge])
+
+
+def test_two_points_reject_nothing() -> None:
+    fit = fit_power_law(optima((16, 32), (0.1, 0.2)))
+    assert fit.exponent == pytest.approx(1.0)
+    assert not any(verdict.rejected for verdict in compare_rules(fit))
+
+
+@settings(max_examples=50, deadline=None)
+@given(best=st.floats(-4, -1), curvature=st.floats(0.01, 10), floor=st.floats(-5, 5))
+def test_optimum_of_a_parabola_is_found_between_the_rates(best: float, curvature: float, floor: float) -> None:
+    rates = np.logspace(-5, 0, 21)
+    losses = floor + curvature * (np.log10(rates) - best) ** 2
+    for neighbours in (1, 2):
+        found = best_rate(64, rates.tolist(), losses.tolist(), neighbours)
+        assert found.interior
+        assert np.log10(found.rate) == pytest.approx(best, abs=1e-3)
+        assert found.loss == pytest.approx(floor, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate", "edge"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], 0.1, "lowest"),
+        ([4.0, 3.0, 2.0, 1.0], 0.8, "highest"),
+        ([4.0, 3.0, 2.0, np.inf], 0.4, "diverged"),
+        ([4.0, 3.0, 2.0, np.nan], 0.4, "diverged"),
+        ([3.0, 2.0, 2.0, 3.0], np.sqrt(0.2 * 0.4), None),
+        ([2.0, 2.0, 2.0, 3.0], 0.1, "lowest"),
+    ],
+)
+def test_optimum_says_whether_it_lies_inside(losses: list[float], rate: float, edge: str | None) -> None:
+    found = best_rate(64, [0.1, 0.2, 0.4, 0.8], losses)
+    assert (found.rate, found.edge) == (pytest.approx(rate), edge)
+
+
+def test_rates_may_come_in_any_order() -> None:
+    assert best_rate(64, [0.4, 0.1, 0.2], [2.0, 2.0, 1.0]).rate == pytest.approx(0.2)
+
+
+def test_no_rate_that_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match="every learning rate diverged at batch 64: lower ones are needed"):
+        best_rate(64, [0.1, 0.2], [np.nan, np.inf])
+
+
+def test_rules_outside_the_interval_are_rejected() -> None:
+    fit = PowerLaw(1.0, 0.6, Interval(0.4, 0.8), (), ())
+    assert {verdict.rule: verdict.rejected for verdict in compare_rules(fit)} == {
+        "linear": True,
+        "sqrt": False,
+        "none": True,
+    }
+    exact = fit_power_law(optima(BATCHES, [0.01 * batch for batch in BATCHES]))
+    assert [verdict.rule for verdict in compare_rules(exact) if not verdict.rejected] == ["linear"]

@@ -1,0 +1,133 @@
+"""A study's YAML: read as it is meant, and refused in one sentence that names the place, the key and the mend."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from undula.errors import SpecError
+from undula.spec import LoadedStudy, load_study
+
+STUDY = """\
+name: study
+job: job.yaml
+batches: [32, 64, 128]
+"""
+RATES = "base_lrs: [1e-3, 3e-3]\n"
+
+Load = Callable[..., LoadedStudy]
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Loads STUDY, beside a job, with more YAML at its end."""
+    (tmp_path / "job.yaml").write_text("name: job\ndata: {train: /data}\nplan: {virtual_workers: 4}\n")
+
+    def loaded(more: str = RATES, *overrides: str, text: str = STUDY) -> LoadedStudy:
+        (tmp_path / "study.yaml").write_text(text + more)
+        return load_study(tmp_path / "study.yaml", overrides)
+
+    return loaded
+
+
+@pytest.fixture
+def refused(load: Load, tmp_path: Path) -> Refused:
+    """The sentence with which some YAML is refused, without the folder."""
+
+    def sentence(more: str, *overrides: str, text: str = STUDY) -> str:
+        with pytest.raises(SpecError) as caught:
+            load(more, *overrides, text=text)
+        assert "\n" not in str(caught.value)
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    return sentence
+
+
+def test_study_is_read_with_its_job(load: Load) -> None:
+    study = load(RATES, "seeds=[1, 2]", "target={value: 2.4}")
+    assert (study.spec.batches, study.spec.rates, study.spec.seeds) == ((32, 64, 128), (1e-3, 3e-3), (1, 2))
+    assert study.spec.target is not None
+    assert (study.spec.target.metric, study.spec.target.value) == ("validation_loss", 2.4)
+    assert study.job.spec.name == "job"
+    assert study.origins["seeds"] == "command line"
+    assert study.origins["batches"].endswith("study.yaml:3")
+
+
+def test_range_of_rates_has_equal_ratios_and_both_ends(load: Load) -> None:
+    rates = load("base_lr_range: {low: 1e-4, high: 1e-1, points: 4}\n").spec.rates
+    assert rates == pytest.approx((1e-4, 1e-3, 1e-2, 1e-1))
+    assert rates[-1] == 1e-1
+
+
+def test_rules_go_with_their_own_optimizers(load: Load) -> None:
+    spec = load(RATES + "rules: [sqrt, adascale, adam_sde]\noptimizers: [sgd, adamw]\n").spec
+    assert spec.pairs() == (("sgd", "sqrt"), ("sgd", "adascale"), ("adamw", "sqrt"), ("adamw", "adam_sde"))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("", "study.yaml: base_lrs is empty: give one of base_lrs and base_lr_range"),
+        ("base_lrs: []\n", "study.yaml:4: base_lrs is empty: give one of base_lrs and base_lr_range"),
+        (
+            RATES + "base_lr_range: {low: 1e-4, high: 1}\n",
+            "study.yaml:4: base_lrs and base_lr_range are both given: give one of base_lrs and base_lr_range",
+        ),
+        (
+            "base_lr_range: {low: 1, high: 0.1}\n",
+            "study.yaml:4: base_lr_range.low is 1, not under high (0.1): exchange",
+        ),
+        ("base_lr_range: {low: 1, high: 2, points: 2}\n", "study.yaml:4: base_lr_range.points is 2: it should be "),
+        (RATES + "seeds: []\n", "study.yaml:5: seeds is empty, which leaves nothing to train: give one or more"),
+        (RATES + "rules: []\n", "study.yaml:5: rules is empty, which leaves nothing to train: give one or more"),
+        (RATES + "seeds: [1, 2, 1]\n", "study.yaml:5: seeds has 1 twice: keep one"),
+        (
+            RATES + "rules: [adascale]\n",
+            "study.yaml:5: rules has adascale, which is for sgd and not for adamw: leave it out, or give another optimizer",
+        ),
+        (
+            RATES + "optimizers: [sgd, adamw]\nrules: [adascale]\n",
+            "study.yaml:5: optimizers has adamw, with which no rule of rules goes: leave it out, or add one",
+        ),
+        (RATES + "rules: [square]\n", 'study.yaml:5: rules.0 is "square": it should be '),
+        (RATES + "search: random\n", "study.yaml: trials is missing: search: random takes a number of them"),
+        (RATES + "trials: 8\n", "study.yaml:5: trials is 8, and a grid has as many as it has: leave it out, or give"),
+        (
+            RATES + "search: adaptive\ntrials: 8\n",
+            "study.yaml:4: base_lrs is a list, in which search: adaptive cannot move: give base_lr_range",
+        ),
+        (RATES + "bathces: [1]\n", "study.yaml:5: unknown key bathces: did you mean batches?"),
+        (RATES + "target: {value: low}\n", 'study.yaml:5: target.value is "low": it should be a valid number'),
+        (RATES + "max_concurrent: 0\n", "study.yaml:5: max_concurrent is 0: it should be greater than 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(refused: Refused, more: str, sentence: str) -> None:
+    assert refused(more).startswith(sentence)
+
+
+def test_one_batch_has_nothing_to_scale_to(refused: Refused, load: Load) -> None:
+    assert refused(RATES + "rules: [sqrt]\n", "batches=[64]") == (
+        "command line: batches is 64 alone, where sqrt asks for another to scale to: "
+        "give two or more, or leave out rules"
+    )
+    assert load(RATES, "batches=[64]").spec.batches == (64,)
+
+
+def test_batch_that_the_job_cannot_divide_is_refused(refused: Refused) -> None:
+    assert refused(RATES, "batches=[64, 66]") == (
+        "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide: give multiples of it"
+    )
+
+
+def test_job_that_is_not_there_is_named(refused: Refused) -> None:
+    assert refused(RATES, "job=jobs/none.yaml") == (
+        'command line: job is "jobs/none.yaml", and there is no file jobs/none.yaml: give a job\'s YAML'
+    )
+
+
+def test_file_that_is_no_study_is_refused(refused: Refused) -> None:
+    assert (
+        refused("", text="") == "study.yaml is empty: a study's YAML is a mapping with the keys name, job, batches, ..."
+    )
+    assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing: it must be given"
