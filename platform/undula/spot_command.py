@@ -10,6 +10,7 @@ from undula.cluster.watcher import OrSignal, drain_here, leave, watch
 from undula.errors import SpecError
 
 SIGNAL_NOTICE_S = 30.0
+LONGEST_NOTICE_S = 7 * 86400.0
 
 
 def add_spot_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def add_spot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rebalance", action="store_true", help=text)
     _add_nodes(parser)
     text = f"seconds of a notice by SIGUSR1 (default: {SIGNAL_NOTICE_S:g})"
-    parser.add_argument("--signal-notice", type=float, default=SIGNAL_NOTICE_S, metavar="S", help=text)
+    parser.add_argument("--signal-notice", type=_seconds, default=SIGNAL_NOTICE_S, metavar="S", help=text)
     parser.set_defaults(command=_watch)
 
 
@@ -28,9 +29,16 @@ def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
     _add_nodes(parser)
     text = "seconds until this machine goes; the command ends then, or when its nodes have left"
     parser.add_argument(
-        "--notice", type=float, default=SIGNAL_NOTICE_S, metavar="S", help=f"{text} (default: %(default)g)"
+        "--notice", type=_seconds, default=SIGNAL_NOTICE_S, metavar="S", help=f"{text} (default: %(default)g)"
     )
     parser.set_defaults(command=_leave)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= LONGEST_NOTICE_S:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds up to a week")
+    return seconds
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:

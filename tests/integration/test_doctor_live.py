@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -222,6 +223,17 @@ def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, 
     (odd,) = [node["id"] for node in found.facts["nodes"] if not node["is_head"]]
     assert f"is not seen on {found.facts['nodes'][0]['address']} ({odd[:8]})" in fails["storage"]
     assert "all-reduce" in found.of("pass"), "torch that sees no GPU reduces with gloo"
+
+
+def test_a_head_that_accepts_and_is_silent_is_not_waited_for(tmp_path: Path) -> None:
+    program = "from undula import cli; from undula.cluster import examine; examine.CONNECT_LIMIT_S = 2.0; cli.main()"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-c", program, "doctor", "--cluster", address, "--runs", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2, done.stderr
+    said = f"undula: cannot connect to the Ray cluster {address}: it does not answer within 2 s: is it up?\n"
+    assert done.stderr == said
 
 
 def test_where_there_is_no_cluster_one_sentence_says_so(tmp_path: Path) -> None:

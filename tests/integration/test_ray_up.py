@@ -301,6 +301,24 @@ def test_the_shell_of_a_node_has_what_ray_and_the_jobs_need(story: Story, tmp_pa
     assert f"PATH={tmp_path}/venv/bin:{env['PATH']}" in shown
 
 
+def test_nodes_have_the_labels_of_their_region_and_zone(story: Story, tmp_path: Path) -> None:
+    """By them their prices are found; the machine knows where it is, and Ray makes the labels of the environment of `ray start`."""
+    query = "case \"$*\" in 'query region') echo us-west-2;; 'query availability_zone') echo us-west-2b;; esac"
+    spec = "from ray._private.resource_and_label_spec import ResourceAndLabelSpec as Spec"
+    show = f"import json; {spec}; print(json.dumps(Spec._get_default_labels(None)))"
+    for name, program in {"cloud-init": f"#!/bin/sh\n{query}\n", "ray": f"#!{sys.executable}\n{show}\n"}.items():
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".bashrc").touch()
+    env = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for host in (story.head["PublicIpAddress"], story.worker):
+        (start,) = [script for script in story.shell(host) if "ray start" in script]
+        shown = subprocess.run(["bash", "-c", start], env=env, capture_output=True, text=True, check=True).stdout
+        labels = json.loads(shown.splitlines()[-1])
+        assert labels["ray.io/availability-region"] == "us-west-2"
+        assert labels["ray.io/availability-zone"] == "us-west-2b"
+
+
 def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(story: Story) -> None:
     from undula.cli import _parser
 

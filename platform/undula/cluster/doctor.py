@@ -29,6 +29,7 @@ MAY_BE_MISSING = {
     "undula": "`undula run` brings it along, but a script that is run without it, and the spot watcher, need it there",
     "horovod": "run `undula build-horovod` there, or leave engine: horovod",
 }
+UNMEASURED = "not measured, or not on all nodes, as no time was left: mend what took it, and ask again"
 NAMED = 4
 """Nodes or pairs that are told one by one."""
 
@@ -57,6 +58,8 @@ def judge(facts: Facts) -> list[Result]:
     results = []
     for name, check in CHECKS.items():
         problems = [Result(name, verdict, message) for verdict, message in check.problems(facts)]
+        if name in facts.unmeasured:
+            problems.append(Result(name, "warn", UNMEASURED))
         summary = "" if problems else check.summary(facts)
         results += [*problems, *([Result(name, "pass", summary)] if summary else [])]
     return results
@@ -81,7 +84,8 @@ def _all_nodes(facts: Facts) -> str:
 def _missing_token(facts: Facts) -> Problems:
     if facts.dashboard_status is None:
         why = "the dashboard does not answer on the head, so that it is not known whether Ray wants a token"
-        yield "warn", f"{why}: start Ray without --include-dashboard=false"
+        if "token" not in facts.unmeasured:
+            yield "warn", f"{why}: start Ray without --include-dashboard=false"
     elif facts.dashboard_status not in (401, 403):
         mend = "start it on all nodes with RAY_AUTH_MODE=token, and a token of `ray get-auth-token --generate`"
         yield "fail", f"Ray lets in who has no token (status {facts.dashboard_status}), to run any code: {mend}"
@@ -272,16 +276,21 @@ def _unread_notices(facts: Facts) -> Problems:
     for id, look in facts.looks.items():
         node, source = facts.node(id), look.notices
         if source.problem:
-            mend = "turn its metadata service on, and in a container give HttpPutResponseHopLimit: 2"
+            mend = "turn its metadata service on, and run a container with the machine's own network"
             why = f"{node.name} cannot read {source.name} ({source.problem}), and its preemption would be a crash"
             yield "fail" if node.is_spot else "warn", f"{why}: {mend}"
         elif source.notice:
             yield "warn", f"{node.name} is about to go ({source.notice}): wait for the node that replaces it"
+        elif node.is_spot and not source.name and not source.in_pod:
+            why = f"{node.name} is labelled spot, and belongs to no cloud whose notices are known"
+            yield "warn", f"{why}: start `undula spot watch --source file:PATH` there, or correct its label"
 
 
 def _notices(facts: Facts) -> str:
     readable = {id: look.notices.name for id, look in facts.looks.items() if look.notices.name}
     found = [f"{_count(ids, 'node reads', 'nodes read')} {name}" for name, ids in _by_value(readable)]
+    pods = [id for id, look in facts.looks.items() if look.notices.in_pod]
+    found += [f"{_count(pods, 'pod learns', 'pods learn')} of a notice by being ended"] if pods else []
     return ", ".join(found) or ("not a cloud machine, nothing to read" if facts.looks else "")
 
 

@@ -5,10 +5,13 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -20,8 +23,14 @@ from undula.elastic.quiet import keep_quiet
 from undula.errors import ClusterError
 
 LIMIT_S = 50.0
-"""For all of it: a preflight that takes longer is left out."""
+"""For all questions: a preflight that takes longer is left out."""
 CONNECT_TIMEOUT_S = 10.0
+"""For a TCP connection to the head."""
+CONNECT_LIMIT_S = 30.0
+"""For Ray to connect and to say which nodes there are: with a head that accepts and is silent it waits for minutes, and that a token is
+wrong it says after 20 s."""
+LEAST_S = 5.0
+"""What has less time left is not begun."""
 LOOK_LIMIT_S = 25.0
 """A cold process on a small node takes 10 s to import torch."""
 GPU_LIMIT_S = 15.0
@@ -38,6 +47,7 @@ PROBE: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency":
 """Without CPUs, so that a busy cluster can be examined as well."""
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray has it in the environment of what was submitted, which brings its packages itself."""
+T = TypeVar("T")
 
 
 def examine(address: str, runs: str, tell: Callable[[str], None]) -> Facts:
@@ -52,9 +62,10 @@ def examine(address: str, runs: str, tell: Callable[[str], None]) -> Facts:
         ClusterError: there is no such cluster.
     """
     tell("connecting ...")
-    dashboard = _connect(address)
+    late = f"cannot connect to the Ray cluster {address}: it does not answer within {CONNECT_LIMIT_S:g} s: is it up?"
+    dashboard, alive = _within(CONNECT_LIMIT_S, partial(_connect, address), late)
     try:
-        examination = _Examination(runs, tell)
+        examination = _Examination(alive, runs, tell)
         try:
             return examination.facts(dashboard)
         finally:
@@ -63,8 +74,28 @@ def examine(address: str, runs: str, tell: Callable[[str], None]) -> Facts:
         ray.shutdown()
 
 
-def _connect(address: str) -> str:
-    """Connect; the dashboard's HOST:PORT, empty where there is none."""
+def _within(limit_s: float, do: Callable[[], T], late: str) -> T:
+    """What it returns or raises; what does not come to an end is left to a thread that ends with the process.
+
+    Raises:
+        ClusterError: it is late.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(do())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="undula-examine", daemon=True).start()
+    if not wait([done], limit_s).done:
+        raise ClusterError(late)
+    return done.result()
+
+
+def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
+    """Connect; the dashboard's HOST:PORT, empty where there is none, and Ray's nodes that are alive."""
     if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
         try:
             socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
@@ -80,17 +111,52 @@ def _connect(address: str) -> str:
             why = "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
         raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
     keep_quiet()
-    return str(found.dashboard_url or "")
+    nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
+    return str(found.dashboard_url or ""), [node for node in nodes if node["Alive"]]
+
+
+class Budget:
+    """The time that is left for questions.
+
+    Attributes:
+        unmeasured: checks that there was too little of it for.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
+        self.unmeasured: set[str] = set()
+        self._clock = clock
+        self._deadline = clock() + limit_s
+
+    def grant(self, check: str | None, limit_s: float) -> float | None:
+        """Seconds for a question with this limit; None where that is too little for an answer to be expected.
+
+        Args:
+            check: that rests on the question; None for what is asked in any case.
+            limit_s: after which no answer means that something is wrong.
+        """
+        left_s = self._deadline - self._clock()
+        if check is None:
+            return max(1.0, min(limit_s, left_s))
+        if left_s < min(limit_s, LEAST_S):
+            self.unmeasured.add(check)
+            return None
+        return min(limit_s, left_s)
+
+    def is_cut(self, check: str | None, granted_s: float, limit_s: float) -> bool:
+        """Whether so little was granted that no answer in this time means nothing."""
+        if check is None or granted_s >= limit_s:
+            return False
+        self.unmeasured.add(check)
+        return True
 
 
 class _Examination:
     """The questions, in order; what hangs or dies is left out of those that follow."""
 
-    def __init__(self, runs: str, tell: Callable[[str], None]):
+    def __init__(self, alive: list[dict[str, Any]], runs: str, tell: Callable[[str], None]):
         self._runs, self._tell = runs, tell
-        self._deadline = time.monotonic() + LIMIT_S
+        self._budget = Budget(LIMIT_S)
         self._silent: dict[str, str] = {}
-        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         self._nodes = {node["NodeID"]: _node(node) for node in alive}
         self._sessions = {node["NodeID"]: str(Path(node["ObjectStoreSocketName"]).parents[1]) for node in alive}
         actor: Any = ray.remote(Probe)
@@ -103,11 +169,13 @@ class _Examination:
         arguments = {id: (session, self._runs) for id, session in self._sessions.items()}
         looks, problems = self._ask("look", arguments, LOOK_LIMIT_S)
         self._silent.update(problems)
-        gpus, gpu_problems = self._ask("gpus", {id: () for id, look in looks.items() if look.gpus_seen}, GPU_LIMIT_S)
+        with_gpus = {id: () for id, look in looks.items() if look.gpus_seen}
+        gpus, gpu_problems = self._ask("gpus", with_gpus, GPU_LIMIT_S, "gpus")
         self._silent.update({id: f"a matrix product on its GPUs: {problem}" for id, problem in gpu_problems.items()})
         clocks = self._clocks()
         head = [id for id, node in self._nodes.items() if node.is_head]
-        statuses, _ = self._ask("ask_dashboard", {id: (dashboard,) for id in head if dashboard}, QUESTION_LIMIT_S)
+        where = {id: (dashboard,) for id in head if dashboard}
+        statuses, _ = self._ask("ask_dashboard", where, QUESTION_LIMIT_S, "token")
         unreached = self._unreached()
         stored = self._storage()
         healthy = [id for id, found in gpus.items() if not any(each.problem for each in found)]
@@ -123,6 +191,7 @@ class _Examination:
             stored,
             all_reduce,
             next(iter(statuses.values()), None),
+            tuple(sorted(self._budget.unmeasured)),
         )
 
     def close(self) -> None:
@@ -130,23 +199,22 @@ class _Examination:
             ray.kill(probe)
 
     def _ask(
-        self, method: str, arguments: Mapping[str, tuple[Any, ...]], limit_s: float
+        self, method: str, arguments: Mapping[str, tuple[Any, ...]], limit_s: float, check: str | None = None
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ask nodes at once, by id: the answers, and what came in the place of one."""
-        limit_s = max(1.0, min(limit_s, self._deadline - time.monotonic()))
-        refs = {
-            id: getattr(self._probes[id], method).remote(*each)
-            for id, each in arguments.items()
-            if id not in self._silent
-        }
-        if refs:
-            ray.wait(list(refs.values()), num_returns=len(refs), timeout=limit_s)
+        """Ask nodes at once, by id: the answers, and what came in the place of one; neither where there is no time left for the check."""
+        to_ask = {id: each for id, each in arguments.items() if id not in self._silent}
+        granted_s = self._budget.grant(check, limit_s) if to_ask else None
+        if granted_s is None:
+            return {}, {}
+        refs = {id: getattr(self._probes[id], method).remote(*each) for id, each in to_ask.items()}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=granted_s)
         answers, problems = {}, {}
         for id, ref in refs.items():
             try:
                 answers[id] = ray.get(ref, timeout=0)
             except GetTimeoutError:
-                problems[id] = f"no answer within {limit_s:.0f} s"
+                if not self._budget.is_cut(check, granted_s, limit_s):
+                    problems[id] = f"no answer within {granted_s:.0f} s"
             except RayActorError:
                 problems[id] = self._silent[id] = "it went, or its probe was ended, while it was examined"
             except RayTaskError as error:
@@ -161,7 +229,7 @@ class _Examination:
         for id in self._nodes:
             for _ in range(CLOCK_TRIES):
                 asked = time.time()
-                answers, problems = self._ask("clock", {id: ()}, CLOCK_LIMIT_S)
+                answers, problems = self._ask("clock", {id: ()}, CLOCK_LIMIT_S, "clocks")
                 answered = time.time()
                 self._silent.update(problems)
                 if id not in answers:
@@ -172,10 +240,10 @@ class _Examination:
 
     def _unreached(self) -> tuple[Unreached, ...]:
         self._tell("connecting nodes to each other ...")
-        ports, _ = self._ask("listen", dict.fromkeys(self._nodes, ()), QUESTION_LIMIT_S)
+        ports, _ = self._ask("listen", dict.fromkeys(self._nodes, ()), QUESTION_LIMIT_S, "ports")
         where = {id: (self._nodes[id].address, port) for id, port in ports.items()}
         others = {id: ({peer: at for peer, at in where.items() if peer != id},) for id in where}
-        answers, problems = self._ask("reach", others, REACH_LIMIT_S)
+        answers, problems = self._ask("reach", others, REACH_LIMIT_S, "ports")
         self._silent.update(problems)
         return tuple(
             Unreached(id, peer, problem)
@@ -191,18 +259,21 @@ class _Examination:
         ours = secrets.token_bytes(32)
         answering = [id for id in self._nodes if id not in self._silent]
         for first in sorted(answering, key=lambda id: not self._nodes[id].is_head)[:1]:
-            written, problems = self._ask("leave", {first: (folder, ours)}, LEAVE_LIMIT_S)
+            written, problems = self._ask("leave", {first: (folder, ours)}, LEAVE_LIMIT_S, "storage")
             if problem := written.get(first) or problems.get(first):
                 return {first: Stored(problem=problem)}
-            answers, problems = self._ask("store", {id: (folder, id, ours) for id in answering}, STORE_LIMIT_S)
+            if first not in written:
+                break
+            arguments = {id: (folder, id, ours) for id in answering}
+            answers, problems = self._ask("store", arguments, STORE_LIMIT_S, "storage")
             apart = [id for id, each in answers.items() if each.problem is None and not each.sees_ours]
             self._ask("clean", dict.fromkeys((first, *apart), (folder,)), QUESTION_LIMIT_S)
             late = {id: Stored(problem=each) for id, each in problems.items() if id not in self._silent}
             return {**answers, **late}
         return {}
 
-    def _all_reduce(self, with_gpus: list[str]) -> AllReduce:
-        """Between nodes with GPUs where there are any: a job that has some uses no others."""
+    def _all_reduce(self, with_gpus: list[str]) -> AllReduce | None:
+        """Between nodes with GPUs where there are any: a job that has some uses no others; None where there was no time for it."""
         training = [id for id, node in self._nodes.items() if node.trains and id not in self._silent]
         with_gpus = [id for id in with_gpus if id in training]
         ids = with_gpus or training
@@ -210,12 +281,14 @@ class _Examination:
         if len(ids) < 2:
             return group
         self._tell(f"reducing between {len(ids)} nodes ...")
-        ports, problems = self._ask("free_port", {ids[0]: ()}, QUESTION_LIMIT_S)
-        if problems:
-            return AllReduce(group.nodes, group.backend, problems=problems)
+        ports, problems = self._ask("free_port", {ids[0]: ()}, QUESTION_LIMIT_S, "all-reduce")
+        if not ports:
+            return AllReduce(group.nodes, group.backend, problems=problems) if problems else None
         meet = (group.backend, self._nodes[ids[0]].address, ports[ids[0]])
         arguments = {id: (*meet, rank, len(ids), MEET_LIMIT_S) for rank, id in enumerate(ids)}
-        answers, problems = self._ask("all_reduce", arguments, REDUCE_LIMIT_S)
+        answers, problems = self._ask("all_reduce", arguments, REDUCE_LIMIT_S, "all-reduce")
+        if "all-reduce" in self._budget.unmeasured:
+            return None
         latencies_s, rates = zip(*answers.values(), strict=True) if answers else ((0.0,), (0.0,))
         return AllReduce(group.nodes, group.backend, max(latencies_s), min(rates), problems)
 

@@ -41,10 +41,12 @@ class NoticeSource:
     """Where a node's notices come from."""
 
     name: str | None = None
-    """None for a machine of no cloud that is known."""
+    """None for a machine of no cloud that is known, and in a pod."""
     problem: str | None = None
     notice: str | None = None
     """One that is there now."""
+    in_pod: bool = False
+    """In Kubernetes, where a notice is the pod's end, and the machine's metadata are not for pods."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Facts:
     all_reduce: AllReduce | None = None
     dashboard_status: int | None = None
     """HTTP status with which the dashboard answers who has no token; None where it does not answer."""
+    unmeasured: tuple[str, ...] = ()
+    """Checks that there was no time left for, in whole or in part."""
 
     def node(self, id: str) -> Node:
         return next(node for node in self.nodes if node.id == id)

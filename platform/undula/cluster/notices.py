@@ -1,9 +1,11 @@
 """What a cloud tells a machine about its own end: AWS, Google Cloud, Azure, and a file for everything else."""
 
 import json
+import math
 import re
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +26,10 @@ AZURE_POLL_S = 1.0
 FILE_POLL_S = 1.0
 GCP_NOTICE_S = 30.0
 """Google Cloud ends a preempted machine so many seconds after it has said so (Spot VMs, preemption process)."""
-GCP_WAIT_S = 60
+GCP_WAIT_S = 3
+"""The server would wait for minutes, but for so long nothing else is noticed here, such as a signal."""
+LAST_S = 1e11
+"""A deadline after this, in the year 5138, is garbage."""
 TOKEN_TTL_S = 21600
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """A machine's metadata is never asked through a proxy."""
@@ -119,11 +124,11 @@ class Gcp:
         self._etag: str | None = None
 
     def poll(self) -> Notice | None:
-        waiting = f"?wait_for_change=true&timeout_sec={GCP_WAIT_S}&last_etag={self._etag}" if self._etag else ""
+        etag, self._etag = self._etag, None
+        waiting = f"?wait_for_change=true&timeout_sec={GCP_WAIT_S}&last_etag={urllib.parse.quote(etag)}" if etag else ""
         status, body, headers = ask(
             self._url + waiting, {"Metadata-Flavor": "Google"}, TIMEOUT_S + (GCP_WAIT_S if waiting else 0)
         )
-        self._etag = None
         if status != 200 or body not in (b"TRUE", b"FALSE"):
             raise Unreadable(f"status {status}, {body[:40]!r} for preempted")
         self._etag = headers.get("ETag")
@@ -150,10 +155,9 @@ class Azure:
         status, body, _ = ask(f"{self._url}/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
         if status != 200:
             raise Unreadable(f"status {status} for scheduledevents")
-        (events,) = _fields(body, "Events")
-        for event in events:
-            if event.get("EventType") == "Preempt" and self._machine in event.get("Resources", ()):
-                return Notice("Azure evicts this machine", _http_date(event.get("NotBefore", "")))
+        for event in _listed(_fields(body, "Events")[0], of=dict):
+            if event.get("EventType") == "Preempt" and self._machine in _listed(event.get("Resources"), of=str):
+                return Notice("Azure evicts this machine", _http_date(event.get("NotBefore") or ""))
         return None
 
 
@@ -168,15 +172,15 @@ class File:
 
     def poll(self) -> Notice | None:
         try:
-            text, since = self._path.read_text(), self._path.stat().st_mtime
+            body, since = self._path.read_bytes(), self._path.stat().st_mtime
         except FileNotFoundError:
             return None
         except OSError as error:
             raise Unreadable(str(error.strerror)) from error
-        said = _parsed(text.encode()) if text.strip() else {}
+        said = _parsed(body) if body.strip() else {}
         if "deadline_s" in said:
-            return Notice(f"{self._path} is there", since + float(said["deadline_s"]))
-        return Notice(f"{self._path} is there", float(said["deadline"]) if "deadline" in said else None)
+            return Notice(f"{self._path} is there", _deadline(said["deadline_s"], since))
+        return Notice(f"{self._path} is there", _deadline(said["deadline"]) if "deadline" in said else None)
 
 
 SOURCES: Mapping[str, Callable[..., Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
@@ -237,7 +241,7 @@ def _text(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise Unreadable(f"{body[:40]!r} in place of a JSON object")
@@ -251,17 +255,35 @@ def _fields(body: bytes, *names: str) -> tuple[Any, ...]:
     return tuple(found[name] for name in names)
 
 
+def _listed(found: Any, of: type) -> list[Any]:
+    if not isinstance(found, list) or not all(isinstance(each, of) for each in found):
+        raise Unreadable(f"{str(found)[:80]!r} in place of a list")
+    return found
+
+
+def _deadline(seconds: Any, since: float = 0.0) -> float:
+    """Seconds since the epoch."""
+    try:
+        found = since + float(seconds)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not 0 < found < LAST_S:
+        raise Unreadable(f"{str(seconds)[:40]!r} in place of seconds")
+    return found
+
+
 def _iso(when: Any) -> float:
-    try:
-        found = datetime.fromisoformat(str(when))
-    except ValueError:
-        raise Unreadable(f"{when!r} in place of a time") from None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return _timestamp(datetime.fromisoformat, when)
 
 
-def _http_date(when: str) -> float | None:
+def _http_date(when: Any) -> float | None:
     """Of `Mon, 19 Sep 2016 18:29:47 GMT`; None for an event that is under way, which has none."""
+    return None if when == "" else _timestamp(parsedate_to_datetime, when)
+
+
+def _timestamp(read: Callable[[str], datetime], when: Any) -> float:
     try:
-        return parsedate_to_datetime(when).timestamp() if when else None
-    except ValueError:
-        raise Unreadable(f"{when!r} in place of a time") from None
+        found = read(str(when))
+        return _deadline((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, TypeError, OverflowError):
+        raise Unreadable(f"{str(when)[:40]!r} in place of a time") from None

@@ -143,6 +143,8 @@ def _room(path: str) -> Room:
 
 
 def _notice_source() -> NoticeSource:
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return NoticeSource(in_pod=True)
     try:
         source = source_here()
     except ClusterError:

@@ -24,33 +24,42 @@ def watch(
 ) -> None:
     """Look for a notice until the end, and pass on the first, or the first with a deadline; a line for each change of state.
 
+    While Ray does not take a notice with a deadline, there is no looking: it would take time that the notice does not have.
+
     Args:
         source: of notices.
         drain: tells Ray; returns the ids of the nodes that drain, or raises ClusterError where Ray does not take it.
         tell: takes a line.
         is_over: waits for so many seconds, and returns whether the watch is to end.
     """
-    state, passed_on, pause_s = "", None, 0.0
+    state: object = None
+    untold, passed_on, pause_s = None, None, 0.0
     while not is_over(pause_s):
         pause_s = source.pause_s
-        try:
-            notice = source.poll()
-            now, line = "watching", f"watching {source.name} for notices"
-        except Unreadable as error:
-            notice, now, line = None, "unreadable", f"cannot read {source.name}: {error}; looking on"
-        if notice and _is_news(notice, passed_on):
+        now, line = state, ""
+        if untold is None or not _is_to_come(untold):
             try:
-                nodes = drain(notice)
-                passed_on, now = notice, f"draining {notice}"
-                line = f"{_in_words(notice)}: Ray drains {', '.join(node[:8] for node in nodes)}"
+                found = source.poll()
+                untold = found if found and _is_news(found, passed_on) else None
+                if found is None:
+                    now, line = "watching", f"watching {source.name} for notices"
+            except Unreadable as error:
+                untold, now, line = None, "unreadable", f"cannot read {source.name}: {error}; looking on"
+        if notice := untold:
+            try:
+                nodes = ", ".join(node[:8] for node in drain(notice))
+                now, line = ("draining", notice), f"{_in_words(notice)}: Ray drains {nodes}"
+                passed_on, untold = notice, None
             except ClusterError as error:
-                pause_s, now = RETRY_S, f"untold {notice}"
+                pause_s, now = RETRY_S, ("untold", notice)
                 line = f"{_in_words(notice)}: Ray does not know yet ({error}); trying again"
-        elif notice:
-            now = state  # it stays until the machine goes
         if now != state:
             state = now
             tell(line)
+
+
+def _is_to_come(notice: Notice) -> bool:
+    return notice.deadline is not None and notice.deadline > time.time()
 
 
 def _is_news(notice: Notice, passed_on: Notice | None) -> bool:

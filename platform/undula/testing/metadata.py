@@ -15,13 +15,13 @@ class MetadataServer:
     """Answers as AWS's (version 2, with tokens), Google Cloud's and Azure's do; a server of its own at a port of 127.0.0.1.
 
     Attributes:
-        faults: what goes wrong with the next requests, one each: a status, or `garbage`, `slow`, `hang up`.
+        faults: what goes wrong with the next requests, one each: a status, or `garbage`, `slow`, `hang up`, or bytes as the answer.
         requests: paths that were asked for.
         token_ttl_s: at most so long a token is good for.
     """
 
     def __init__(self) -> None:
-        self.faults: list[int | str] = []
+        self.faults: list[int | str | bytes] = []
         self.requests: list[str] = []
         self.token_ttl_s = 21600.0
         self.slow_s = 3.0
@@ -70,6 +70,8 @@ class MetadataServer:
             return
         status, body, headers = (fault, "", {}) if isinstance(fault, int) else self._found(request)
         content = b"<html>\xff" if fault == "garbage" else body.encode()
+        if isinstance(fault, bytes):
+            status, content = 200, fault
         request.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             request.send_header(name, value)

@@ -20,6 +20,8 @@ from undula.errors import ClusterError
 from undula.state.snapshot import MEMORY
 
 START_TIMEOUT_S = 20.0
+ANSWER_LIMIT_S = 30.0
+"""Of a head beside which many nodes start on few cores."""
 ATTEMPTS = 4
 
 
@@ -38,7 +40,7 @@ class Nodes:
         self._notices: dict[str, float] = {}
         """Of nodes that have not joined yet: when they will go, in seconds since the epoch."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
-        self._head = Head(cluster.address, self._env)
+        self._head = Head(cluster.address, self._env, ANSWER_LIMIT_S)
         # One after another: of two that start at once on a machine, one may never get to its end.
         self._to_start: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
         self._starter = threading.Thread(target=self._start_all, name="undula-nodes", daemon=True)

@@ -10,6 +10,7 @@ import pytest
 from undula.cluster.check import Finding, check_cluster, load_cluster, node_types
 from undula.elastic.spec import WorkersSpec
 from undula.errors import SpecError
+from undula.plan.fleet import FleetSpec
 
 ROOT = Path(__file__).parents[3]
 OURS = ROOT / "cluster.yaml"
@@ -96,6 +97,41 @@ def dashboard_everywhere(config: dict[str, Any]) -> None:
     config["head_start_ray_commands"] = ["RAY_AUTH_MODE=token ray start --head --dashboard-host=0.0.0.0"]
 
 
+def no_start(config: dict[str, Any]) -> None:
+    del config["worker_start_ray_commands"]
+    config["worker_setup_commands"] = ["undula spot watch &"]
+
+
+def watcher_not_started(config: dict[str, Any]) -> None:
+    config["worker_start_ray_commands"] = config["worker_start_ray_commands"][:2]
+
+
+def all_ports(config: dict[str, Any]) -> None:
+    rule = {"FromPort": 22, "ToPort": 22, "IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+    config["provider"]["security_group"]["IpPermissions"] = [rule]
+
+
+def half_of_the_world(config: dict[str, Any]) -> None:
+    rule = {"FromPort": 8265, "ToPort": 8265, "IpProtocol": "tcp", "IpRanges": [{"CidrIp": "0.0.0.0/1"}]}
+    config["provider"]["security_group"]["IpPermissions"] = [rule]
+
+
+def key_in_a_command(config: dict[str, Any]) -> None:
+    config["setup_commands"] = [*config["setup_commands"], "export AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG"]
+
+
+def key_in_a_mapping(config: dict[str, Any]) -> None:
+    config["docker"] = {"run_options": ["-e HF_TOKEN='hf_0123456789'"]}
+
+
+def fallback_of_no_nodes(config: dict[str, Any]) -> None:
+    config["available_node_types"]["on-demand-g6-xlarge"]["max_workers"] = 0
+
+
+def no_types(config: dict[str, Any]) -> None:
+    del config["available_node_types"]
+
+
 def no_watcher(config: dict[str, Any]) -> None:
     config["worker_start_ray_commands"] = config["worker_start_ray_commands"][:2]
     config["worker_setup_commands"] = []
@@ -143,6 +179,14 @@ def other_zone(config: dict[str, Any]) -> None:
         (no_price, "available_node_types.spot-g5-xlarge: no maximum price"),
         (open_ports, "ports 8265 to 8265 are open to everybody"),
         (no_token, "starts Ray without its token"),
+        (no_start, "worker_start_ray_commands: none, and Ray's own start it without its token"),
+        (watcher_not_started, "no spot watcher is started"),
+        (all_ports, "ports 0 to 65535 are open to everybody"),
+        (half_of_the_world, "ports 8265 to 8265 are open to everybody"),
+        (key_in_a_command, "setup_commands: a secret is written there"),
+        (key_in_a_mapping, "docker: a secret is written there"),
+        (fallback_of_no_nodes, "spot workers with 1 GPU have no on-demand type to fall back on"),
+        (no_types, "available_node_types: none, so that Ray launches its own"),
         (dashboard_everywhere, "the dashboard listens on every interface"),
         (no_watcher, "no spot watcher is started"),
         (no_market, "spot-g5-xlarge: no label undula.io/market"),
@@ -169,11 +213,68 @@ def test_workers_that_fit_nowhere_are_named_for_each_type(config: dict[str, Any]
     assert all("it needs 6 CPU" in finding.message for finding in findings)
 
 
+@pytest.mark.parametrize(
+    ("workers", "severity", "words"),
+    [
+        (WorkersSpec(min=16, max=16, gpus=1, cpus=4), None, ""),
+        (WorkersSpec(min=17, max=17, gpus=1, cpus=4), "error", "room for 16 workers, and the job waits for workers.min, 17"),
+        (WorkersSpec(max=4, gpus=1, cpus=4, fleet=FleetSpec(deadline="6h")), None, ""),
+        (WorkersSpec(max=5, gpus=1, cpus=4, fleet=FleetSpec(deadline="6h")), "warning", "room for 4 workers, and workers.fleet.deadline"),
+        (WorkersSpec(max=9, gpus=1, cpus=4, fleet=FleetSpec(on_demand_floor=4)), None, ""),
+        (WorkersSpec(max=9, gpus=1, cpus=4, fleet=FleetSpec(on_demand_floor=5)), "warning", "on_demand_floor wants 5 there"),
+        (WorkersSpec(min=9, max=9, gpus=1, cpus=4, fleet=FleetSpec(spot_only=True)), None, ""),
+    ],
+)  # fmt: skip
+def test_a_job_that_the_cluster_never_has_room_for_is_told(
+    config: dict[str, Any], workers: WorkersSpec, severity: str | None, words: str
+) -> None:
+    findings = found(config, workers)
+    assert [each.severity for each in findings] == ([severity] if severity else [])
+    assert all(words in each.message for each in findings)
+
+
+def test_room_is_that_of_the_types_and_of_the_cluster(config: dict[str, Any]) -> None:
+    for kind in config["available_node_types"].values():
+        kind["max_workers"] = 1
+    (finding,) = found(config, WorkersSpec(min=6, max=6, gpus=1, cpus=4))
+    assert "room for 5 workers" in finding.message
+    config["max_workers"] = 0
+    (finding,) = found(config)
+    assert "room for 0 workers" in finding.message
+
+
+def test_what_no_schema_checks_may_be_anything(config: dict[str, Any]) -> None:
+    config["available_node_types"]["spot-g5-xlarge"]["node_config"] = {
+        "InstanceMarketOptions": None, "MetadataOptions": None, "IamInstanceProfile": None, "scheduling": [],
+    }  # fmt: skip
+    rules = [{"IpProtocol": "tcp", "IpRanges": None, "Ipv6Ranges": [{"CidrIpv6": "elsewhere"}, None]}, None]
+    config["provider"]["security_group"]["IpPermissions"] = rules
+    config["provider"]["availability_zone"] = None
+    assert any("the nodes are on-demand" in each.message for each in found(config))
+
+
+def test_commands_that_take_a_secret_from_the_node_have_none(config: dict[str, Any]) -> None:
+    config["setup_commands"] += [
+        'TOKEN=$(curl -s -X PUT http://169.254.169.254/latest/api/token); export HF_TOKEN="$(cat ~/hf)"',
+        "export RAY_AUTH_TOKEN_PATH=/home/ubuntu/.ray/auth_token HF_TOKEN=`cat /run/hf-token`",
+    ]
+    assert found(config) == []
+
+
 def test_a_bucket_elsewhere_is_an_error_and_one_that_does_not_say_a_warning(config: dict[str, Any]) -> None:
     far, unknown = found(config, WORKERS, "near", "far", "secret")
     assert (far.severity, unknown.severity) == ("error", "warning")
     assert "s3://far is in eu-west-1 and the cluster in us-west-2" in far.message
     assert "access denied" in unknown.message
+
+
+def test_a_file_that_names_little_more_than_itself_is_told_what_ray_adds(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("cluster_name: x\nprovider: {type: aws, region: us-west-2}\n")
+    messages = [each.message for each in found(load_cluster(path))]
+    assert len(messages) == 3
+    assert messages[0].startswith("available_node_types: none")
+    assert messages[1].startswith("head_start_ray_commands: none")
 
 
 def test_what_ray_would_not_take_is_named_with_its_place(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """What the doctor makes of an examination's facts; a sound cluster has nothing to mend."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from undula.cluster.doctor import CHECKS, judge
+from undula.cluster.examine import Budget, _within
 from undula.cluster.facts import AllReduce, Clock, Facts, Gpu, Look, Node, NoticeSource, Room, Stored, Unreached
+from undula.cluster.probe import _notice_source
+from undula.errors import ClusterError
 
 GIB = 2**30
 HEAD = Node("a" * 56, "10.0.0.1", cpus=0, gpus=0, is_head=True)
@@ -121,6 +125,10 @@ def test_a_sound_cluster_passes_every_check() -> None:
         (look_of(SPOT, notices=NoticeSource("AWS", problem="no answer within 2 s")), "notices", "fail", ["cannot read AWS (no answer"]),
         (look_of(ON_DEMAND, notices=NoticeSource("AWS", problem="no answer within 2 s")), "notices", "warn", ["10.0.0.3"]),
         (look_of(SPOT, notices=NoticeSource("AWS", notice="AWS will terminate this instance")), "notices", "warn", ["about to go"]),
+        (look_of(SPOT, notices=NoticeSource()), "notices", "warn", ["10.0.0.2 (bbbbbbbb) is labelled spot", "undula spot watch --source"]),
+        (replace(SOUND, unmeasured=("storage",), stored={}), "storage", "warn", ["not measured", "no time was left"]),
+        (replace(SOUND, unmeasured=("token",), dashboard_status=None), "token", "warn", ["not measured"]),
+        (replace(SOUND, unmeasured=("all-reduce",), all_reduce=None), "all-reduce", "warn", ["not measured"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_mend(facts: Facts, check: str, verdict: str, words: list[str]) -> None:
@@ -139,7 +147,9 @@ def test_what_is_wrong_is_named_with_its_mend(facts: Facts, check: str, verdict:
         (replace(SOUND, nodes=(replace(SPOT, gpus=0),), looks={SPOT.id: NO_CLOUD[SPOT.id]}), "ports", "one node"),
         (replace(SOUND, nodes=(HEAD, replace(SPOT, gpus=0), replace(ON_DEMAND, gpus=0)), looks=NO_CLOUD, gpus={}), "gpus",
          "no GPUs in the cluster"),
-        (replace(SOUND, looks=NO_CLOUD), "notices", "not a cloud machine, nothing to read"),
+        (replace(SOUND, nodes=(HEAD, replace(SPOT, is_spot=False), ON_DEMAND), looks=NO_CLOUD), "notices",
+         "not a cloud machine, nothing to read"),
+        (look_of(SPOT, notices=NoticeSource(in_pod=True)), "notices", "1 pod learns of a notice by being ended"),
         (clock(0.6, round_trip_s=0.4), "clocks", "within 800.0 ms"),
     ],
 )  # fmt: skip
@@ -147,6 +157,41 @@ def test_what_is_merely_absent_or_uncertain_passes(facts: Facts, check: str, mes
     (found,) = [each for each in judge(facts) if each.check == check]
     assert found.verdict == "pass"
     assert message in found.message
+
+
+def test_no_mend_opens_the_metadata_to_containers() -> None:
+    """With a higher hop limit every pod and container has the rights of its machine."""
+    unread = look_of(SPOT, notices=NoticeSource("AWS", problem="no answer within 2 s"))
+    assert not [each for each in judge(unread) if "HopLimit" in each.message]
+
+
+def test_in_a_pod_no_metadata_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert _notice_source() == NoticeSource(in_pod=True)
+
+
+def test_what_has_too_little_time_left_is_not_measured_and_what_is_cut_short_not_judged() -> None:
+    now = [0.0]
+    budget = Budget(50, lambda: now[0])
+    assert budget.grant("gpus", 15) == 15
+    assert not budget.is_cut("gpus", 15, 15)
+    now[0] = 40.0
+    assert budget.grant("storage", 15) == 10
+    assert budget.unmeasured == set()
+    assert budget.is_cut("storage", 10, 15)
+    now[0] = 49.0
+    assert budget.grant("all-reduce", 20) is None
+    assert budget.grant("clocks", 2) is None
+    assert budget.grant(None, 5) == 1, "what tidies up is asked in any case"
+    assert budget.unmeasured == {"storage", "all-reduce", "clocks"}
+
+
+def test_a_call_that_waits_without_end_is_left_behind() -> None:
+    assert _within(10, lambda: 3, "late") == 3
+    with pytest.raises(ClusterError, match="late"):
+        _within(0.05, threading.Event().wait, "late")
+    with pytest.raises(KeyError):
+        _within(10, lambda: {}["a"], "late")
 
 
 def test_of_a_cluster_that_says_nothing_nothing_is_said_to_be_well() -> None:

@@ -111,6 +111,7 @@ def test_ray_s_autoscaler_reads_the_groups_with_their_labels_and_priorities(mani
         assert each["resources"]["GPU"] == 1
         assert each["min_workers"] == 0 < each["max_workers"]
         assert name.endswith(each["labels"]["undula.io/machine"].replace(".", "-"))
+        assert each["labels"]["undula.io/type"] == name
     by_priority = sorted(types, key=lambda name: types[name]["priority"])
     assert by_priority[0] == "on-demand-g6-xlarge"
 

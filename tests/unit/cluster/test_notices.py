@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from undula.cluster.notices import Aws, Azure, File, Gcp, Notice, Source, Unreadable, source_here
-from undula.cluster.watcher import OrSignal, watch
+from undula.cluster.watcher import RETRY_S, OrSignal, watch
 from undula.errors import ClusterError
 from undula.testing.metadata import MetadataServer, metadata_server
 
@@ -59,6 +60,8 @@ def test_google_holds_its_answer_back_until_it_changes(server: MetadataServer) -
     assert source.poll() is not None
     assert time.monotonic() - began > 0.4
     assert len(server.requests) == 2
+    (wait_s,) = re.findall(r"timeout_sec=(\d+)", server.requests[1])
+    assert int(wait_s) <= 5, "a signal is a notice of 30 s, and not looked at before"
 
 
 @pytest.mark.parametrize("cloud", SOURCES)
@@ -76,6 +79,54 @@ def test_an_answer_that_the_cloud_does_not_document_is_no_notice_and_no_silence(
     with pytest.raises(Unreadable):
         source.poll()
     assert source.poll() is not None
+
+
+EVENT = '{"Events": [{"EventType": "Preempt", "Resources": %s, "NotBefore": %s}]}'
+
+
+@pytest.mark.parametrize(
+    ("cloud", "body"),
+    [
+        ("aws", '{"action": "terminate", "time": 7}'),
+        ("aws", '{"action": "terminate", "time": "9999-12-31T23:59:59-23:59"}'),
+        ("azure", '{"Events": 5}'),
+        ("azure", '{"Events": ["x"]}'),
+        ("azure", EVENT % ("null", '""')),
+        ("azure", EVENT % ("[7]", '""')),
+        ("azure", EVENT % ('["worker-7"]', "7")),
+        ("azure", EVENT % ('["worker-7"]', '"Mon, 19 Sep 99999 18:29:47 GMT"')),
+        ("azure", "[" * 100_000),
+    ],
+)
+def test_fields_of_another_kind_are_no_notice_and_no_end_of_the_watch(
+    server: MetadataServer, cloud: str, body: str
+) -> None:
+    source: Source = SOURCES[cloud](server.url)
+    source.poll()
+    server.faults.append(body.encode())
+    with pytest.raises(Unreadable):
+        source.poll()
+    assert source.poll() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"deadline_s": "soon"}',
+        b'{"deadline_s": 1e999}',
+        b'{"deadline": null}',
+        b'{"deadline": NaN}',
+        b'{"deadline": [1]}',
+        b'{"deadline": -7}',
+        b'{"deadline": 1%s}' % (b"0" * 400),
+        b'\xff{"deadline": 7}',
+        b"{" * 100_000,
+    ],
+)
+def test_a_file_whose_deadline_is_none_is_unreadable(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "notice").write_bytes(content)
+    with pytest.raises(Unreadable):
+        File(tmp_path / "notice").poll()
 
 
 def test_a_file_is_a_notice_with_or_without_a_deadline(tmp_path: Path) -> None:
@@ -104,6 +155,7 @@ class Watched:
     def __init__(self, source: Source, looks: int, refusals: int = 0):
         self.lines: list[str] = []
         self.drained: list[Notice] = []
+        self.pauses_s: list[float] = []
         self.looks = looks
         self.refusals = refusals
         watch(source, self.drain, self.lines.append, self.is_over)
@@ -115,7 +167,8 @@ class Watched:
         self.drained.append(notice)
         return ["0123456789abcdef"]
 
-    def is_over(self, _: float) -> bool:
+    def is_over(self, pause_s: float) -> bool:
+        self.pauses_s.append(pause_s)
         self.looks -= 1
         return self.looks < 0
 
@@ -145,6 +198,31 @@ def test_ray_is_told_once_and_until_it_has_it(server: MetadataServer) -> None:
     assert "Ray does not know yet (no head there)" in watched.lines[0]
     assert watched.lines[1].endswith("Ray drains 01234567")
     assert len(watched.lines) == 2
+
+
+def test_a_notice_that_ray_has_not_is_passed_on_as_it_came_without_another_look(server: MetadataServer) -> None:
+    """Google's server holds the next answer back, and of its notice of 30 s each look would make one of 30 s more."""
+    server.give_notice(30)
+    began = time.time()
+    watched = Watched(Gcp(server.url), looks=4, refusals=3)
+    assert len(server.requests) == 1
+    assert watched.pauses_s[1:4] == [RETRY_S] * 3
+    (notice,) = watched.drained
+    assert notice.deadline == pytest.approx(began + 30, abs=0.5)
+    assert len(watched.lines) == 2
+
+
+def test_a_notice_that_is_withdrawn_before_ray_has_it_is_not_passed_on(tmp_path: Path) -> None:
+    class Withdrawn(File):
+        def poll(self) -> Notice | None:
+            found = super().poll()
+            (tmp_path / "notice").unlink(missing_ok=True)
+            return found
+
+    (tmp_path / "notice").touch()
+    watched = Watched(Withdrawn(tmp_path / "notice"), looks=3, refusals=1)
+    assert not watched.drained
+    assert watched.lines[-1].startswith("watching")
 
 
 def test_a_deadline_that_comes_after_an_advice_is_passed_on_as_well(server: MetadataServer) -> None:
