@@ -22,7 +22,7 @@ def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"metadata": {"gap_seconds": 300}, "data": [1, 1, 2, 2, 1]}))
+    trace.write_text(json.dumps({"metadata": {"gap_seconds": 300}, "data": [1, 2, 2, 2, 1]}))
     data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=traced")
     done = chaos(
         *("--trace", str(trace), "--speedup", "30", "--notice", "5"),
