@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
@@ -35,6 +36,8 @@ MEASURED_STEPS = 10
 """Before which a pace is not known."""
 HURRIES_BELOW, HURRIES_UNTIL = 2.0, 4.0
 """Changeovers of time to spare, below which a run hurries, and until which it goes on with it."""
+REFUSED_AGAIN_S = 600.0
+"""Between two words on the same type that could not be had."""
 AVOID_S = 60.0
 """For which a type of nodes that could not be had is not asked for again."""
 
@@ -113,8 +116,10 @@ class FleetManager:
     _hurries: bool = False
     _refused: Mapping[str, str] = field(default_factory=dict)
     _unused_since: dict[str, float] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
-    """What is told once: types that are refused, nodes that are not used, and a deadline that has passed."""
+    _spot: int = 0
+    """Room on spot nodes, as last seen."""
+    _told: dict[str, float] = field(default_factory=dict)
+    """When it was told of a type that is refused, of a node that is not used, and of a deadline that has passed."""
 
     def look(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
         """Decide anew.
@@ -164,12 +169,14 @@ class FleetManager:
         progress = self._progress(self.spec.deadline_s, now)
         if progress.time_left_s < 0:
             late = f"the deadline was {-progress.time_left_s:.0f} s ago"
-            self._tell_once(
-                "deadline", f"{late}: on spot nodes from now on; to have others, raise workers.fleet.deadline"
-            )
+            words = f"{late}: on spot nodes from now on; to have others, raise workers.fleet.deadline"
+            self._tell("deadline", words, now)
             return spot_only(self.size), ""
         spot = min(sum(node.slots for node in on[SPOT]), self.size)
         on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.given_back)
+        if spot > self._spot:  # where one has come, others may follow
+            self._short_since = None
+        self._spot = spot
         self._short_since = None if spot == self.size else self._short_since or now
         expected = spot
         if self._short_since is not None and now - self._short_since < self.spec.node_start_s:
@@ -181,9 +188,8 @@ class FleetManager:
         wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, progress, self._hurries)
         if 0 < expected < self.fewest:  # or they are held, and nothing trains on them
             wanted = Fleet(wanted.spot, max(wanted.on_demand, self.fewest - expected))
-        work = (
-            f"about {progress.left_s:.0f} s of work of the whole fleet are" if self.pace.steps else "unmeasured work is"
-        )
+        is_known = self.pace.step_s(self.size) is not None
+        work = f"about {progress.left_s:.0f} s of work of the whole fleet are" if is_known else "unmeasured work is"
         return wanted, f": {work} left, and {progress.time_left_s:.0f} s to do it"
 
     def _progress(self, deadline_s: float, now: float) -> Progress:
@@ -205,7 +211,6 @@ class FleetManager:
 
     def _learn_refusals(self, used: Sequence[Node], now: float) -> None:
         """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""
-        self._told -= {f"refused {node.type}" for node in used}
         rooms = {market: sum(node.slots for node in used if market in (None, node.market)) for market in self._counts()}
         if all(rooms[market] >= count for market, count in self._counts().items()):
             self._refused = {}
@@ -213,7 +218,8 @@ class FleetManager:
         self._refused = self.refusals(now - AVOID_S)
         for name, why in sorted(self._refused.items()):
             reason = f" ({why[:200]})" if why else ""
-            self._tell_once(f"refused {name}", f"{name} is not to be had{reason}: other types are asked for")
+            words = f"{name} is not to be had{reason}: other types are asked for"
+            self._tell(f"refused {name}", words, now, again_s=REFUSED_AGAIN_S)
 
     def _counts(self) -> dict[str | None, int]:
         """Workers that are wanted by market; None for any."""
@@ -231,11 +237,12 @@ class FleetManager:
                     f"node {node[:8]} has had room for {free} more worker{'s' if free > 1 else ''} for {UNUSED_S:.0f} s"
                 )
                 mend = f"the job takes {self.size} at most (workers.max, workers.grow), so let the cluster have less"
-                self._tell_once(f"unused {node}", f"{words}: {mend}", kind="idle")
+                self._tell(f"unused {node}", f"{words}: {mend}", now, kind="idle")
 
-    def _tell_once(self, what: str, words: str, kind: str = "fleet") -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _tell(self, what: str, words: str, now: float, kind: str = "fleet", again_s: float = inf) -> None:
+        """Tell it once, or again after so long."""
+        if what not in self._told or now - self._told[what] >= again_s:
+            self._told[what] = now
             self.on_event(Event(kind, words))
 
     def _labels(self, used: Sequence[Node]) -> list[dict[str, str]]:

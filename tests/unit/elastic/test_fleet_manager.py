@@ -183,6 +183,24 @@ def test_types_that_are_not_to_be_had_are_asked_for_no_more_but_for_those_that_a
     assert run.fleet.labels == [{}] * 4  # all are there
 
 
+def test_a_spot_node_that_comes_lets_others_be_waited_for_again() -> None:
+    run = Run(FleetSpec(deadline="4000s", node_start_s=START_S), fewest=2)
+    run.look()
+    assert run.look(START_S + 1) == Fleet(4, 4)
+    run.have(SPOT, "w")
+    assert run.look(done=60) == Fleet(4, 0)
+    assert run.look(START_S + 1, done=60) == Fleet(4, 1)
+
+
+def test_a_type_of_which_there_are_some_and_no_more_is_told_of_once() -> None:
+    run = Run(FleetSpec())
+    run.have(SPOT, "a")
+    run.refused = {"spot-type": ""}
+    for _ in range(5):
+        run.look()
+    assert len(run.told) == 1
+
+
 def test_on_demand_nodes_in_the_place_of_spot_do_not_end_the_looking_for_other_types() -> None:
     run = deadline(3000)
     run.refused = {"spot-type": ""}
