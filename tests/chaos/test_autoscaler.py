@@ -36,7 +36,7 @@ def wait_for(driver: Driver, *words: str) -> None:
                 left.pop(0)
         assert driver.process.poll() is None or not left, (left, driver.lines[-5:])
         assert time.monotonic() < deadline, (left, driver.lines[-5:])
-        time.sleep(0.05)
+        time.sleep(0.05)  # paces the looks
 
 
 def finished(driver: Driver, url: str) -> RecordedRun:
@@ -62,7 +62,7 @@ def markets(there: Cloud) -> list[str]:
 def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}) as there:
         assert there.machines() == []
-        driver = start(there, text, tmp_path, "plan.max_steps=150")
+        driver = start(there, text, tmp_path, "plan.max_steps=250")
         try:
             wait_for(driver, "started with", "2 workers")
             first = there.machines()

@@ -21,6 +21,7 @@ from undula.cluster.facts import AllReduce, Clock, Facts, Node, Stored, Unreache
 from undula.cluster.probe import Probe
 from undula.elastic.quiet import keep_quiet
 from undula.errors import ClusterError
+from undula.plan.fleet import MARKET, SPOT
 
 LIMIT_S = 50.0
 """For all questions: a preflight that takes longer is left out."""
@@ -301,7 +302,7 @@ def _node(node: Mapping[str, Any]) -> Node:
         resources.get("CPU", 0.0),
         resources.get("GPU", 0.0),
         "node:__internal_head__" in resources,
-        node["Labels"].get("undula.io/market") == "spot",
+        node["Labels"].get(MARKET) == SPOT,
     )
 
 

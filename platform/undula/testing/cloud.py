@@ -1,9 +1,7 @@
 """A cloud on this machine: Ray's own autoscaler brings and ends nodes, spot ones with notices, as a cloud does."""
 
 import json
-import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +28,7 @@ from undula.cluster.local import LocalCluster, local_cluster
 from undula.plan.fleet import MACHINE, MARKET, TYPE
 from undula.state.snapshot import MEMORY
 from undula.testing.machine import MACHINE_FILE, NOTICE
-from undula.testing.nodes import descendants
+from undula.testing.nodes import kill_tree
 
 HEAD = "head"
 ADDRESS = "address"
@@ -95,7 +93,7 @@ class Cloud:
             return
         for machine, pid in _running(self.folder):
             if machine.node == node:
-                _kill_tree(pid)
+                kill_tree(pid)
 
     def offer(self, market: str, count: int) -> None:
         """Have so many machines of a market, and no more; those beyond stay."""
@@ -154,10 +152,10 @@ def cloud(
                 yield Cloud(folder, cluster)
             finally:
                 for _, pid in _running(folder):
-                    _kill_tree(pid)
+                    kill_tree(pid)
     finally:
         for _, pid in _running(folder):  # what the autoscaler has brought in the meantime
-            _kill_tree(pid)
+            kill_tree(pid)
         rmtree(folder, ignore_errors=True)
 
 
@@ -291,9 +289,3 @@ def _running(folder: Path) -> list[tuple[Machine, int]]:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 found.append((Machine(what["node"], what["market"], what["began"]), pid))
     return found
-
-
-def _kill_tree(pid: int) -> None:
-    for each in [pid, *descendants(pid)]:
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)

@@ -166,8 +166,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _kill_tree(process: "subprocess.Popen[bytes]") -> None:
-    for pid in [process.pid, *descendants(process.pid)]:
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all below it."""
+    for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(each, signal.SIGKILL)
+
+
+def _kill_tree(process: "subprocess.Popen[bytes]") -> None:
+    kill_tree(process.pid)
     process.wait()
