@@ -1,6 +1,7 @@
 """What a study asks for: which trainings of a job, towards what, and how they share the machines."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -9,16 +10,14 @@ from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.plan.plan import STRICT, Positive
+from undula.plan.rules import RULES, RuleName
 
-Rule = Literal["none", "linear", "sqrt", "adascale", "adam_sde", "surge"]
 Optimizer = Literal["sgd", "adam", "adamw", "lars", "lamb"]
-
-OPTIMIZERS_OF: Mapping[Rule, tuple[Optimizer, ...]] = {
-    "adascale": ("sgd",),
-    "adam_sde": ("adam", "adamw"),
-    "surge": ("adam", "adamw"),
-}
-"""Rules whose formula is about some optimizers alone. The powers of the batch go with any: whether they hold there is what a study asks."""
+CLASSES: Mapping[Optimizer, str] = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "Lamb"}
+"""As undula.plan.rules knows them."""
+POWERS: tuple[RuleName, ...] = ("none", "linear", "sqrt", "legw")
+"""Rules that go with any optimizer: whether a power of the batch holds there is what a study asks. The others' formulas are about some
+optimizers alone."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -42,16 +41,6 @@ class LogRange:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class TargetSpec:
-    """What a training is to reach; the study counts the steps until then."""
-
-    value: float
-    """Reached where the metric is at it or under it."""
-    metric: Literal["validation_loss", "training_loss"] = "validation_loss"
-    """Of the ledger."""
-
-
-@checked_dataclass(frozen=True, config=STRICT)
 class StudySpec:
     """Trainings of one job with other batches, learning rates, rules, warmups, optimizers and seeds: each with each."""
 
@@ -65,16 +54,25 @@ class StudySpec:
     """Learning rates at the top of the schedule; or give base_lr_range."""
     base_lr_range: LogRange | None = None
     """The same as a range."""
-    rules: tuple[Rule, ...] = ("none",)
+    rules: tuple[RuleName, ...] = ("none",)
     """How the learning rate follows the batch; `none` tries each base rate at each batch, which finds the best."""
     warmups: tuple[Annotated[int, Ge(0)], ...] = (0,)
-    """Samples of warmup (schedule.warmup_samples)."""
+    """Samples of warmup (schedule.warmup_samples), before the rule."""
     optimizers: tuple[Optimizer, ...] = ("adamw",)
-    """The script reads it as run.config.optimizer."""
+    """config.optimizer.name of the job, of which undula.make_optimizer makes the optimizer."""
     seeds: tuple[int, ...] = (0,)
-    """plan.seed. Several give the fits their intervals."""
-    target: TargetSpec | None = None
-    """What is to be reached; without it trainings are judged by their last loss alone."""
+    """plan.seed. Several show what chance does to a loss."""
+    metric: Literal["validation_loss", "training_loss"] = "validation_loss"
+    """What trainings are judged by; the training loss is the mean since the last measurement."""
+    target: float | None = None
+    """Loss that a training is to reach: the study counts steps and samples until then. Without it trainings are judged by their last
+    loss alone."""
+    samples: Positive | None = None
+    """Samples of each training, whatever its batch; by default those of the job."""
+    measurements: Annotated[int, Ge(2)] = 20
+    """Times that a training measures the metric, at equal distances in samples."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values of the job that all trainings have in place of its own: plan.virtual_workers: 8."""
     search: Literal["grid", "random", "adaptive"] = "grid"
     """All trainings; so many drawn of them; or each where those before promise most."""
     trials: Positive | None = None
@@ -83,8 +81,9 @@ class StudySpec:
     """Whether trainings that lag behind are stopped early (ASHA, Li et al. 2020, arXiv:1810.05934)."""
     max_concurrent: Positive | None = None
     """Most trainings at once; by default as many as the cluster holds."""
-    packed: Positive = 1
-    """Trainings that share a worker's GPU."""
+    packed: Positive | None = None
+    """Trainings that share what one worker of the job has (workers.cpus, workers.gpus), each a single process: for small models. By
+    default each is an elastic training with the job's workers."""
 
     def __post_init__(self) -> None:
         self._refuse_axes()
@@ -126,7 +125,7 @@ class StudySpec:
         for rule in self.rules:
             if not any(_goes_with(rule, optimizer) for optimizer in self.optimizers):
                 raise ValueError(
-                    f"rules has {rule}, which is for {' and '.join(OPTIMIZERS_OF[rule])} and not for "
+                    f"rules has {rule}, which is for {' and '.join(_optimizers_of(rule))} and not for "
                     f"{' or '.join(self.optimizers)}: leave it out, or give another optimizer"
                 )
         for optimizer in self.optimizers:
@@ -140,10 +139,16 @@ class StudySpec:
         """The base learning rates of a grid."""
         return self.base_lr_range.values() if self.base_lr_range else self.base_lrs
 
-    def pairs(self) -> tuple[tuple[Optimizer, Rule], ...]:
+    def pairs(self) -> tuple[tuple[Optimizer, RuleName], ...]:
         """Optimizers and the rules that go with them: what is trained of their product."""
         return tuple(pair for pair in product(self.optimizers, self.rules) if _goes_with(pair[1], pair[0]))
 
 
-def _goes_with(rule: Rule, optimizer: Optimizer) -> bool:
-    return optimizer in OPTIMIZERS_OF.get(rule, (optimizer,))
+def _optimizers_of(rule: RuleName) -> tuple[Optimizer, ...]:
+    holds_for = RULES[rule].holds_for
+    is_any = rule in POWERS or holds_for is None
+    return tuple(name for name, kind in CLASSES.items() if is_any or kind in (holds_for or ()))
+
+
+def _goes_with(rule: RuleName, optimizer: Optimizer) -> bool:
+    return optimizer in _optimizers_of(rule)

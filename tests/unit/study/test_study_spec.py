@@ -45,10 +45,9 @@ def refused(load: Load, tmp_path: Path) -> Refused:
 
 
 def test_study_is_read_with_its_job(load: Load) -> None:
-    study = load(RATES, "seeds=[1, 2]", "target={value: 2.4}")
+    study = load(RATES, "seeds=[1, 2]", "target=2.4")
     assert (study.spec.batches, study.spec.rates, study.spec.seeds) == ((32, 64, 128), (1e-3, 3e-3), (1, 2))
-    assert study.spec.target is not None
-    assert (study.spec.target.metric, study.spec.target.value) == ("validation_loss", 2.4)
+    assert (study.spec.metric, study.spec.target) == ("validation_loss", 2.4)
     assert study.job.spec.name == "job"
     assert study.origins["seeds"] == "command line"
     assert study.origins["batches"].endswith("study.yaml:3")
@@ -98,7 +97,7 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
             "study.yaml:4: base_lrs is a list, in which search: adaptive cannot move: give base_lr_range",
         ),
         (RATES + "bathces: [1]\n", "study.yaml:5: unknown key bathces: did you mean batches?"),
-        (RATES + "target: {value: low}\n", 'study.yaml:5: target.value is "low": it should be a valid number'),
+        (RATES + "target: low\n", 'study.yaml:5: target is "low": it should be a valid number'),
         (RATES + "max_concurrent: 0\n", "study.yaml:5: max_concurrent is 0: it should be greater than 0"),
     ],
 )

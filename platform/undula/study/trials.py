@@ -1,0 +1,103 @@
+"""A study's trials: what each is trained with, and what has come of it. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf, isfinite
+from typing import Literal
+
+from undula.plan.rules import RuleName
+from undula.study.spec import Optimizer
+
+State = Literal["waiting", "running", "complete", "diverged", "stopped", "failed"]
+ENDED: tuple[State, ...] = ("complete", "diverged", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a study."""
+
+    batch: int
+    """Samples per optimizer step."""
+    base_lr: float
+    """Before the rule."""
+    rule: RuleName
+    warmup: int
+    """Samples, before the rule."""
+    optimizer: Optimizer
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its run directory: the same for the same trial, other for any other."""
+        lr = f"{self.base_lr:.6g}".replace("+", "")
+        return f"{self.optimizer}-{self.rule}-b{self.batch}-lr{lr}-w{self.warmup}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The study's metric, once during a training."""
+
+    samples: int
+    """That the training had consumed."""
+    step: int
+    """Steps that were committed."""
+    loss: float
+    """Not finite where it diverged."""
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """What has come of a trial so far, read from its ledger."""
+
+    trial: Trial
+    state: State
+    """Stopped: by the study's scheduler, as it lagged behind. Diverged: its loss was not finite, or ended above where it began."""
+    lr: float
+    """At the top of its schedule, after the rule; of a rule that measures, the highest there was."""
+    curve: tuple[Measurement, ...] = ()
+    """By samples, the first one before the first step."""
+    noise: tuple[tuple[int, float], ...] = ()
+    """The gradient noise scale where it was measured: samples consumed, and the scale in samples."""
+    seconds: float = 0.0
+    """That it trained, on the wall clock."""
+    worker_seconds: float = 0.0
+    """Seconds times the workers that it had."""
+    message: str = ""
+    """In words, where it failed."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def loss(self) -> float:
+        """The last one; infinite where there is none, or the trial diverged."""
+        last = self.curve[-1].loss if self.curve and self.state != "diverged" else inf
+        return last if isfinite(last) else inf
+
+    @property
+    def samples(self) -> int:
+        """Consumed, as of the last measurement."""
+        return self.curve[-1].samples if self.curve else 0
+
+    def samples_to(self, target: float) -> float:
+        """Samples until the metric was first at the target, in a straight line between measurements; infinite where it never was."""
+        return reached(self.curve, target)
+
+    def steps_to(self, target: float) -> float:
+        """The same in whole steps of this trial's batch."""
+        samples = self.samples_to(target)
+        return float(ceil(samples / self.trial.batch)) if isfinite(samples) else inf
+
+
+def reached(curve: Sequence[Measurement], target: float) -> float:
+    """Samples at which a curve first comes down to the target; infinite where it does not."""
+    before: Measurement | None = None
+    for point in curve:
+        if point.loss <= target:
+            if before is None or not isfinite(before.loss):
+                return float(point.samples)
+            share = (before.loss - target) / (before.loss - point.loss)
+            return before.samples + share * (point.samples - before.samples)
+        before = point
+    return inf
