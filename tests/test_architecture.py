@@ -24,10 +24,10 @@ BELOW = {
     "report": {"errors", "storage", "plan", "data", "state", "run", "elastic"},
     "testing": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster"},
 }
-"""Packages and modules from the ground up, and what each may import. What stands on top (spec, preflight, live, entrypoint, cli,
+"""Packages and modules from the ground up, and what each may import. What stands on top (yaml_file, spec, preflight, live, entrypoint, cli,
 chaos_command, reference) may import all."""
 HEAVY = {  # library -> where it may be imported
-    "ray": {"data", "run", "elastic", "cluster", "study", "testing", "entrypoint", "live"},
+    "ray": {"data", "run", "elastic", "cluster", "study", "testing", "driver", "entrypoint", "live"},
     "torch": {"data", "state", "run", "elastic", "study", "testing", "preflight"},
     "boto3": {"storage", "cluster"},
 }

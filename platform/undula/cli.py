@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import math
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,9 +16,10 @@ from undula.cluster_command import add_cluster_arguments
 from undula.doctor_command import add_doctor_arguments
 from undula.errors import SpecError, one_sentence
 from undula.price_options import add_price_arguments, price_finder
+from undula.run_command import add_run_arguments
 from undula.spot_command import add_leave_arguments, add_spot_arguments
 from undula.storage import Store, open_store
-from undula.study_command import add_study_commands
+from undula.study_command import add_study_commands, with_study_command
 
 if TYPE_CHECKING:
     from undula.data.manifest import Manifest
@@ -32,7 +31,7 @@ CACHE = Path("~/.cache/undula")
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `undula` command."""
     parser = _parser()
-    options, rest = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(with_study_command(sys.argv[1:] if argv is None else argv))
     # argparse takes overrides in one place only; here they may stand among the options.
     if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -47,41 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\nstopped", file=sys.stderr)
         status = 130
     sys.exit(status)
-
-
-def _run(options: argparse.Namespace) -> int:
-    from undula.cluster.local import running_or_local
-    from undula.live import LiveScreen
-    from undula.spec import absolute_paths, load_spec
-
-    loaded = load_spec(options.job, options.overrides)
-    if options.print:
-        print(loaded.to_yaml(), end="")
-        return 0
-    script = options.script or options.job.with_suffix(".py")
-    if not script.is_file():
-        raise SpecError(
-            f"there is no script {script}: give it with --script, or lay it beside {options.job} with its name"
-        )
-    overrides = [*options.overrides, *absolute_paths(loaded.spec)]
-    # The script's folder travels; the YAML goes with it when it lies there.
-    job = options.job.absolute()
-    config = job.name if job.parent == script.absolute().parent else str(job)
-    screen = LiveScreen(sys.stdout)
-    cpus = max(os.cpu_count() or 1, math.ceil(loaded.spec.workers.max * loaded.spec.workers.cpus))
-    print("starting ...", flush=True)
-    with running_or_local(options.address, cpus) as dashboard:
-        from undula.cluster.submit import submit  # Ray reads its token settings when it is imported
-
-        arguments = ["--config", config, *(["--fresh"] if options.fresh else []), *overrides]
-        try:
-            return submit(dashboard, script.absolute(), arguments, screen.show)
-        except KeyboardInterrupt:
-            screen.close()
-            print(f"run directory: {loaded.spec.run_url}\nsubmit it again under the name {loaded.spec.name} to go on")
-            raise
-        finally:
-            screen.close()
 
 
 def _data(options: argparse.Namespace) -> int:
@@ -244,16 +208,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="undula", description="Elastic training on Ray.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="submit a job to the Ray cluster at hand, or to a local one, and follow it")
-    run.add_argument("job", type=Path, metavar="JOB.yaml")
-    run.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    run.add_argument("--script", type=Path, help="the job's script (default: beside JOB.yaml, with its name)")
-    run.add_argument("--address", help="URL of a cluster's job API, as for `ray job submit`")
-    run.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
-    run.add_argument(
-        "--print", action="store_true", help="print the resolved job, with where each value came from, and exit"
-    )
-    run.set_defaults(command=_run)
+    text = "submit a job to the Ray cluster at hand, or to a local one, and follow it"
+    add_run_arguments(commands.add_parser("run", help=text))
 
     _add_data_commands(
         commands.add_parser("data", help="make or index a data set").add_subparsers(required=True, metavar="WHAT")
@@ -297,8 +253,11 @@ def _parser() -> argparse.ArgumentParser:
     add_price_arguments(report)
     report.set_defaults(command=_report)
 
-    study = commands.add_parser("study", help="how learning rate and batch size scale")
-    add_study_commands(study.add_subparsers(required=True, metavar="WHAT"))
+    text = "train a job at many batch sizes and learning rates, and say what the data support"
+    study = commands.add_parser(
+        "study", help=text, usage="undula study [-h] STUDY.yaml | status | report | self-test ..."
+    )
+    add_study_commands(study.add_subparsers(required=True, metavar="WHAT"), DEFAULT_RUNS)
 
     horovod = commands.add_parser(
         "build-horovod", help="build Horovod for the torch that is installed, and install it; for engine: horovod"

@@ -2,31 +2,26 @@
 
 import argparse
 import json
-import logging
-import os
-import re
-import secrets
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-import ray
 from ray.train import TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from undula.driver import INTERRUPTED, connect, ship_modules_beside_the_script
 from undula.elastic.failures import whole_story
 from undula.elastic.fleet import Work
 from undula.elastic.horovod import HorovodConfig
-from undula.elastic.quiet import keep_quiet
 from undula.elastic.spec import WorkersSpec
 from undula.elastic.trainer import elastic_trainer, ray_trainer
-from undula.errors import ClusterError, SpecError, StorageError, one_sentence
+from undula.errors import SpecError, one_sentence
 from undula.live import live_view
 from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
@@ -34,12 +29,8 @@ from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.worker import Worker, open_data
 from undula.spec import JobSpec, load_spec
-from undula.state.directory import JOB_FILE, forget, held
+from undula.state.directory import JOB_FILE, forget, held, identity
 from undula.state.ledger import Event, EventWriter, last_event, read_ledger, steps_done
-from undula.storage import Store
-
-CONNECT_TIMEOUT_S = 10.0
-INTERRUPTED = 130
 
 
 def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
@@ -49,12 +40,16 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         train: the training loop; runs in every worker.
         config: dataclass of the script's own settings, the YAML's `config`; without it they are a mapping.
         argv: command line, by default this process's: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
-            JOB.yaml defaults to the file beside the script with its name.
+            JOB.yaml defaults to the file beside the script with its name. With --study STUDY.yaml it is a study of the job that is run.
 
     Exits with status 2 and one sentence for a mistake in the input, and with 1 when training fails.
     """
     options = _parser().parse_intermixed_args(argv)
     with one_sentence(), ExitStack() as stack:
+        if options.study:
+            study = _study_entrypoint()
+            study.conduct(train, config, options.study, options.overrides, options.fresh)
+            return
         loaded = load_spec(options.config, options.overrides, config)
         if options.print:
             print(loaded.to_yaml(), end="")
@@ -68,30 +63,20 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             print(f"{prepared.store.url} is finished: nothing to do; --fresh starts over")
             return
         stack.enter_context(held(prepared.store))
-        _connect()
+        connect()
         hub = start_hub(prepared.store)
         if options.fresh:
             forget(prepared.store)
-        run_id, began = _known(prepared.store)
-        record = {**describe(loaded, prepared), "id": run_id, "began": began}
+        record = {**describe(loaded, prepared.plan), **identity(prepared.store)}
         prepared.store.write(JOB_FILE, json.dumps(record, indent=1).encode())
         print(f"{prepared.store.url}: starting {_range(loaded.spec.workers)} ...", flush=True)
         with live_view(hub):
-            job = replace(loaded.job(), run_id=run_id)
-            work = Work(prepared.plan.total_steps, began)
+            job = replace(loaded.job(), run_id=record["id"])
+            work = Work(prepared.plan.total_steps, record["began"])
             error = _fit(train, job, loaded.spec, prepared, work, HubPublisher(hub), options.trainer)
         _say_result(prepared, error)
         if error:
             raise SystemExit(1)
-
-
-def _known(store: Store) -> tuple[str, float]:
-    """The id of the run in a directory and when it was first submitted; new ones where there is none."""
-    try:
-        record = dict(json.loads(store.read(JOB_FILE)))
-    except (StorageError, ValueError, TypeError):  # none yet, or one that is about to be written anew
-        record = {}
-    return str(record.get("id") or secrets.token_hex(8)), float(record.get("began") or time.time())
 
 
 def _fit(
@@ -113,7 +98,7 @@ def _fit(
         trainer = elastic_trainer(
             worker, horovod, spec.workers, work, prepared.store, on_event, prepare=partial(open_data, job)
         )
-    _ship_modules_beside_the_script()
+    ship_modules_beside_the_script()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
     try:
         trainer.fit()
@@ -125,36 +110,22 @@ def _fit(
     return None
 
 
+def _study_entrypoint() -> ModuleType:
+    """What conducts a study, which takes libraries that a job does without.
+
+    Raises:
+        SpecError: one is not installed.
+    """
+    try:
+        return import_module("undula.study_entrypoint")
+    except ModuleNotFoundError as error:
+        raise SpecError(f"{str(error.name).split('.')[0]} is not installed: pip install 'undula[study]'") from error
+
+
 def _range(workers: WorkersSpec) -> str:
     """`2 workers`, `1 to 2 workers`."""
     sizes = f"{workers.max}" if workers.min == workers.max else f"{workers.min} to {workers.max}"
     return f"{sizes} worker{'s' if workers.max > 1 else ''}"
-
-
-def _connect() -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files."""
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS", "")
-        try:
-            if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
-                socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, ray.exceptions.RayError) as error:
-            where = address or "on this machine"
-            raise ClusterError(f"cannot connect to the Ray cluster {where}: {' '.join(str(error).split())}") from error
-    keep_quiet()
-    for name in ("ray", "ray.train", "ray.data"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _ship_modules_beside_the_script() -> None:
-    """Send what the script imports from its own folder along with the train function: on a worker that folder may be elsewhere."""
-    folder = Path(sys.argv[0]).resolve().parent
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name != "__main__" and file and Path(file).resolve().parent == folder:
-            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def _say_result(prepared: Prepared, error: Exception | None) -> None:
@@ -182,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "whose trainer runs the loop: for comparison, Ray Train's own (default: undula)"
     parser.add_argument("--trainer", choices=["undula", "ray"], default="undula", help=text)
+    parser.add_argument(
+        "--study", type=Path, metavar="STUDY.yaml", help="train the trials of a study of the job instead"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")
     return parser

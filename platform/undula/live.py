@@ -1,6 +1,7 @@
 """The live view: one line a second of where the run stands, events on lines of their own; plain lines where nobody can rewrite one."""
 
 import re
+import shutil
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from undula.run.messages import Line, Message, Status
 
 INTERVAL_S = 1.0
 STATUS_PREFIX = "step "
+TABLE_TOP, TABLE_FOOT = "┏", "└"
 
 
 def status_line(status: Status) -> str:
@@ -32,21 +34,26 @@ def duration(seconds: float) -> str:
 
 
 class LiveScreen:
-    """Shows lines; on a terminal a status line is rewritten in place by the next one."""
+    """Shows lines; on a terminal a status line, or a table that is framed by box drawing, is rewritten in place by the next one."""
 
     def __init__(self, out: TextIO):
         self._out = out
         self._rewrites = out.isatty()
-        self._status = ""
+        self._status: list[str] = []
+        self._table: list[str] = []
 
     def show(self, line: str) -> None:
-        if self._rewrites and line.startswith(STATUS_PREFIX):
-            self._status = line
-            self._out.write(f"\r\x1b[2K{line}")
-        elif self._rewrites and self._status:
-            self._out.write(f"\r\x1b[2K{line}\n{self._status}")
-        else:
+        if not self._rewrites:
             self._out.write(f"{line}\n")
+        elif line.startswith(TABLE_TOP) or self._table:
+            self._table.append(line[: shutil.get_terminal_size().columns - 1])  # a line that wraps would be two
+            if line.startswith(TABLE_FOOT):
+                self._rewrite([], self._table)
+                self._table = []
+        elif line.startswith(STATUS_PREFIX):
+            self._rewrite([], [line])
+        else:
+            self._rewrite([line], self._status)
         self._out.flush()
 
     def close(self) -> None:
@@ -54,7 +61,14 @@ class LiveScreen:
         if self._status:
             self._out.write("\n")
             self._out.flush()
-            self._status = ""
+            self._status = []
+
+    def _rewrite(self, lines: list[str], status: list[str]) -> None:
+        """Lines in place of the status that is there, and a status below them."""
+        up = f"\x1b[{len(self._status) - 1}A" if len(self._status) > 1 else ""
+        erase = f"{up}\r\x1b[J" if self._status else ""
+        self._out.write(erase + "".join(f"{line}\n" for line in lines) + "\n".join(status))
+        self._status = status
 
 
 def message_lines(messages: list[Message]) -> list[str]:

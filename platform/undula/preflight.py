@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,11 @@ from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.run.loop import Run
 from undula.run.modelstate import MODEL
-from undula.spec import LoadedSpec, flatten
+from undula.spec import LoadedSpec
 from undula.state.commit import check_shapes, find_commits
 from undula.state.directory import JOB_FILE
 from undula.storage import Store, open_store
+from undula.yaml_file import flatten
 
 LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that make the logical run: they cannot change while it is under way."""
@@ -33,7 +34,6 @@ class Prepared:
 
     store: Store
     plan: Plan
-    plan_digest: str
     is_finished: bool
     """Whether the last step is in a whole checkpoint."""
 
@@ -47,17 +47,9 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     spec = loaded.spec
     if spec.engine == "horovod":
         check_horovod(spec.horovod, has_gpus=spec.workers.gpus > 0)
-    data = _training_data(loaded)
-    if spec.data.validation is not None:
-        key, url = "data.validation", spec.data.validation
-        validation = _checked(key, [url], loaded, lambda: load_manifest(url))
-        if validation.select(spec.data.columns) != data.select(spec.data.columns):
-            raise ManifestError(
-                f"{url} has other columns than {data.url}: training and validation data share one schema"
-            )
+    data = check_data(loaded)
     store = _run_directory(loaded)
     plan = Plan(spec.plan, data.num_rows)
-    digest = plan.digest(data.digest)
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
     if newest is not None:
         _refuse_changes(store, loaded, data)
@@ -66,18 +58,18 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
             check_shapes(newest, shapes, MODEL)
     is_at_end = newest is not None and newest.step >= plan.total_steps
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
-    return Prepared(store, plan, digest, is_finished)
+    return Prepared(store, plan, is_finished)
 
 
-def describe(loaded: LoadedSpec, prepared: Prepared) -> dict[str, Any]:
+def describe(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
     """What `job.json` in the run directory says."""
     data = load_data(loaded.spec.data)
     return {
         "name": loaded.spec.name,
-        "plan_digest": prepared.plan_digest,
+        "plan_digest": plan.digest(data.digest),
         "manifest_digest": data.digest,
-        "total_steps": prepared.plan.total_steps,
-        "total_samples": prepared.plan.total_samples,
+        "total_steps": plan.total_steps,
+        "total_samples": plan.total_samples,
         "train_rows": data.num_rows,
         "spec": loaded.tree(),
     }
@@ -117,6 +109,23 @@ class _ShapeProbe:
 
     def model(self, module: nn.Module) -> nn.Module:
         raise _ModelBuiltError({name: tuple(value.shape) for name, value in module.state_dict().items()})
+
+
+def check_data(loaded: LoadedSpec) -> Data:
+    """Training data that a job can read, and its validation data too.
+
+    Raises:
+        UndulaError: it cannot.
+    """
+    data, spec = _training_data(loaded), loaded.spec.data
+    if spec.validation is not None:
+        url = spec.validation
+        validation = _checked("data.validation", [url], loaded, lambda: load_manifest(url))
+        if validation.select(spec.columns) != data.select(spec.columns):
+            raise ManifestError(
+                f"{url} has other columns than {data.url}: training and validation data share one schema"
+            )
+    return data
 
 
 def _training_data(loaded: LoadedSpec) -> Data:
@@ -170,15 +179,23 @@ def _refuse_changes(store: Store, loaded: LoadedSpec, data: Data) -> None:
     mend = "restore it, give another name, or start over with --fresh"
     try:
         begun = json.loads(store.read(JOB_FILE))
-        digest, before = begun["manifest_digest"], dict(flatten(begun["spec"]))
+        digest, change = begun["manifest_digest"], changed_key(begun["spec"], loaded.tree())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}): {mend}") from error
     if digest != data.digest:
         raise RunError(f"{store.url} was begun on other training data than {data.url} holds now: {mend}")
-    now = dict(flatten(loaded.tree()))
-    for key in sorted(before.keys() | now.keys()):
-        if key.startswith(LOGICAL) and before.get(key) != now.get(key):
-            raise RunError(
-                f"{loaded.origins.get(key, 'default')}: {key} is {json.dumps(now.get(key))}, and {store.url} was begun with "
-                f"{json.dumps(before.get(key))}: {mend}"
-            )
+    if change:
+        key, before, now = change
+        raise RunError(
+            f"{loaded.origins.get(key, 'default')}: {key} is {json.dumps(now)}, and {store.url} was begun with "
+            f"{json.dumps(before)}: {mend}"
+        )
+
+
+def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first key of the logical run whose value differs between two resolved jobs, with both values."""
+    old, new = dict(flatten(before)), dict(flatten(now))
+    for key in sorted(old.keys() | new.keys()):
+        if key.startswith(LOGICAL) and old.get(key) != new.get(key):
+            return key, old.get(key), new.get(key)
+    return None

@@ -4,20 +4,16 @@ The parts belong to the packages that use them; this module only composes, loads
 """
 
 import dataclasses
-import difflib
 import json
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from annotated_types import MinLen
-from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic import StringConstraints, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic_core import ErrorDetails
 
 from undula.data.spec import DataSpec
 from undula.elastic.spec import HorovodSpec, WorkersSpec
@@ -27,6 +23,7 @@ from undula.plan.schedule import ScheduleSpec
 from undula.run.job import EngineName, GradientSpec, Job, ValidationSpec
 from undula.state.spec import CheckpointSpec
 from undula.study.spec import StudySpec
+from undula.yaml_file import Where, flatten, load_file, refuse_unknown_keys, validated
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -157,58 +154,102 @@ class LoadedStudy:
 
     spec: StudySpec
     job: LoadedSpec
+    """With the study's overrides."""
+    file: Path
+    """Of the job."""
     origins: Mapping[str, str]
+    values: Mapping[str, Any]
+    """Of the job, by dotted key, that are the study's."""
+    config_type: type | None = None
+
+    def job_with(self, values: Mapping[str, Any]) -> LoadedSpec:
+        """The job with the study's overrides and further values, by dotted key.
+
+        Raises:
+            SpecError: they do not go together.
+        """
+        overrides = as_overrides({**self.values, **values})
+        return load_spec(self.file, overrides, self.config_type, self.origins["name"].rpartition(":")[0])
 
 
-def load_spec(file: Path, overrides: Sequence[str] = (), config_type: type | None = None) -> LoadedSpec:
+def load_spec(
+    file: Path, overrides: Sequence[str] = (), config_type: type | None = None, origin: str = "command line"
+) -> LoadedSpec:
     """The job in a YAML file, with `key.sub=value` overrides on top.
 
     Args:
         file: YAML of a JobSpec.
         overrides: `key.sub=value`, the value written as in YAML.
         config_type: dataclass of the script's own settings; `config` stays a mapping without it.
+        origin: of the overrides, for messages.
 
     Raises:
         SpecError: one sentence with the file and line, the key, what was given and what is accepted.
     """
-    spec, where = _load(JobSpec, file, overrides, "a job's YAML", "name, data")
+    spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin)
     config: Any = _namespace(spec.config)
     if config_type is not None:
-        _refuse_unknown_keys(spec.config, config_type, ("config",), where)
-        config = _validated(config_type, spec.config, ("config",), where)
+        refuse_unknown_keys(spec.config, config_type, ("config",), where)
+        config = validated(config_type, spec.config, ("config",), where)
     return LoadedSpec(spec, config, where.origins)
 
 
-def load_study(file: Path, overrides: Sequence[str] = ()) -> LoadedStudy:
+def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | None = None) -> LoadedStudy:
     """The study in a YAML file, with `key.sub=value` overrides on top, and its job.
+
+    Args:
+        file: YAML of a StudySpec.
+        overrides: of the study; `overrides.plan.epochs=2` is one of its job.
+        config_type: as of `load_spec`, for the job.
 
     Raises:
         SpecError: one sentence, as of `load_spec`, about the study or about its job.
     """
-    spec, where = _load(StudySpec, file, overrides, "a study's YAML", "name, job, batches")
+    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches")
     job_file = file.parent / spec.job
     if not job_file.is_file():
         raise SpecError(
             f"{where(['job'])}: job is {json.dumps(spec.job)}, and there is no file {job_file}: give a job's YAML"
         )
-    job = load_spec(job_file)
-    virtual_workers = job.spec.plan.virtual_workers
+    # A packed training is one process, whatever the job's workers are.
+    values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(flatten(spec.overrides))}
+    job = load_spec(job_file, as_overrides(values), config_type, where(["overrides"]))
+    _check_job(spec, job.spec, job_file, where)
+    return LoadedStudy(spec, job, job_file, where.origins, values, config_type)
+
+
+def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> None:
+    """What a study needs of its job.
+
+    Raises:
+        SpecError: it does not have it.
+    """
+    virtual_workers = job.plan.virtual_workers
     for batch in spec.batches:
         if batch % virtual_workers:
             raise SpecError(
                 f"{where(['batches'])}: batches has {batch}, which plan.virtual_workers ({virtual_workers}) of {job_file} "
                 "does not divide: give multiples of it"
             )
-    return LoadedStudy(spec, job, where.origins)
+    if spec.metric == "validation_loss" and job.data.validation is None:
+        raise SpecError(
+            f"{where(['metric'])}: metric is validation_loss, and {job_file} has no data.validation: give it, or metric: training_loss"
+        )
+    if job.plan.batch == "elastic":
+        raise SpecError(
+            f"{where(['overrides'])}: plan.batch of {job_file} is elastic, and a study gives each training a batch: "
+            "leave it out, or give overrides: {plan.batch: fixed}"
+        )
+    if spec.packed and job.engine == "horovod":
+        raise SpecError(
+            f"{where(['packed'])}: packed is {spec.packed}, which makes each training one process, and {job_file} has engine: horovod, "
+            "which is about several: leave out one of them"
+        )
 
 
-def _load(owner: Any, file: Path, overrides: Sequence[str], what: str, keys: str) -> tuple[Any, "_Where"]:
-    tree, origins = _read_yaml(file, what, keys)
-    for override in overrides:
-        _apply_override(tree, origins, override)
-    where = _Where(file, origins)
-    _refuse_unknown_keys(tree, owner, (), where)
-    return _validated(owner, tree, (), where), where
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """`key.sub=value` for each value by dotted key."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def json_schema() -> dict[str, Any]:
@@ -231,17 +272,6 @@ def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """[("plan.seed", 0), ...]: the leaves of a tree by dotted key; an empty mapping is a leaf."""
-    leaves = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves += flatten(value, f"{prefix}{key}.")
-        else:
-            leaves.append((f"{prefix}{key}", value))
-    return leaves
-
-
 _SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private)_?key)$", re.IGNORECASE)
 
 
@@ -259,144 +289,6 @@ def _namespace(value: Any) -> Any:
     if isinstance(value, Mapping):
         return Namespace({key: _namespace(item) for key, item in value.items()})
     return value
-
-
-class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does and PyYAML's 1.1 does not."""
-
-
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
-
-
-def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=_Yaml12Loader)
-        tree = yaml.load(text, Loader=_Yaml12Loader)
-    except OSError as error:
-        raise SpecError(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{file} is not UTF-8 text: give {what}") from error
-    except yaml.YAMLError as error:
-        raise SpecError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    if tree is None:
-        raise SpecError(f"{file} is empty: {what} is a mapping with the keys {keys}, ...")
-    if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode):
-        raise SpecError(f"{file} holds {type(tree).__name__}: {what} is a mapping with the keys {keys}, ...")
-    try:
-        return tree, dict(_origins(root, file, ""))
-    except RecursionError:
-        raise SpecError(f"{file} has an anchor that holds itself: {what} is a tree") from None
-
-
-def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
-    found = []
-    given: set[str] = set()
-    for key, value in node.value:
-        path = f"{prefix}{key.value}"
-        if path in given:
-            raise SpecError(f"{file}:{key.start_mark.line + 1}: {path} is given twice: keep one")
-        given.add(path)
-        found.append((path, f"{file}:{key.start_mark.line + 1}"))
-        if isinstance(value, yaml.MappingNode):
-            found += _origins(value, file, f"{path}.")
-    return found
-
-
-def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise SpecError(f"command line: {override!r} is not an override: write key.sub=value")
-    try:
-        value = yaml.load(text, Loader=_Yaml12Loader)
-    except yaml.YAMLError:
-        raise SpecError(f"command line: the value of {key} is not YAML: {text!r}") from None
-    *parents, leaf = key.split(".")
-    branch = tree
-    for depth, parent in enumerate(parents):
-        branch = branch.setdefault(parent, {})
-        if not isinstance(branch, dict):
-            raise SpecError(f"command line: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}")
-    branch[leaf] = value
-    for path in [path for path in origins if path.startswith(f"{key}.")]:
-        del origins[path]
-    origins[key] = "command line"
-    for path, _ in flatten(value, f"{key}.") if isinstance(value, dict) else []:
-        origins[path] = "command line"
-
-
-@dataclass(frozen=True)
-class _Where:
-    file: Path
-    origins: Mapping[str, str]
-
-    def __call__(self, path: Sequence[str]) -> str:
-        """Where a key was given, or the nearest key above it."""
-        for length in range(len(path), 0, -1):
-            if origin := self.origins.get(".".join(path[:length])):
-                return origin
-        return str(self.file)
-
-
-def _refuse_unknown_keys(tree: Any, owner: Any, path: tuple[str, ...], where: _Where) -> None:
-    if not (isinstance(tree, Mapping) and dataclasses.is_dataclass(owner)):
-        return
-    known = typing.get_type_hints(owner)
-    for key, value in tree.items():
-        here = (*path, str(key))
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            mend = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
-            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {mend}")
-        for part in _dataclasses_in(known[key]):
-            for item in value if isinstance(value, list) else [value]:
-                _refuse_unknown_keys(item, part, here, where)
-
-
-def _dataclasses_in(annotation: Any) -> list[Any]:
-    """The dataclasses that a value of this type may hold: `Layer | None` and `tuple[Layer, ...]` hold Layer."""
-    if dataclasses.is_dataclass(annotation):
-        return [annotation]
-    return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
-
-
-def _validated(owner: Any, tree: Any, path: tuple[str, ...], where: _Where) -> Any:
-    try:
-        text = json.dumps(tree)
-    except (TypeError, ValueError):
-        odd = next((key for key, value in flatten(tree) if not _is_json(value)), "a key")
-        raise SpecError(
-            f"{where(odd.split('.'))}: {odd} is not text, a number, a list or a mapping: quote it"
-        ) from None
-    try:
-        return TypeAdapter(owner).validate_json(text, strict=True)
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        more = f" (and {len(others)} more)" if others else ""
-        raise SpecError(_sentence(first, path, where) + more) from None
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _sentence(error: ErrorDetails, path: tuple[str, ...], where: _Where) -> str:
-    here = (*path, *(str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-"))))
-    if error["type"] == "value_error":
-        message = error["msg"].removeprefix("Value error, ")  # begins with the key it is about
-        about = (*here, *(message.split() or ["nothing"])[0].split("."))
-        return f"{where(about)}: {''.join(f'{part}.' for part in here)}{message}"
-    if error["type"].startswith("missing"):
-        return f"{where(here[:-1])}: {'.'.join(here)} is missing: it must be given"
-    accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
-    accepted = accepted.replace("an object", "a mapping")
-    return f"{where(here)}: {'.'.join(here)} is {json.dumps(error['input'])}: {accepted}"
 
 
 def absolute_paths(spec: JobSpec) -> list[str]:

@@ -50,5 +50,15 @@ def test_on_a_terminal_an_event_stands_above_the_status() -> None:
     for line in ("step 1", "event", "step 2"):
         screen.show(line)
     screen.close()
-    shown = out.getvalue().replace("\r\x1b[2K", "<")
-    assert shown == "<step 1<event\nstep 1<step 2\n"
+    shown = out.getvalue().replace("\r\x1b[J", "<")
+    assert shown == "step 1<event\nstep 1<step 2\n"
+
+
+def test_on_a_terminal_a_table_is_drawn_over_the_last_one() -> None:
+    out = Terminal()
+    screen = LiveScreen(out)
+    for line in ("┏━┓", "┃1┃", "└─┘", "event", "┏━┓", "┃2┃", "└─┘"):
+        screen.show(line)
+    screen.close()
+    shown = out.getvalue().replace("\x1b[2A\r\x1b[J", "<")
+    assert shown == "┏━┓\n┃1┃\n└─┘<event\n┏━┓\n┃1┃\n└─┘<┏━┓\n┃2┃\n└─┘\n"

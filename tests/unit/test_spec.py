@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 
 from undula.errors import SpecError
-from undula.spec import JobSpec, LoadedSpec, as_tree, flatten, hide_secrets, json_schema, load_spec
+from undula.spec import JobSpec, LoadedSpec, as_tree, hide_secrets, json_schema, load_spec
+from undula.yaml_file import flatten
 
 JOB = """\
 name: job

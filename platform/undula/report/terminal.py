@@ -40,7 +40,7 @@ from undula.state.ledger import LEDGER, Event
 from undula.storage import Store
 
 EVENTS_SHOWN = 12
-ROUTINE = ("checkpoint", "validation", "snapshot")
+ROUTINE = ("checkpoint", "validation", "loss", "snapshot")
 SIDE_BY_SIDE_WIDTH = 110
 PLOT_ROWS = 9
 _AXIS_WIDTH = 9

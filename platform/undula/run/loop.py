@@ -285,8 +285,11 @@ class Run:
         def is_due(every: int) -> bool:
             return last or done // every > before // every
 
-        if validation and is_due(self._job.validation.every_steps):
-            self._validate(validation, done)
+        if is_due(self._job.validation.every_steps):
+            if validation:
+                self._validate(validation, done)
+            elif self._telemetry:
+                self._telemetry.mean_loss(done)
         began = time.perf_counter()
         if is_due(self._job.checkpoint.every_steps) or self._asked.saves:
             self._save(done)

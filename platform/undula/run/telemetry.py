@@ -38,6 +38,7 @@ class Telemetry:
         self._told_at = 0.0
         self._seconds_per_step = 0.0
         self._samples_per_s = 0.0
+        self._losses: list[tuple[float, int]] = []
 
     @property
     def stored_steps(self) -> int:
@@ -51,6 +52,7 @@ class Telemetry:
 
     def step(self, row: StepRow) -> None:
         self._ledger.step(row)
+        self._losses.append((row.loss, row.step_samples))
         seconds = row.data_s + row.compute_s + row.communication_s + row.other_s
         smooth = 0.9 if self._seconds_per_step else 0.0
         self._seconds_per_step = smooth * self._seconds_per_step + (1 - smooth) * seconds
@@ -69,6 +71,15 @@ class Telemetry:
         if event.kind == "validation":
             self._board.add(event.step or 0, {"loss/validation": event.data["loss"]})
             self._gauges["undula_validation_loss"].set(event.data["loss"])
+
+    def mean_loss(self, done: int) -> None:
+        """Tell the mean training loss of a sample since this was last called."""
+        if not self._losses:  # another group has done the steps
+            return
+        samples = sum(count for _, count in self._losses)
+        loss = sum(loss * count for loss, count in self._losses) / samples
+        self.event(Event("loss", f"training loss {loss:.4f}", done, {"loss": loss, "samples": samples}))
+        self._losses = []
 
     def flush(self) -> None:
         """Bring everything told so far to storage. Called from the checkpoint's thread too."""

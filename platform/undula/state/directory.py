@@ -1,12 +1,16 @@
 """The run directory: what lies in it, who may write to it, and how it is emptied."""
 
+import json
 import os
+import secrets
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from undula.errors import RunError
+from undula.errors import RunError, StorageError
 from undula.state.commit import CHECKPOINTS
 from undula.state.ledger import LEDGER
 from undula.storage import Store
@@ -17,6 +21,20 @@ RAY = "ray"
 """Ray Train's own notes."""
 REPORT = "report.html"
 _LOCK = ".lock"
+
+
+def job_record(store: Store) -> dict[str, Any]:
+    """What job.json of a run directory says; nothing where there is none, or one that is damaged."""
+    try:
+        return dict(json.loads(store.read(JOB_FILE)))
+    except (StorageError, ValueError, TypeError):
+        return {}
+
+
+def identity(store: Store) -> dict[str, Any]:
+    """`id` of the run in a directory, and when it `began`, in seconds since the epoch; new ones where there is none."""
+    record = job_record(store)
+    return {"id": str(record.get("id") or secrets.token_hex(8)), "began": float(record.get("began") or time.time())}
 
 
 @contextmanager

@@ -53,7 +53,8 @@ STEP_SCHEMA = pa.schema(
 EVENT_SCHEMA = pa.schema(
     [
         ("time", pa.float64()),
-        # group, start, lost, node, batch, validation, snapshot, checkpoint, resize, crash, notice, waiting, fleet, idle, fault, stop, end
+        # group, start, lost, node, batch, validation, loss, snapshot, checkpoint, resize, crash, notice, waiting, fleet, idle, fault,
+        # stop, end
         ("kind", pa.string()),
         ("step", pa.int64()),  # steps committed when it happened; null where that is not known
         ("message", pa.string()),

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from undula.plan.plan import STRICT, Positive
 from undula.plan.rules import RULES, RuleName
 
-Optimizer = Literal["sgd", "adam", "adamw", "lars", "lamb"]
+Optimizer = Literal["own", "sgd", "adam", "adamw", "lars", "lamb"]
 CLASSES: Mapping[Optimizer, str] = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lars": "LARS", "lamb": "Lamb"}
 """As undula.plan.rules knows them."""
 POWERS: tuple[RuleName, ...] = ("none", "linear", "sqrt", "legw")
@@ -56,10 +56,10 @@ class StudySpec:
     """The same as a range."""
     rules: tuple[RuleName, ...] = ("none",)
     """How the learning rate follows the batch; `none` tries each base rate at each batch, which finds the best."""
-    warmups: tuple[Annotated[int, Ge(0)], ...] = (0,)
-    """Samples of warmup (schedule.warmup_samples), before the rule."""
-    optimizers: tuple[Optimizer, ...] = ("adamw",)
-    """config.optimizer.name of the job, of which undula.make_optimizer makes the optimizer."""
+    warmups: tuple[Annotated[int, Ge(0)], ...] | None = None
+    """Samples of warmup (schedule.warmup_samples), before the rule; by default the job's."""
+    optimizers: tuple[Optimizer, ...] = ("own",)
+    """config.optimizer.name of the job, of which undula.make_optimizer makes the optimizer; or `own`, whatever the script makes."""
     seeds: tuple[int, ...] = (0,)
     """plan.seed. Several show what chance does to a loss."""
     metric: Literal["validation_loss", "training_loss"] = "validation_loss"
@@ -76,9 +76,16 @@ class StudySpec:
     search: Literal["grid", "random", "adaptive"] = "grid"
     """All trainings; so many drawn of them; or each where those before promise most."""
     trials: Positive | None = None
-    """How many, for a search that is no grid."""
+    """How many, for a random search; most for each batch with its optimizer, rule and warmup, for an adaptive one."""
     scheduler: Literal["asha", "none"] = "none"
-    """Whether trainings that lag behind are stopped early (ASHA, Li et al. 2020, arXiv:1810.05934)."""
+    """Whether trainings that lag behind are stopped early, compared with other learning rates of the same batch, optimizer, rule, warmup
+    and seed (ASHA, Li et al. 2020, arXiv:1810.05934)."""
+    first_rung: Positive | None = None
+    """Samples after which ASHA compares for the first time; by default rung_ratio squared goes into a training."""
+    rung_ratio: Annotated[int, Ge(2)] = 3
+    """Of the trainings that come to a rung one in so many goes on, for so many times the samples."""
+    keep_models: bool = False
+    """Whether the checkpoints of trainings that have ended are kept."""
     max_concurrent: Positive | None = None
     """Most trainings at once; by default as many as the cluster holds."""
     packed: Positive | None = None
@@ -105,7 +112,7 @@ class StudySpec:
             "batches": self.batches,
             "base_lrs": self.rates,
             "rules": self.rules,
-            "warmups": self.warmups,
+            "warmups": (0,) if self.warmups is None else self.warmups,
             "optimizers": self.optimizers,
             "seeds": self.seeds,
         }
@@ -125,7 +132,7 @@ class StudySpec:
         for rule in self.rules:
             if not any(_goes_with(rule, optimizer) for optimizer in self.optimizers):
                 raise ValueError(
-                    f"rules has {rule}, which is for {' and '.join(_optimizers_of(rule))} and not for "
+                    f"rules has {rule}, which is for {' and '.join(_optimizers_of(rule)[1:])} and not for "
                     f"{' or '.join(self.optimizers)}: leave it out, or give another optimizer"
                 )
         for optimizer in self.optimizers:
@@ -147,7 +154,7 @@ class StudySpec:
 def _optimizers_of(rule: RuleName) -> tuple[Optimizer, ...]:
     holds_for = RULES[rule].holds_for
     is_any = rule in POWERS or holds_for is None
-    return tuple(name for name, kind in CLASSES.items() if is_any or kind in (holds_for or ()))
+    return ("own", *(name for name, kind in CLASSES.items() if is_any or kind in (holds_for or ())))
 
 
 def _goes_with(rule: RuleName, optimizer: Optimizer) -> bool:

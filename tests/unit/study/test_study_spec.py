@@ -22,7 +22,9 @@ Refused = Callable[..., str]
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """Loads STUDY, beside a job, with more YAML at its end."""
-    (tmp_path / "job.yaml").write_text("name: job\ndata: {train: /data}\nplan: {virtual_workers: 4}\n")
+    (tmp_path / "job.yaml").write_text(
+        "name: job\ndata: {train: /data, validation: /held-out}\nplan: {virtual_workers: 4}\n"
+    )
 
     def loaded(more: str = RATES, *overrides: str, text: str = STUDY) -> LoadedStudy:
         (tmp_path / "study.yaml").write_text(text + more)
@@ -82,7 +84,7 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
         (RATES + "rules: []\n", "study.yaml:5: rules is empty, which leaves nothing to train: give one or more"),
         (RATES + "seeds: [1, 2, 1]\n", "study.yaml:5: seeds has 1 twice: keep one"),
         (
-            RATES + "rules: [adascale]\n",
+            RATES + "rules: [adascale]\noptimizers: [adamw]\n",
             "study.yaml:5: rules has adascale, which is for sgd and not for adamw: leave it out, or give another optimizer",
         ),
         (
@@ -117,6 +119,23 @@ def test_batch_that_the_job_cannot_divide_is_refused(refused: Refused) -> None:
     assert refused(RATES, "batches=[64, 66]") == (
         "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide: give multiples of it"
     )
+
+
+def test_overrides_are_the_job_s_and_are_checked_as_its_own(load: Load, refused: Refused) -> None:
+    assert (
+        load(RATES + "overrides: {plan: {virtual_workers: 8}, schedule.decay: constant}\n").job.spec.schedule.decay
+        == "constant"
+    )
+    sentence = refused(RATES + "overrides: {plan.virtual_wokers: 8}\n")
+    assert sentence.startswith("study.yaml:5: unknown key plan.virtual_wokers: did you mean virtual_workers?")
+
+
+def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> None:
+    without = "overrides: {data.validation: null}\n"
+    assert refused(RATES + without).endswith("has no data.validation: give it, or metric: training_loss")
+    assert load(RATES + without + "metric: training_loss\n").job.spec.data.validation is None
+    assert "plan.batch of job.yaml is elastic" in refused(RATES + "overrides: {plan.batch: elastic}\n")
+    assert "leave out one of them" in refused(RATES + "packed: 2\noverrides: {engine: horovod}\n")
 
 
 def test_job_that_is_not_there_is_named(refused: Refused) -> None:

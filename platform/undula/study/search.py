@@ -1,0 +1,133 @@
+"""Which trials a study wants, given what has come of those before. Pure, so that a study which was killed goes on as if it had not been."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby, product
+from math import exp, inf, log
+from random import Random
+
+from undula.study.spec import LogRange, StudySpec
+from undula.study.trials import Trial
+
+Losses = Mapping[Trial, float]
+"""Of the trials that have ended; infinite where a trial diverged, failed or was stopped."""
+
+
+def wanted(spec: StudySpec, losses: Losses) -> tuple[Trial, ...]:
+    """All trials of a study that are known to be wanted, those that have ended among them, in the order in which they are to start.
+
+    A grid and a random search want all of theirs from the beginning. What an adaptive one wants grows: it depends on the losses alone,
+    not on the order in which they came.
+    """
+    if spec.search == "grid":
+        return tuple(_grid(spec))
+    if spec.search == "random":
+        return tuple(_random(spec))
+    return tuple(_adaptive(spec, losses))
+
+
+def _cells(spec: StudySpec) -> Iterator[Callable[[float, int], Trial]]:
+    """What a learning rate and a seed make a trial of: each batch with each optimizer, rule and warmup.
+
+    All rules are the same at the base batch, so that it is trained under the first one alone.
+    """
+    for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmups or (0,), spec.batches):
+        first = next(each for kind, each in spec.pairs() if kind == optimizer)
+        if batch != spec.batches[0] or rule == first:
+            yield lambda lr, seed, fixed=(optimizer, rule, warmup, batch): _trial(lr, seed, *fixed)  # type: ignore[misc]
+
+
+def _trial(lr: float, seed: int, optimizer: str, rule: str, warmup: int, batch: int) -> Trial:
+    return Trial(batch, lr, rule, warmup, optimizer, seed)  # type: ignore[arg-type]
+
+
+def _grid(spec: StudySpec) -> Iterator[Trial]:
+    """A seed after the other, so that half a study has all of the axes."""
+    cells = list(_cells(spec))
+    for seed, lr, cell in product(spec.seeds, spec.rates, cells):
+        yield cell(lr, seed)
+
+
+def _random(spec: StudySpec) -> Iterator[Trial]:
+    """Drawn without repetition; learning rates of a range at any place of its logarithm."""
+    draw = Random(f"{spec.name} {spec.batches} {spec.rates}")
+    assert spec.trials is not None
+    if spec.base_lr_range is None:
+        everything = list(_grid(spec))
+        yield from draw.sample(everything, min(spec.trials, len(everything)))
+        return
+    cells, ends = list(_cells(spec)), (log(spec.base_lr_range.low), log(spec.base_lr_range.high))
+    drawn: set[Trial] = set()
+    while len(drawn) < spec.trials:
+        trial = draw.choice(cells)(float(f"{exp(draw.uniform(*ends)):.4g}"), draw.choice(spec.seeds))
+        if trial not in drawn:
+            drawn.add(trial)
+            yield trial
+
+
+def _adaptive(spec: StudySpec, losses: Losses) -> Iterator[Trial]:
+    """Each cell's own search, their rounds beside each other."""
+    assert spec.base_lr_range is not None
+    assert spec.trials is not None
+    rounds = []
+    for cell in _cells(spec):
+        by_place = _Cell(cell, spec, losses)
+        places = list(bracket(by_place.loss, (spec.base_lr_range.points - 1) // 2))
+        rounds += [
+            (number, cell(by_place.rate(place), seed))
+            for number, place in enumerate(places[: max(spec.trials // len(spec.seeds), 1)])
+            for seed in spec.seeds
+        ]
+    for _, together in groupby(sorted(rounds, key=lambda each: each[0]), key=lambda each: each[0]):
+        yield from (trial for _, trial in together)
+
+
+class _Cell:
+    """The learning rates of a cell, counted from the middle of the range in steps of its ratio, in both directions without end."""
+
+    def __init__(self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses):
+        assert spec.base_lr_range is not None
+        self._cell, self._seeds, self._losses = cell, spec.seeds, losses
+        self._range = spec.base_lr_range
+
+    def rate(self, place: int) -> float:
+        return rate_at(self._range, place)
+
+    def loss(self, place: int) -> float | None:
+        """The mean over the seeds; None where one of them is still to come."""
+        found = [self._losses.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
+        known = [loss for loss in found if loss is not None]
+        return sum(known) / len(known) if len(known) == len(found) else None
+
+
+def rate_at(range_: LogRange, place: int) -> float:
+    """Of a place on the range's lattice, which goes on beyond both ends; 0 is in the middle."""
+    step = log(range_.high / range_.low) / (range_.points - 1)
+    middle = log(range_.low) + step * ((range_.points - 1) // 2)
+    return float(f"{exp(middle + step * place):.4g}")
+
+
+def bracket(loss: Callable[[int], float | None], stride: int) -> Iterator[int]:
+    """Places to try for the lowest of a loss over all whole numbers, in rounds; ends where a loss that is needed is not known yet.
+
+    Hooke & Jeeves 1961's pattern search in one dimension: the best place and those a stride away from it are tried. Where another is
+    better the search goes on from there, with the same stride, however far that leads; else the stride is halved. It ends where the
+    best place lies between two direct neighbours that are worse, or no better.
+    """
+    best, tried = 0, {}  # type: int, dict[int, float]
+    stride = max(stride, 1)
+    while True:
+        needed = [place for place in (best, best - stride, best + stride) if place not in tried]
+        yield from needed
+        for place in needed:
+            if (found := loss(place)) is None:
+                return
+            tried[place] = found
+        lowest = min((best, best - stride, best + stride), key=lambda place: tried[place])
+        if tried[lowest] == inf:  # all three diverged: lower ones are needed
+            lowest = best - stride
+        if lowest != best:
+            best = lowest
+        elif stride == 1:
+            return
+        else:
+            stride //= 2

@@ -1,0 +1,195 @@
+"""A study's progress in the terminal: a line as each trial ends, and a table that is drawn anew."""
+
+import io
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from math import inf, isfinite
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from undula.study.spec import StudySpec
+from undula.study.trials import ENDED, State, Trial, TrialRecord
+
+INTERVAL_S = 5.0
+WIDTH = 100
+ROWS = 24
+_BAR = 8
+
+
+def share_done(spec: StudySpec, record: TrialRecord) -> float:
+    """Of a trial's samples, in [0, 1]."""
+    return 1.0 if record.has_ended else min(record.samples / (spec.samples or inf), 1.0)
+
+
+def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | None:
+    """Until the trials that are wanted so far have ended, at the pace of those with the same batch; None before there is a pace."""
+    by_batch: dict[int, list[float]] = {}
+    for record in records:
+        if record.samples and record.seconds:
+            by_batch.setdefault(record.trial.batch, []).append(record.seconds / record.samples)
+    if not by_batch:
+        return None
+    paces = {batch: sum(found) / len(found) for batch, found in by_batch.items()}
+    usual = sum(paces.values()) / len(paces)
+    left = sum(
+        (1 - share_done(spec, record)) * (spec.samples or 0) * paces.get(record.trial.batch, usual)
+        for record in records
+        if not record.has_ended
+    )
+    return left / max(sum(record.state == "running" for record in records), 1)
+
+
+def summary(spec: StudySpec, records: Sequence[TrialRecord]) -> str:
+    """`34 of 96 trials, 2 running, 12:07 left`"""
+    ended, running = sum(record.has_ended for record in records), sum(record.state == "running" for record in records)
+    parts = [f"{ended} of {len(records)} trials"]
+    if running:
+        parts.append(f"{running} running")
+    if (left := seconds_left(spec, records)) is not None and ended < len(records):
+        parts.append(f"{duration(left)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`0:41`, `12:07` or `3:02:15`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def study_table(spec: StudySpec, records: Iterable[TrialRecord]) -> str:
+    """Lines of text, a row for each batch with each optimizer, rule and warmup: how far it is, and its best learning rate so far."""
+    records = list(records)
+    cells: dict[tuple[Any, ...], list[TrialRecord]] = {}
+    for record in records:
+        trial = record.trial
+        cells.setdefault((trial.optimizer, trial.rule, trial.warmup, trial.batch), []).append(record)
+    table = Table(box=box.HEAVY_HEAD, width=WIDTH)
+    varying = [len({key[place] for key in cells}) > 1 for place in range(3)]
+    for name, is_shown in zip(("optimizer", "rule", "warmup"), varying, strict=True):
+        if is_shown:
+            table.add_column(name, no_wrap=True)
+    for name in ("batch", "", "trials", "running", "off", "best rate", "loss"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    if spec.target is not None:
+        table.add_column(f"steps to {spec.target:g}", justify="right", no_wrap=True)
+    for key, group in list(cells.items())[:ROWS]:
+        shown = [str(value) for value, is_shown in zip(key[:3], varying, strict=True) if is_shown]
+        table.add_row(*shown, str(key[3]), *_row(spec, group))
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, no_color=True).print(table)
+    *lines, bottom = text.getvalue().rstrip("\n").split("\n")
+    more = f", {len(cells) - ROWS} rows are not shown" if len(cells) > ROWS else ""
+    foot = f"└─ {spec.name}: {summary(spec, records)}{more} "
+    return "\n".join([*lines, foot + bottom[len(foot) :]])
+
+
+def _row(spec: StudySpec, group: Sequence[TrialRecord]) -> list[str | Text]:
+    count = {state: sum(record.state == state for record in group) for state in (*ENDED, "running")}
+    done = sum(share_done(spec, record) for record in group) / len(group)
+    bar = Text("━" * round(done * _BAR), "green") + Text("━" * (_BAR - round(done * _BAR)), "bright_black")
+    off = [f"{count[state]} {state}" for state in ("stopped", "diverged", "failed") if count[state]]
+    best = best_of(group)
+    row: list[str | Text] = [
+        bar,
+        f"{sum(record.has_ended for record in group)}/{len(group)}",
+        str(count["running"] or ""),
+        ", ".join(off),
+        f"{best[0]:.3g}" if best else "",
+        f"{best[1]:.4f}" if best else "",
+    ]
+    if spec.target is not None:
+        fewest = min((record.steps_to(spec.target) for record in group), default=inf)
+        row.append(f"{fewest:,.0f}" if isfinite(fewest) else "")
+    return row
+
+
+def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
+    """The learning rate with the lowest loss, a mean over seeds, and that loss; None where no trial is complete."""
+    by_rate: dict[float, list[float]] = {}
+    for record in group:
+        if record.state in ("complete", "diverged"):
+            by_rate.setdefault(record.lr, []).append(record.loss)
+    means = {rate: sum(losses) / len(losses) for rate, losses in by_rate.items()}
+    best = min(means, key=lambda rate: means[rate], default=None)
+    return None if best is None or not isfinite(means[best]) else (best, means[best])
+
+
+def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str:
+    """`12/96  sgd-none-b64-lr0.1-w0-s0  complete  loss 0.1234  0:12`"""
+    ended = sum(each.has_ended for each in records.values())
+    told: dict[State, str] = {"complete": f"loss {record.loss:.4f}", "stopped": f"after {record.samples:,} samples"}
+    text = told.get(record.state, record.message)
+    name = record.trial.name
+    return f"{ended}/{len(records)}  {name}  {record.state}  {text}  {duration(record.seconds)}".rstrip()
+
+
+class StudyScreen:
+    """Prints lines, and the table every few seconds where it has changed. A table's lines begin with box drawing, by which who follows
+    the job knows that the last one can be drawn over.
+    """
+
+    def __init__(self, spec: StudySpec, records: Mapping[Trial, TrialRecord], out: TextIO = sys.stdout):
+        self._spec, self._records, self._out = spec, records, out
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._shown = ""
+        self._thread = threading.Thread(target=self._draw_regularly, name="undula-study", daemon=True)
+
+    def tell(self, record: TrialRecord) -> None:
+        """A trial's record has changed."""
+        if record.has_ended:
+            self._print(ended_line(self._records, record))
+
+    def __enter__(self) -> "StudyScreen":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._draw()
+
+    def _draw_regularly(self) -> None:
+        self._draw()
+        while not self._closed.wait(INTERVAL_S):
+            self._draw()
+
+    def _draw(self) -> None:
+        text = study_table(self._spec, list(self._records.values()))
+        if text != self._shown:
+            self._shown = text
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        with self._lock:
+            print(text, file=self._out, flush=True)
+
+
+def as_rows(records: Iterable[TrialRecord], target: float | None) -> list[dict[str, Any]]:
+    """Each trial as plain values, for a program; None where there is none."""
+    return [
+        {
+            **asdict(record.trial),
+            "name": record.trial.name,
+            "state": record.state,
+            "lr": record.lr,
+            "loss": _finite(record.loss),
+            "samples": record.samples,
+            "steps": record.curve[-1].step if record.curve else 0,
+            "samples_to_target": None if target is None else _finite(record.samples_to(target)),
+            "steps_to_target": None if target is None else _finite(record.steps_to(target)),
+            "seconds": record.seconds,
+            "message": record.message,
+        }
+        for record in records
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None

@@ -1,0 +1,194 @@
+"""A YAML file checked against a dataclass, whole, with overrides on top: each value knows where it came from, and what is wrong is one
+sentence with the file and line, the key, what was given and what is accepted.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from undula.errors import SpecError
+
+
+def load_file(
+    owner: Any, file: Path, overrides: Sequence[str], what: str, keys: str, origin: str = "command line"
+) -> tuple[Any, "Where"]:
+    """What a file holds, as its owner's type, and where each value was given.
+
+    Args:
+        owner: a checked dataclass.
+        overrides: `key.sub=value`, the value written as in YAML.
+        what, keys: for the message where the file holds something else.
+        origin: of the overrides, for messages.
+
+    Raises:
+        SpecError: one sentence.
+    """
+    tree, origins = _read_yaml(file, what, keys)
+    for override in overrides:
+        _apply_override(tree, origins, override, origin)
+    where = Where(file, origins)
+    refuse_unknown_keys(tree, owner, (), where)
+    return validated(owner, tree, (), where), where
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does and PyYAML's 1.1 does not."""
+
+
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=_Yaml12Loader)
+        tree = yaml.load(text, Loader=_Yaml12Loader)
+    except OSError as error:
+        raise SpecError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file} is not UTF-8 text: give {what}") from error
+    except yaml.YAMLError as error:
+        raise SpecError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        raise SpecError(f"{file} is empty: {what} is a mapping with the keys {keys}, ...")
+    if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode):
+        raise SpecError(f"{file} holds {type(tree).__name__}: {what} is a mapping with the keys {keys}, ...")
+    try:
+        return tree, dict(_origins(root, file, ""))
+    except RecursionError:
+        raise SpecError(f"{file} has an anchor that holds itself: {what} is a tree") from None
+
+
+def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
+    found = []
+    given: set[str] = set()
+    for key, value in node.value:
+        path = f"{prefix}{key.value}"
+        if path in given:
+            raise SpecError(f"{file}:{key.start_mark.line + 1}: {path} is given twice: keep one")
+        given.add(path)
+        found.append((path, f"{file}:{key.start_mark.line + 1}"))
+        if isinstance(value, yaml.MappingNode):
+            found += _origins(value, file, f"{path}.")
+    return found
+
+
+def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str, origin: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise SpecError(f"{origin}: {override!r} is not an override: write key.sub=value")
+    try:
+        value = yaml.load(text, Loader=_Yaml12Loader)
+    except yaml.YAMLError:
+        raise SpecError(f"{origin}: the value of {key} is not YAML: {text!r}") from None
+    *parents, leaf = key.split(".")
+    branch = tree
+    for depth, parent in enumerate(parents):
+        branch = branch.setdefault(parent, {})
+        if not isinstance(branch, dict):
+            raise SpecError(f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}")
+    branch[leaf] = value
+    for path in [path for path in origins if path.startswith(f"{key}.")]:
+        del origins[path]
+    origins[key] = origin
+    for path, _ in flatten(value, f"{key}.") if isinstance(value, dict) else []:
+        origins[path] = origin
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of a key."""
+
+    file: Path
+    origins: Mapping[str, str]
+
+    def __call__(self, path: Sequence[str]) -> str:
+        """Where a key was given, or the nearest key above it."""
+        for length in range(len(path), 0, -1):
+            if origin := self.origins.get(".".join(path[:length])):
+                return origin
+        return str(self.file)
+
+
+def refuse_unknown_keys(tree: Any, owner: Any, path: tuple[str, ...], where: Where) -> None:
+    """SpecError for the first key that the owner does not have."""
+    if not (isinstance(tree, Mapping) and dataclasses.is_dataclass(owner)):
+        return
+    known = typing.get_type_hints(owner)
+    for key, value in tree.items():
+        here = (*path, str(key))
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            mend = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {mend}")
+        for part in _dataclasses_in(known[key]):
+            for item in value if isinstance(value, list) else [value]:
+                refuse_unknown_keys(item, part, here, where)
+
+
+def _dataclasses_in(annotation: Any) -> list[Any]:
+    """The dataclasses that a value of this type may hold: `Layer | None` and `tuple[Layer, ...]` hold Layer."""
+    if dataclasses.is_dataclass(annotation):
+        return [annotation]
+    return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
+
+
+def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any:
+    """The tree as its owner's type; SpecError where it is none. The keys above it are `path`."""
+    try:
+        text = json.dumps(tree)
+    except (TypeError, ValueError):
+        odd = next((key for key, value in flatten(tree) if not _is_json(value)), "a key")
+        raise SpecError(
+            f"{where(odd.split('.'))}: {odd} is not text, a number, a list or a mapping: quote it"
+        ) from None
+    try:
+        return TypeAdapter(owner).validate_json(text, strict=True)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        more = f" (and {len(others)} more)" if others else ""
+        raise SpecError(_sentence(first, path, where) + more) from None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
+    here = (*path, *(str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-"))))
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")  # begins with the key it is about
+        about = (*here, *(message.split() or ["nothing"])[0].split("."))
+        return f"{where(about)}: {''.join(f'{part}.' for part in here)}{message}"
+    if error["type"].startswith("missing"):
+        return f"{where(here[:-1])}: {'.'.join(here)} is missing: it must be given"
+    accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
+    accepted = accepted.replace("an object", "a mapping")
+    return f"{where(here)}: {'.'.join(here)} is {json.dumps(error['input'])}: {accepted}"
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """[("plan.seed", 0), ...]: the leaves of a tree by dotted key; an empty mapping is a leaf."""
+    leaves = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves += flatten(value, f"{prefix}{key}.")
+        else:
+            leaves.append((f"{prefix}{key}", value))
+    return leaves

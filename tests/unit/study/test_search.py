@@ -1,0 +1,97 @@
+"""Which trials a study wants."""
+
+from math import inf, log
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.study.search import bracket, rate_at, wanted
+from undula.study.spec import LogRange, StudySpec
+from undula.study.trials import Trial
+
+RANGE = LogRange(0.01, 1.0, 9)
+
+
+def study(**keys: Any) -> StudySpec:
+    keys = {"name": "s", "job": "job.yaml", "batches": (16, 64), "optimizers": ("sgd",), **keys}
+    if "base_lrs" not in keys:
+        keys.setdefault("base_lr_range", RANGE)
+    return StudySpec(**keys)
+
+
+def loss_of(trial: Trial) -> float:
+    """Lowest at a learning rate that grows with the batch, and infinite above eight times it."""
+    best = 0.002 * trial.batch
+    return inf if trial.base_lr > 8 * best else log(trial.base_lr / best) ** 2
+
+
+def test_grid_has_each_with_each_and_the_base_batch_once() -> None:
+    spec = study(base_lrs=(0.1, 0.2), rules=("none", "linear"), seeds=(0, 1))
+    trials = wanted(spec, {})
+    assert len(trials) == len(set(trials)) == 2 * 2 * 3
+    assert {(trial.batch, trial.rule) for trial in trials} == {(16, "none"), (64, "none"), (64, "linear")}
+
+
+def test_half_a_grid_has_one_seed_of_everything() -> None:
+    trials = wanted(study(seeds=(3, 4)), {})
+    assert {trial.seed for trial in trials[: len(trials) // 2]} == {3}
+
+
+def test_names_tell_trials_apart() -> None:
+    trials = wanted(study(rules=("none", "sqrt"), warmups=(0, 64), optimizers=("sgd", "adamw"), seeds=(0, 1)), {})
+    assert len({trial.name for trial in trials}) == len(trials)
+
+
+def test_random_search_draws_the_same_again_inside_its_range() -> None:
+    spec = study(search="random", trials=20)
+    trials = wanted(spec, {})
+    assert trials == wanted(spec, {})
+    assert len(set(trials)) == 20
+    assert all(0.01 <= trial.base_lr <= 1 for trial in trials)
+
+
+def test_random_search_of_a_small_grid_draws_each_once() -> None:
+    assert len(set(wanted(study(base_lrs=(0.1, 0.2), search="random", trials=20), {}))) == 4
+
+
+def run_adaptively(spec: StudySpec, number_at_once: int) -> dict[Trial, float]:
+    losses: dict[Trial, float] = {}
+    while todo := [trial for trial in wanted(spec, losses) if trial not in losses]:
+        losses |= {trial: loss_of(trial) for trial in todo[:number_at_once]}
+    return losses
+
+
+@given(st.integers(1, 7), st.sampled_from([(2, 4), (16, 64), (400, 8000)]))
+def test_adaptive_search_ends_with_an_interior_optimum_and_does_not_depend_on_the_order(
+    number_at_once: int, batches: tuple[int, int]
+) -> None:
+    spec = study(search="adaptive", trials=60, batches=batches)
+    losses = run_adaptively(spec, number_at_once)
+    assert losses == run_adaptively(spec, 100)
+    for batch in batches:
+        found = {trial.base_lr: loss for trial, loss in losses.items() if trial.batch == batch}
+        rates = sorted(found)
+        assert rates[0] < min(found, key=lambda rate: found[rate]) < rates[-1]
+
+
+def test_adaptive_search_trains_no_more_than_it_may() -> None:
+    losses = run_adaptively(study(search="adaptive", trials=5, seeds=(0, 1), batches=(8000, 16000)), 100)
+    assert all(sum(trial.batch == batch for trial in losses) <= 5 for batch in (8000, 16000))
+
+
+def test_lattice_has_the_range_s_rates() -> None:
+    rates = [rate_at(RANGE, place) for place in range(-4, 5)]
+    assert all(abs(mine / theirs - 1) < 1e-3 for mine, theirs in zip(rates, RANGE.values(), strict=True))
+
+
+@given(st.integers(-50, 50), st.integers(1, 16))
+def test_search_finds_the_lowest_place_between_its_neighbours(lowest: int, stride: int) -> None:
+    places = list(bracket(lambda place: abs(place - lowest), stride))
+    assert {lowest - 1, lowest, lowest + 1} <= set(places)
+    assert len(places) == len(set(places))
+
+
+def test_search_goes_down_where_everything_diverges() -> None:
+    places = list(bracket(lambda place: inf if place > -20 else -place, 4))
+    assert {-21, -20, -19} <= set(places)
