@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from undula.elastic.horovod import HorovodConfig
     from undula.elastic.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
-    from undula.entrypoint import main
+    from undula.entrypoint import main, study_main
     from undula.run.loop import Run
     from undula.run.step import Step
 
-__all__ = ["ElasticHorovodTrainer", "ElasticTorchTrainer", "HorovodConfig", "Run", "Step", "main"]
+__all__ = ["ElasticHorovodTrainer", "ElasticTorchTrainer", "HorovodConfig", "Run", "Step", "main", "study_main"]
 
 _HOMES = {
     "ElasticHorovodTrainer": "undula.elastic.trainer",
@@ -19,6 +19,7 @@ _HOMES = {
     "Run": "undula.run.loop",
     "Step": "undula.run.step",
     "main": "undula.entrypoint",
+    "study_main": "undula.entrypoint",
 }
 
 

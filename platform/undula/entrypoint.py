@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from undula.run.hub import HubPublisher, TellEverywhere, start_hub
 from undula.run.job import Job
 from undula.run.loop import Run
 from undula.run.worker import Worker, open_data
-from undula.spec import JobSpec, load_spec
+from undula.spec import JobSpec, load_spec, load_study, script_of
 from undula.state.directory import JOB_FILE, forget, held, identity
 from undula.state.ledger import Event, EventWriter, last_event, read_ledger, steps_done
 
@@ -108,6 +109,24 @@ def _fit(
         EventWriter(prepared.store, "driver").event(Event("stop", "stopped from outside"))
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job as a success
     return None
+
+
+def study_main(argv: Sequence[str] | None = None) -> None:
+    """Conduct a study: run the script of its job, which `main` then trains as often as the study says.
+
+    Args:
+        argv: command line, by default this process's: STUDY.yaml [--fresh] [key=value ...]. The script lies beside the job's YAML, with
+            its name.
+
+    Exits with status 2 and one sentence for a mistake in the input.
+    """
+    study, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
+    with one_sentence():
+        if not study or study.startswith("-"):
+            raise SpecError("command line: no study: give STUDY.yaml")
+        script = script_of(load_study(Path(study)).file)
+    sys.argv = [str(script), "--study", study, *(argument for argument in rest if argument)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _study_entrypoint() -> ModuleType:

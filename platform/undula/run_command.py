@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from undula.errors import SpecError
-
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the command line."""
@@ -28,7 +26,7 @@ def add_submission_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from undula.spec import absolute_paths, load_spec
+    from undula.spec import absolute_paths, load_spec, script_of
 
     loaded = load_spec(options.job, options.overrides)
     if options.print:
@@ -40,14 +38,6 @@ def _run(options: argparse.Namespace) -> int:
     cpus = math.ceil(loaded.spec.workers.max * loaded.spec.workers.cpus)
     mend = f"run directory: {loaded.spec.run_url}\nsubmit it again under the name {loaded.spec.name} to go on"
     return submit_and_follow(options.address, cpus, script, arguments, mend)
-
-
-def script_of(job: Path, given: Path | None) -> Path:
-    """The script of a job's YAML; SpecError where there is none."""
-    script = given or job.with_suffix(".py")
-    if not script.is_file():
-        raise SpecError(f"there is no script {script}: give it with --script, or lay it beside {job} with its name")
-    return script.absolute()
 
 
 def as_seen_from(script: Path, file: Path) -> str:

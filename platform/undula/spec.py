@@ -291,6 +291,14 @@ def _namespace(value: Any) -> Any:
     return value
 
 
+def script_of(job: Path, given: Path | None = None) -> Path:
+    """The script of a job's YAML: beside it, with its name, where none is given; SpecError where there is none."""
+    script = given or job.with_suffix(".py")
+    if not script.is_file():
+        raise SpecError(f"there is no script {script}: give it with --script, or lay it beside {job} with its name")
+    return script.absolute()
+
+
 def absolute_paths(spec: JobSpec) -> list[str]:
     """Overrides that make relative paths absolute: the job runs in another directory than this one."""
     paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from undula.errors import SpecError
-from undula.run_command import add_submission_arguments, as_seen_from, script_of, submit_and_follow
+from undula.run_command import add_submission_arguments, as_seen_from, submit_and_follow
 from undula.storage import Store, open_store
 
 COMMANDS = ("run", "status", "report", "self-test")
@@ -49,7 +49,7 @@ def add_study_commands(commands: Any, runs: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from undula.spec import absolute_paths, load_study
+    from undula.spec import absolute_paths, load_study, script_of
 
     loaded = load_study(options.study, options.overrides)
     script = script_of(loaded.file, options.script)

@@ -2,9 +2,9 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,6 +25,7 @@ from undula.run.worker import Worker, open_data
 from undula.state.ledger import Event
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
+from undula.study.trials import State
 
 HUB_INTERVAL_S = 0.25
 NO_MORE = 30.0
@@ -47,11 +48,13 @@ class Order:
 
 @dataclass(frozen=True)
 class News:
-    """Of a training, for its trial: a measurement, or its end."""
+    """Of a training, for its trial: a measurement, its end, or both."""
 
     step: int
     loss: float
-    state: str = "running"
+    is_measured: bool
+    """Whether `loss` was measured just now."""
+    state: State = "running"
     message: str = ""
 
 
@@ -61,19 +64,18 @@ class TrialProcess(Trainable):
     def setup(self, config: dict[str, Any], train: Callable[[Run], None] | None = None) -> None:
         assert train is not None
         self._train = train
-        self._begin(config["order"])
+        self._begin(ray.cloudpickle.loads(config["order"]))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Another trial in the same process: its imports and its memory stay."""
         if not self._end():
             return False
-        self._begin(new_config["order"])
+        self._begin(ray.cloudpickle.loads(new_config["order"]))
         return True
 
     def step(self) -> dict[str, Any]:
         news = self._news.get()
-        is_over = news.state != "running"
-        return {"step": news.step, "loss": news.loss, "state": news.state, "message": news.message, "done": is_over}
+        return {**asdict(news), "done": news.state != "running"}
 
     def cleanup(self) -> None:
         self._end()
@@ -94,39 +96,34 @@ class TrialProcess(Trainable):
 
 
 class Listener:
-    """Makes a trial's news of what its training tells."""
+    """Makes a trial's news of what its training tells; a loss that is not finite ends the trial."""
 
     def __init__(self, metric: str, tell: Callable[[News], None]):
         self._kind = EVENT_OF[metric]
         self._tell = tell
-        self.last = News(0, float("inf"))
+        self._last = News(0, inf, is_measured=False)
         self._first: float | None = None
 
     def __call__(self, message: Message) -> None:
         if isinstance(message, Status) and not isfinite(message.loss):
-            self._measured(message.step, message.loss)
+            self._say(News(message.step, message.loss, False, "diverged", f"its training loss was {message.loss}"))
         elif isinstance(message, Event) and message.kind == self._kind:
-            self._measured(message.step or 0, float(message.data["loss"]))
-
-    def _measured(self, step: int, loss: float) -> None:
-        if self.last.state != "running":
-            return
-        self._first = loss if self._first is None else self._first
-        is_finite = isfinite(loss)
-        self.last = (
-            News(step, loss) if is_finite else News(step, loss, "diverged", f"its loss was {loss} at step {step}")
-        )
-        self._tell(self.last)
+            loss = float(message.data["loss"])
+            self._first = loss if self._first is None else self._first
+            state, text = ("running", "") if isfinite(loss) else ("diverged", f"its loss was {loss}")
+            self._say(News(message.step or 0, loss, True, state, text))  # type: ignore[arg-type]
 
     def ended(self, error: str | None) -> None:
         """The training is over: by itself, or with an error in words."""
-        if self.last.state != "running":
-            return
-        state = "failed" if error else "complete"
-        if not error and self._first is not None and self.last.loss > self._first:
-            state = "diverged"
-        self.last = News(self.last.step, self.last.loss, state, error or "")
-        self._tell(self.last)
+        state: State = "failed" if error else "complete"
+        if not error and self._first is not None and self._last.loss > self._first:
+            state, error = "diverged", "its loss ended above where it began"
+        self._say(replace(self._last, is_measured=False, state=state, message=error or ""))
+
+    def _say(self, news: News) -> None:
+        if self._last.state == "running":
+            self._last = news
+            self._tell(news)
 
 
 def _told(training: Callable[[], None], listener: Listener) -> None:

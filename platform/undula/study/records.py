@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from undula.state.commit import CHECKPOINTS
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store
 from undula.study.spec import StudySpec
-from undula.study.trials import Measurement, State, Trial, TrialRecord
+from undula.study.trials import Measurement, Trial, TrialRecord
 
 TRIALS = "trials"
 STUDY = "study.json"
@@ -27,25 +26,14 @@ EVENT_OF = {"validation_loss": "validation", "training_loss": "loss"}
 
 def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None:
     """Say in a trial's run directory that it has ended, and how; its checkpoints go where nobody wants them."""
-    step = record.curve[-1].step if record.curve else 0
-    body = {"state": record.state, "message": record.message, "step": step, "trial": asdict(record.trial)}
-    store.write(OUTCOME, json.dumps(body, indent=1).encode())
+    body = TypeAdapter(TrialRecord).dump_json(record, indent=1, serialize_as_any=False)
+    store.write(OUTCOME, body)
     if not keeps_models:
         store.delete(CHECKPOINTS)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a trial has ended."""
-
-    state: State
-    message: str
-    step: int
-    """Of its last measurement that counts: where it was stopped, the process may have measured once more."""
-
-
-def read_outcome(store: Store) -> Outcome | None:
-    """How a trial has ended; None where it has not.
+def read_outcome(store: Store) -> TrialRecord | None:
+    """A trial that has ended; None where it has not.
 
     Raises:
         RunError: the file is damaged.
@@ -53,10 +41,10 @@ def read_outcome(store: Store) -> Outcome | None:
     if not store.exists(OUTCOME):
         return None
     try:
-        body = json.loads(store.read(OUTCOME))
-        return Outcome(body["state"], str(body["message"]), int(body["step"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{store.url}/{OUTCOME} is damaged ({error}): delete it, and the trial goes on") from error
+        return TypeAdapter(TrialRecord).validate_json(store.read(OUTCOME))
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        raise RunError(f"{store.url}/{OUTCOME} is damaged ({text}): delete it, and the trial goes on") from error
 
 
 def read_records(study: Store, spec: StudySpec, trials: Iterable[Trial]) -> Iterator[TrialRecord]:
@@ -66,21 +54,16 @@ def read_records(study: Store, spec: StudySpec, trials: Iterable[Trial]) -> Iter
 
 
 def read_record(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
-    """A trial from its run directory, which may not be there yet."""
+    """A trial from its run directory, which may not be there yet; while it trains, from its ledger."""
+    if outcome := read_outcome(store):
+        return outcome
     ledger = read_ledger(store)
     if not len(ledger.events):
         return TrialRecord(trial, "waiting", top_rate(spec, trial) or trial.base_lr)
-    outcome = read_outcome(store)
     rates = ledger.steps["lr"].to_numpy()
     lr = top_rate(spec, trial) or (float(rates.max()) if len(rates) else trial.base_lr)
     seconds, worker_seconds = _seconds(ledger)
-    record = TrialRecord(
-        trial, "running", lr, _curve(spec, ledger), _noise(ledger), seconds=seconds, worker_seconds=worker_seconds
-    )
-    if outcome is None:
-        return record
-    curve = tuple(point for point in record.curve if point.step <= outcome.step)
-    return replace(record, state=outcome.state, message=outcome.message, curve=curve)
+    return TrialRecord(trial, "running", lr, _curve(spec, ledger), _noise(ledger), seconds, worker_seconds)
 
 
 def top_rate(spec: StudySpec, trial: Trial) -> float | None:
@@ -89,11 +72,6 @@ def top_rate(spec: StudySpec, trial: Trial) -> float | None:
     if rule.is_measured and trial.batch != spec.batches[0]:
         return None
     return trial.base_lr * rule.scaled(trial.batch / spec.batches[0], None).lr
-
-
-def has_diverged(curve: tuple[Measurement, ...]) -> bool:
-    """Whether a loss was not finite, or the last one is above the first."""
-    return any(not isfinite(point.loss) for point in curve) or (len(curve) > 1 and curve[-1].loss > curve[0].loss)
 
 
 def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -18,9 +19,9 @@ from undula.run.loop import Run
 from undula.storage import Store
 from undula.study.process import Order, TrialProcess, resources
 from undula.study.progress import Progress
-from undula.study.records import TRIALS, write_outcome
+from undula.study.records import TRIALS, read_record, write_outcome
 from undula.study.spec import StudySpec
-from undula.study.trials import Measurement, Trial, TrialRecord
+from undula.study.trials import Measurement, State, Trial, TrialRecord
 
 LOST_PROCESSES = 10
 """Times that a trial's process may be lost; nodes that Ray knows to have been preempted do not count."""
@@ -145,7 +146,9 @@ class _NextWanted(_Unsaved, Searcher):
         records = self._started.progress.records
         records[trial] = replace(records.get(trial) or TrialRecord(trial, "waiting", trial.base_lr), state="waiting")
         self._started.by_id[trial_id] = trial
-        return {"order": self._started.order(trial)}
+        # As bytes: a script's own classes must not be unpickled here, where cloudpickle would damage the ones that are in use.
+        order = ray.cloudpickle.dumps(self._started.order(trial))  # type: ignore[no-untyped-call]
+        return {"order": order}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """The keeper knows."""
@@ -174,21 +177,21 @@ class _Keeper(_Unsaved, tune.Callback):
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         this = self._by_id[trial.trial_id]
-        self._began[this] = monotonic()
+        self._began.setdefault(this, monotonic())
         self._now(replace(self._progress.records[this], state="running"))
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
         this = self._by_id[trial.trial_id]
         record = self._progress.records[this]
-        point = Measurement(self._samples_at(this, result["step"]), result["step"], result["loss"])
-        curve = (*(each for each in record.curve if each.step < point.step), point)
-        self._now(
-            replace(record, curve=curve, state=result["state"], message=result["message"], seconds=self._took(this))
-        )
+        if result["is_measured"]:
+            point = Measurement(self._samples_at(this, result["step"]), result["step"], result["loss"])
+            record = replace(record, curve=(*(each for each in record.curve if each.step < point.step), point))
+        self._now(replace(record, seconds=monotonic() - self._began[this]))
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        record = self._progress.records[self._by_id[trial.trial_id]]
-        self.end(record if record.has_ended else replace(record, state="stopped"))
+        result, record = trial.last_result, self._progress.records[self._by_id[trial.trial_id]]
+        state: State = result["state"] if result["state"] != "running" else "stopped"
+        self.end(replace(record, state=state, message=result["message"]))
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         record = self._progress.records[self._by_id[trial.trial_id]]
@@ -196,16 +199,18 @@ class _Keeper(_Unsaved, tune.Callback):
             self.end(replace(record, state="failed", message=f"its process was lost {LOST_PROCESSES + 1} times"))
 
     def end(self, record: TrialRecord) -> None:
-        """Write down that a trial has ended."""
-        write_outcome(self._study / TRIALS / record.trial.name, record, self._progress.spec.keep_models)
-        self._now(replace(record, seconds=self._took(record.trial)))
+        """Write down that a trial has ended, with what its ledger knows of former processes and what this one has heard beside it."""
+        store, known = self._study / TRIALS / record.trial.name, record.curve
+        found = read_record(store, self._progress.spec, record.trial)
+        curve = {point.step: point for point in (*known, *found.curve)}
+        last = known[-1].step if known and record.state == "stopped" else inf  # it may have measured once more
+        points = tuple(curve[step] for step in sorted(curve) if step <= last)
+        self._now(replace(found, state=record.state, message=record.message, curve=points))
+        write_outcome(store, self._progress.records[record.trial], self._progress.spec.keep_models)
 
     def _now(self, record: TrialRecord) -> None:
         self._progress.records[record.trial] = record
         self._tell(record)
-
-    def _took(self, trial: Trial) -> float:
-        return monotonic() - self._began.get(trial, monotonic())
 
 
 class _Halving(_Unsaved, FIFOScheduler):
@@ -236,7 +241,7 @@ class _Halving(_Unsaved, FIFOScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: Any) -> str:
         this = self._by_id[trial.trial_id]
-        if result["done"] or not result["step"]:
+        if result["done"] or not result["is_measured"] or not result["step"]:
             return str(TrialScheduler.CONTINUE)
         told = _result(self._samples_at(this, result["step"]), result["loss"])
         return str(self._cell(this).on_trial_result(tune_controller, _StandIn(this.name), told))  # type: ignore[arg-type]
