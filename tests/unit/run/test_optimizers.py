@@ -21,7 +21,7 @@ from undula.plan.noise import Measured
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.run.job import Job
-from undula.run.loop import Run
+from undula.run.loop import Run, Step
 from undula.run.modelstate import load_state, model_and_optimizer_state
 from undula.run.optimizers import SETTINGS, OptimizerConfig, make_optimizer
 from undula.run.rate import GroupRates, rate_for
@@ -221,68 +221,79 @@ def test_lamb_refuses_complex_numbers() -> None:
         make_optimizer(nn.Linear(2, 2, dtype=torch.complex64), config("lamb"), LR)
 
 
-def _stepped(rank: int, world_size: int, name: str, is_sharded: bool) -> list[float]:
-    """The weights after three steps; each rank has all samples, so that the mean over the ranks is that of one."""
-    torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
-    if is_sharded:
-        fully_shard(module[0])
-        fully_shard(module)
-    optimizer = make_optimizer(module, config(name), 10.0 if name == "lars" else 0.1)
-    for _ in range(3):
-        module(torch.randn(6, 5)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in module.parameters()]
-    return torch.cat([each.flatten() for each in whole]).tolist()
+def _stepped(rank: int, world_size: int, is_sharded: bool) -> dict[str, list[float]]:
+    """The weights after three steps of each; all ranks have the same samples, so that the mean over the ranks is that of one."""
+    found = {}
+    for name in LAYERWISE:
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+        if is_sharded:
+            fully_shard(module[0])
+            fully_shard(module)
+        optimizer = make_optimizer(module, config(name), 10.0 if name == "lars" else 0.1)
+        for _ in range(3):
+            module(torch.randn(6, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in module.parameters()]
+        found[name] = torch.cat([each.flatten() for each in whole]).tolist()
+    return found
 
 
-@pytest.mark.parametrize("name", LAYERWISE)
-def test_norms_are_those_of_whole_parameters_where_ranks_have_parts(name: str) -> None:
-    """Seven rows and three, on two ranks and on four: parts of unequal norms, and one that is empty."""
-    (alone,) = on_ranks(1, _stepped, name, False)
-    for world_size in (2, 4):
-        for found in on_ranks(world_size, _stepped, name, True):
-            assert found == pytest.approx(alone, rel=1e-5, abs=1e-6)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_norms_are_those_of_whole_parameters_where_ranks_have_parts(world_size: int) -> None:
+    """Seven rows and three: parts of unequal norms, and on four ranks an empty one."""
+    alone = _stepped(0, 1, is_sharded=False)
+    for found in on_ranks(world_size, _stepped, True):
+        for name in LAYERWISE:
+            assert found[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
 
 
-def _trained(rank: int, world_size: int, job: Job, name: str, stop: int | None) -> list[list[float]]:
-    """The weights after a run, or after it was left before step `stop`."""
-    run = Run(job, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
-    model = run.model(nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)))
-    run.optimizer(make_optimizer(model, config(name), run.base_lr))
-    steps: Iterator[Any] = run.steps()
-    for step in steps:
-        if step.index == stop:
-            break
-        for batch in step.batches():
-            x = batch["x"].float()[:, None] / 48
-            step.backward((model(x) - x.square()).square().mean())
-        step.update()
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
+def runs_of(job: Job) -> dict[str, Job]:
+    """One with each."""
+    return {name: replace(job, run_url=f"{job.run_url}-{name}") for name in LAYERWISE}
+
+
+def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> dict[str, list[list[float]]]:
+    """The weights after a run with each, or after it was left before step `stop`."""
+    found = {}
+    for name, its_own in runs_of(job).items():
+        run = Run(its_own, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+        model = run.model(nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)))
+        run.optimizer(make_optimizer(model, config(name), run.base_lr))
+        steps: Iterator[Step] = run.steps()
+        for step in steps:
+            if step.index == stop:
+                break
+            for batch in step.batches():
+                x = batch["x"].float()[:, None] / 48
+                step.backward((model(x) - x.square()).square().mean())
+            step.update()
+        found[name] = [parameter.flatten().tolist() for parameter in model.parameters()]
+    return found
 
 
 @pytest.mark.parametrize(("snapshot_every_steps", "origin"), [(0, "the checkpoint"), (1, "the memory of a node")])
-@pytest.mark.parametrize("name", LAYERWISE)
 def test_a_run_that_goes_on_at_another_world_size_has_the_same_bits(
-    tmp_path: Path, name: str, snapshot_every_steps: int, origin: str
+    tmp_path: Path, snapshot_every_steps: int, origin: str
 ) -> None:
     """Four virtual workers on three ranks, then on two."""
     job = replace(numbers_job(tmp_path, epochs=2), deterministic=True)
     job = replace(job, checkpoint=replace(job.checkpoint, snapshot_every_steps=snapshot_every_steps))
-    (alone,) = on_ranks(1, _trained, job, name, None)
+    (alone,) = on_ranks(1, _trained, job)
     moved = replace(job, run_url=f"{tmp_path}/moved")
-    on_ranks(3, _trained, moved, name, 5)
-    assert on_ranks(2, _trained, moved, name, None) == [alone, alone]
-    told = read_ledger(Store(moved.run_url)).events["message"].to_pylist()
-    assert [line for line in told if line.startswith(f"resumed from {origin} of step ")]
+    on_ranks(3, _trained, moved, 5)
+    assert on_ranks(2, _trained, moved) == [alone, alone]
+    for run in runs_of(moved).values():
+        told = read_ledger(Store(run.run_url)).events["message"].to_pylist()
+        assert [line for line in told if line.startswith(f"resumed from {origin} of step ")]
 
 
-@pytest.mark.parametrize("name", LAYERWISE)
-def test_horovod_reduces_for_them_as_torch_does(tmp_path: Path, name: str) -> None:
+def test_horovod_reduces_for_them_as_torch_does(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
     job = numbers_job(tmp_path)
-    (alone,) = on_ranks(1, _trained, job, name, None)
+    (alone,) = on_ranks(1, _trained, job)
     together = replace(job, run_url=f"{tmp_path}/together", engine="horovod")
-    for found in on_horovod_ranks(2, _trained, together, name, None):
-        assert found == [pytest.approx(weights, rel=1e-5, abs=1e-7) for weights in alone]
+    for found in on_horovod_ranks(2, _trained, together):
+        for name in LAYERWISE:
+            assert found[name] == [pytest.approx(weights, rel=1e-5, abs=1e-7) for weights in alone[name]]
