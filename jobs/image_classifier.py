@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn.functional as F
 
 import undula
@@ -14,20 +13,14 @@ class Config:
     """The `config` part of the YAML."""
 
     model: ResNetConfig = field(default_factory=ResNetConfig)
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
+    optimizer: undula.OptimizerConfig = field(
+        default_factory=lambda: undula.OptimizerConfig(name="sgd", nesterov=True, weight_decay=5e-4)
+    )
 
 
 def train(run: undula.Run) -> None:
     model = run.model(ResNet18(run.config.model))
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=run.base_lr,
-        momentum=run.config.momentum,
-        weight_decay=run.config.weight_decay,
-        nesterov=True,
-    )
-    run.optimizer(optimizer)
+    run.optimizer(undula.make_optimizer(model, run.config.optimizer, run.base_lr))
 
     def logits(batch):
         return model(batch["image"].float() / 127.5 - 1)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn.functional as F
 
 import undula
@@ -14,13 +13,14 @@ class Config:
     """The `config` part of the YAML."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
-    weight_decay: float = 0.1
+    optimizer: undula.OptimizerConfig = field(
+        default_factory=lambda: undula.OptimizerConfig(name="adamw", weight_decay=0.1)
+    )
 
 
 def train(run: undula.Run) -> None:
     model = run.model(GPT(run.config.model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.base_lr, weight_decay=run.config.weight_decay)
-    run.optimizer(optimizer)
+    run.optimizer(undula.make_optimizer(model, run.config.optimizer, run.base_lr))
 
     def loss(batch):
         text = batch["text"].long()

@@ -8,17 +8,30 @@ if TYPE_CHECKING:
     from undula.elastic.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
     from undula.entrypoint import main, study_main
     from undula.run.loop import Run
+    from undula.run.optimizers import OptimizerConfig, make_optimizer
     from undula.run.step import Step
 
-__all__ = ["ElasticHorovodTrainer", "ElasticTorchTrainer", "HorovodConfig", "Run", "Step", "main", "study_main"]
+__all__ = [
+    "ElasticHorovodTrainer",
+    "ElasticTorchTrainer",
+    "HorovodConfig",
+    "OptimizerConfig",
+    "Run",
+    "Step",
+    "main",
+    "make_optimizer",
+    "study_main",
+]
 
 _HOMES = {
     "ElasticHorovodTrainer": "undula.elastic.trainer",
     "ElasticTorchTrainer": "undula.elastic.trainer",
     "HorovodConfig": "undula.elastic.horovod",
+    "OptimizerConfig": "undula.run.optimizers",
     "Run": "undula.run.loop",
     "Step": "undula.run.step",
     "main": "undula.entrypoint",
+    "make_optimizer": "undula.run.optimizers",
     "study_main": "undula.entrypoint",
 }
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.baselines.plain_loop import adamw
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "jobs"))
 from gpt import GPT, GPTConfig
 
@@ -45,7 +47,7 @@ def loop(
     torch.manual_seed(0)
     model = wrap(GPT(GPTConfig()))
     bare = getattr(model, "module", model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    optimizer = adamw(model, 3e-4)
     step = 0
     if (state := load()) is not None:
         bare.load_state_dict(state["model"])

@@ -22,11 +22,11 @@ def train(config: dict[str, str]) -> None:
 
     sys.path.insert(0, config["root"])
     from tests.baselines.elastic_loop import GLOBAL_BATCH, GPT, GPTConfig, write_step
-    from tests.baselines.plain_loop import rows
+    from tests.baselines.plain_loop import adamw, rows
 
     torch.manual_seed(0)
     model = GPT(GPTConfig())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    optimizer = adamw(model, 3e-4)
 
     def load(state):  # type: ignore[no-untyped-def]
         model.load_state_dict(state["model"])

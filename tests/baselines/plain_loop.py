@@ -26,6 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "jobs"))
 from gpt import GPT, GPTConfig
 
 
+def adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
+    """As the main job has it: biases and the gains of norms do not decay."""
+    decaying = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
 class Torch:
     """torch.distributed over gloo."""
 
@@ -34,7 +42,7 @@ class Torch:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         self.model = DistributedDataParallel(GPT(GPTConfig()))
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.1)
+        self.optimizer: Any = adamw(self.model, lr)
 
     def update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -55,7 +63,7 @@ class Horovod:
         self.rank, self.world_size = hvd.rank(), hvd.size()
         torch.manual_seed(0)
         self.model = GPT(GPTConfig())
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.1)
+        optimizer = adamw(self.model, lr)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         self.optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
         self.end = hvd.shutdown

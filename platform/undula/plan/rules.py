@@ -38,6 +38,8 @@ def none(kappa: float, noise: float | None = None) -> Scaled:
 def linear(kappa: float, noise: float | None = None) -> Scaled:
     """In proportion to the batch: Goyal et al. 2017, arXiv:1706.02677, section 2.1. For SGD, with their gradual warmup.
 
+    With LARS in Chen et al. 2020, arXiv:2002.05709; You et al. 2017, arXiv:1708.03888, tuned the rate of each batch.
+
     Their momentum correction (remark 3, equation 10) is for updates that have the learning rate in the momentum buffer. Torch's SGD
     keeps gradients alone there and multiplies by the present rate, as their equation 9 does, which needs none.
     """
@@ -47,13 +49,17 @@ def linear(kappa: float, noise: float | None = None) -> Scaled:
 def square_root(kappa: float, noise: float | None = None) -> Scaled:
     """With the square root of the batch, which keeps the variance of an update.
 
-    Krizhevsky 2014, arXiv:1404.5997, section 5; Hoffer et al. 2017, arXiv:1705.08741.
+    Krizhevsky 2014, arXiv:1404.5997, section 5; Hoffer et al. 2017, arXiv:1705.08741. With LAMB in You et al. 2020, arXiv:1904.00962,
+    section 4; with LARS in Chen et al. 2020, arXiv:2002.05709, appendix B.1.
     """
     return Scaled(sqrt(kappa))
 
 
 def legw(kappa: float, noise: float | None = None) -> Scaled:
-    """The square root, and warmup for `kappa` times as many epochs: You et al. 2019, arXiv:1901.08256."""
+    """The square root, and warmup for `kappa` times as many epochs: You et al. 2019, arXiv:1901.08256.
+
+    With LARS in their table 4, with LAMB in You et al. 2020, arXiv:1904.00962, section 4.
+    """
     return Scaled(sqrt(kappa), warmup=kappa)
 
 
@@ -107,7 +113,7 @@ class Rule:
 
     scaled: Callable[[float, float | None], Scaled]
     holds_for: frozenset[str] | None
-    """Optimizers that its derivation or its experiments cover, by their classes in torch.optim; None for all."""
+    """Optimizers that its derivation or its experiments cover, by their classes in torch.optim and pytorch_optimizer; None for all."""
     is_measured: bool = False
     """Whether it needs the gradient noise scale."""
 
@@ -116,9 +122,9 @@ _SGD = frozenset({"SGD"})
 _ADAPTIVE = frozenset({"Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor"})
 RULES: Mapping[RuleName, Rule] = {
     "none": Rule(none, None),
-    "linear": Rule(linear, _SGD),
-    "sqrt": Rule(square_root, _SGD | _ADAPTIVE),
-    "legw": Rule(legw, _SGD),
+    "linear": Rule(linear, _SGD | {"LARS"}),
+    "sqrt": Rule(square_root, _SGD | _ADAPTIVE | {"LARS", "Lamb"}),
+    "legw": Rule(legw, _SGD | {"LARS", "Lamb"}),
     "adam_sde": Rule(adam_sde, frozenset({"Adam", "AdamW", "RMSprop"})),
     "adascale": Rule(adascale, _SGD, is_measured=True),
     "noise_scale": Rule(noise_scale, _SGD, is_measured=True),

@@ -119,13 +119,21 @@ def test_betas_average_over_as_many_samples_as_before_and_no_fewer_than_one_step
         ("none", torch.optim.Rprop, None),
         ("adam_sde", torch.optim.AdamW, None),
         ("surge", torch.optim.Adagrad, None),
-        ("linear", torch.optim.AdamW, "SGD, and the optimizer is AdamW: for AdamW there are sqrt, adam_sde, surge"),
+        (
+            "linear",
+            torch.optim.AdamW,
+            "LARS, SGD, and the optimizer is AdamW: for AdamW there are sqrt, adam_sde, surge",
+        ),
         (
             "adam_sde",
             torch.optim.SGD,
             "Adam, AdamW, RMSprop, and the optimizer is SGD: for SGD there are linear, sqrt, legw, adascale, noise_scale",
         ),
-        ("linear", torch.optim.Rprop, "SGD, and the optimizer is Rprop: compare the run with one at the base batch"),
+        (
+            "linear",
+            torch.optim.Rprop,
+            "LARS, SGD, and the optimizer is Rprop: compare the run with one at the base batch",
+        ),
     ],
 )
 def test_a_rule_warns_outside_of_its_optimizers(rule: RuleName, optimizer: Any, told: str | None) -> None:
@@ -134,6 +142,14 @@ def test_a_rule_warns_outside_of_its_optimizers(rule: RuleName, optimizer: Any, 
     found = GroupRates(made, ScheduleSpec(batch_rule=rule, base_batch=4), plan).warning
     assert found == (told and f"schedule.batch_rule {rule} is known to hold for {told}")
     assert GroupRates(made, ScheduleSpec(batch_rule=rule), plan).warning is None  # nothing follows
+
+
+def test_rules_for_layerwise_optimizers() -> None:
+    for rule, optimizer in (("linear", "LARS"), ("sqrt", "LARS"), ("legw", "LARS"), ("sqrt", "Lamb"), ("legw", "Lamb")):
+        assert warning(rule, (optimizer, "BaseOptimizer", "Optimizer")) is None  # type: ignore[arg-type]
+    told = warning("linear", ("Lamb", "BaseOptimizer", "Optimizer"))
+    assert told is not None
+    assert told.endswith("and the optimizer is Lamb: for Lamb there are sqrt, legw")
 
 
 def test_an_own_class_is_known_by_the_one_that_it_derives_from() -> None:
