@@ -255,6 +255,8 @@ class WorkerPool:
         own = {} if self.resources.get("GPU") else KEEP_MEMORY
         runtime_env = {**self.runtime_env, "env_vars": {**own, **self.runtime_env.get("env_vars", {})}}
         here = {"ray.io/node-id": node}
+        # A trial of Ray Tune has a placement group, and the actors that it starts would have to fit into it.
+        options["scheduling_strategy"] = "DEFAULT"
         actor_class = ray.remote(runtime_env=runtime_env, label_selector=here, **options, **UNRECORDED)
         actor: Any = actor_class(ElasticWorker).remote()
         worker_bytes = 0 if self.resources.get("GPU") else self.worker_bytes

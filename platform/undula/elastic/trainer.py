@@ -80,6 +80,7 @@ class ElasticTrainer(DataParallelTrainer):
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
+        options["scheduling_strategy"] = "DEFAULT"  # and in no placement group of a trial of Ray Tune
         controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
         pool = self._pool(controller_arguments["train_fn_ref"])
         pool.tick()  # the first workers start beside the controller's process

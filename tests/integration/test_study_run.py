@@ -1,0 +1,112 @@
+"""`undula study`: what a study leaves does not depend on what became of its driver and of its trials."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from study_kit import Studies
+
+from undula.cluster.local import LocalCluster
+from undula.report.certificate import certify, data_of
+from undula.report.summary import read_run
+from undula.study.records import TRIALS
+
+
+@pytest.fixture
+def studies(cluster: LocalCluster, text: str, tmp_path: Path) -> Studies:
+    return Studies(cluster, text, tmp_path)
+
+
+def test_a_study_whose_driver_is_killed_twice_leaves_the_same_table(studies: Studies) -> None:
+    studies.run(studies.file("whole", packed=1))
+    whole = studies.table("whole")
+    assert [row["state"] for row in whole] == ["complete"] * 6
+
+    file = studies.file("killed", packed=1)
+    ended: dict[str, int] = {}
+    for count in (2, 4):
+        driver = studies.start(file)
+        studies.await_outcomes(driver, "killed", count)
+        driver.kill()
+        driver.wait()
+        assert ended.items() <= studies.outcomes("killed").items(), "a trial that had ended was run again"
+        ended = studies.outcomes("killed")
+        assert len(ended) < 6
+    studies.run(file)
+    assert ended.items() <= studies.outcomes("killed").items()
+    assert studies.table("killed") == whole
+
+
+def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studies) -> None:
+    keys = {
+        "packed": 1,
+        "scheduler": "asha",
+        "max_concurrent": 1,
+        "rung_ratio": 2,
+        "base_lrs": [1e-2, 1e-4, 1e-5, 1e-6],
+    }
+    out = studies.run(studies.file("halving", **keys))
+    table = studies.table("halving")
+    assert {row["state"] for row in table} == {"complete", "stopped"}
+    assert all(row["samples"] < 960 for row in table if row["state"] == "stopped")
+    assert "stopped  after" in out
+    before = studies.outcomes("halving")
+    assert "0 running" not in studies.run(studies.file("halving", **keys))
+    assert studies.outcomes("halving") == before
+    assert studies.table("halving") == table
+
+
+def test_trials_with_workers_of_their_own_are_runs_with_certificates(studies: Studies) -> None:
+    file = studies.file(
+        "elastic", base_lrs=[1e-2], overrides={"workers.min": 1, "workers.max": 2}, rules=["none", "sqrt"]
+    )
+    studies.run(file)
+    table = studies.table("elastic")
+    assert [(row["batch"], row["rule"], row["state"]) for row in table] == [
+        (12, "none", "complete"),
+        (24, "none", "complete"),
+        (24, "sqrt", "complete"),
+    ]
+    assert table[2]["lr"] == pytest.approx(1e-2 * 2**0.5)
+    for row in table:
+        run = read_run(studies.store("elastic") / TRIALS / row["name"])
+        assert certify(run, data_of(run)).holds
+
+
+def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(studies.file('x', packed=1)).parent)!r})\n"
+        "import undula\n"
+        "import language_model\n"
+        "def train(run):\n"
+        "    if run.base_lr == 1e-3:\n"
+        "        raise KeyError('no such thing')\n"
+        "    language_model.train(run)\n"
+        "if __name__ == '__main__':\n"
+        "    undula.main(train, config=language_model.Config)\n"
+    )
+    for name in ("language_model.py", "gpt.py"):
+        (tmp_path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
+    studies.run(studies.file("failing", packed=2, batches=[24], base_lrs=[1e-3, 1e-2, 1e6]), script=script)
+    states = {row["base_lr"]: (row["state"], row["message"]) for row in studies.table("failing")}
+    assert states[1e-3] == ("failed", "KeyError: 'no such thing'")
+    assert states[1e-2] == ("complete", "")
+    assert states[1e6][0] == "diverged"
+
+
+def test_a_study_goes_on_with_more_and_not_with_others(studies: Studies) -> None:
+    studies.run(studies.file("more", packed=1, base_lrs=[1e-2], batches=[24]))
+    ended = studies.outcomes("more")
+    studies.run(studies.file("more", packed=1, base_lrs=[1e-2, 2e-2], batches=[24]))
+    assert ended.items() < studies.outcomes("more").items()
+    driver = studies.start(studies.file("more", packed=1, base_lrs=[1e-2], batches=[24], samples=480))
+    out, _ = driver.communicate(timeout=120)
+    assert driver.returncode == 2
+    assert "has trained adamw-none-b24-lr0.01-w0-s0 with plan.epochs" in out or "with plan.max_steps 40" in out
+    command = [sys.executable, "-m", "undula.cli", "study", "status", str(studies.folder / "more"), "--json"]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert [row["base_lr"] for row in rows] == [1e-2, 2e-2]

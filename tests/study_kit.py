@@ -1,0 +1,95 @@
+"""Runs a small study of the main job, as users do."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs_kit import LANGUAGE_MODEL
+from small_text import CONTEXT
+
+from undula.cluster.local import LocalCluster
+from undula.storage import Store, open_store
+from undula.study.progress import known
+from undula.study.records import OUTCOME, TRIALS, read_spec
+from undula.study.table import as_rows
+
+STUDY: Mapping[str, Any] = {
+    "job": str(LANGUAGE_MODEL.with_suffix(".yaml")),
+    "batches": [12, 24],
+    "base_lrs": [1e-3, 1e-2, 1e-1],
+    "optimizers": ["adamw"],
+    "samples": 960,
+    "measurements": 4,
+    "target": 4.0,
+}
+
+
+@dataclass(frozen=True)
+class Studies:
+    """Runs studies on a cluster."""
+
+    cluster: LocalCluster
+    text: str
+    folder: Path
+
+    def file(self, name: str, **keys: Any) -> Path:
+        overrides = {
+            "runs": str(self.folder),
+            "data.train": f"{self.text}/train",
+            "data.validation": f"{self.text}/validation",
+            "plan.virtual_workers": 2,
+            "config.model.layers": 1,
+            "config.model.width": 32,
+            "config.model.context": CONTEXT,
+            "schedule.warmup_samples": 0,
+            "validation.samples": 96,
+            **keys.pop("overrides", {}),
+        }
+        file = self.folder / f"{name}.yaml"
+        file.write_text(json.dumps({"name": name, **STUDY, **keys, "overrides": overrides}))
+        return file
+
+    def start(self, file: Path, *options: str, script: Path = LANGUAGE_MODEL) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, str(script), "--study", str(file), *options],
+            env={**os.environ, **self.cluster.env, "RAY_ADDRESS": self.cluster.address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, file: Path, *options: str, script: Path = LANGUAGE_MODEL) -> str:
+        """What it printed."""
+        out, _ = (driver := self.start(file, *options, script=script)).communicate(timeout=240)
+        assert driver.returncode == 0, out[-3000:]
+        return out
+
+    def store(self, name: str) -> Store:
+        return open_store(str(self.folder / name))
+
+    def table(self, name: str) -> list[dict[str, Any]]:
+        """Every trial, without what the clock says."""
+        store = self.store(name)
+        spec = read_spec(store)
+        rows = as_rows(known(store, spec).records.values(), spec.target)
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+    def outcomes(self, name: str) -> dict[str, int]:
+        """Trials that have ended, and when that was written."""
+        return {
+            file.parent.name: file.stat().st_mtime_ns for file in (self.folder / name).glob(f"{TRIALS}/*/{OUTCOME}")
+        }
+
+    def await_outcomes(self, driver: "subprocess.Popen[str]", name: str, count: int) -> None:
+        deadline = time.monotonic() + 180
+        while len(self.outcomes(name)) < count:
+            assert driver.poll() is None, driver.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # paces the looks
