@@ -1,26 +1,38 @@
 """A function on several ranks of Horovod: real processes, which meet at our rendezvous, as in a worker group."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ranks import on_ranks
 
-from undula.elastic.horovod import places
+from undula.elastic.horovod import begin, places
 from undula.elastic.rendezvous import RendezvousServer
 from undula.elastic.spec import HorovodSpec
 
 
-def on_horovod_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """function(rank, world_size, *arguments) in one process a rank, after hvd.init(); results by rank."""
+@contextmanager
+def meeting_place() -> Iterator[RendezvousServer]:
     server = RendezvousServer("127.0.0.1")
-    common = {**HorovodSpec().variables("1", has_gpus=False), **server.begin_group(), "HOROVOD_GLOO_IFACE": "lo"}
-    by_rank = [{**common, **place} for place in places([str(rank) for rank in range(world_size)])]
     try:
-        return on_ranks(world_size, _with_horovod, by_rank, function, arguments)
+        yield server
     finally:
         server.shutdown()
         server.server_close()
+
+
+def rank_variables(server: RendezvousServer, world_size: int, spec: HorovodSpec) -> list[dict[str, str]]:
+    """Of a new group's ranks, each on a host of its own."""
+    common = {**spec.variables("1", has_gpus=False), **server.begin_group(), "HOROVOD_GLOO_IFACE": "lo"}
+    return [{**common, **place} for place in places([str(rank) for rank in range(world_size)])]
+
+
+def on_horovod_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """function(rank, world_size, *arguments) in one process a rank, after hvd.init(); results by rank."""
+    with meeting_place() as server:
+        return on_ranks(
+            world_size, _with_horovod, rank_variables(server, world_size, HorovodSpec()), function, arguments
+        )
 
 
 def _with_horovod(
@@ -30,10 +42,9 @@ def _with_horovod(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
-    os.environ.update(by_rank[rank])
     import horovod.torch as hvd
 
-    hvd.init()
+    begin(by_rank[rank])
     assert (hvd.rank(), hvd.size()) == (rank, world_size)
     try:
         return function(rank, world_size, *arguments)

@@ -124,7 +124,8 @@ class ElasticWorker(RayTrainWorker):
             abort_collectives()  # another rank may wait for this one
             thread.join(patience_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
-        return (thread is None or not thread.is_alive()) and (error is None or process.is_sound)
+        has_left = thread is None or not thread.is_alive()
+        return has_left and (error is None or process.is_sound) and not process.is_spent
 
     def kill(self, pid: int) -> None:
         """SIGKILL another worker of this machine, which is stopped and does not end at Ray's word."""

@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,11 @@ from undula.run.handover import process
 WITHOUT_EFFECT = ("verbose", "ssh_port", "ssh_identity_file", "ssh_str", "placement_group_timeout_s")
 """Arguments of Ray's former HorovodConfig for what Ray itself does, or what nothing used."""
 
+FIXED_PARAMETERS = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME")
+
 _variables: Sequence[dict[str, str]] = ()
+_has_begun = False
+"""Whether this process has been in a group of Horovod's."""
 
 
 class HorovodConfig(BackendConfig):
@@ -126,14 +130,8 @@ class InHorovodGroup(InProcessGroup):
 
     def __enter__(self) -> None:
         super().__enter__()  # so that Horovod, which ends the process where a rank does not come, begins when all are there
-        hvd: Any = import_module("horovod.torch")
-        variables = _variables[ray.train.get_context().get_world_rank()]
-        for name in [name for name in os.environ if name.startswith("HOROVOD_GLOO_RENDEZVOUS")]:
-            del os.environ[name]
-        is_alone = variables["HOROVOD_SIZE"] == "1"
-        os.environ.update({name: value for name, value in variables.items() if not (is_alone and "RENDEZVOUS" in name)})
         before = open_sockets()
-        hvd.init()
+        begin(_variables[ray.train.get_context().get_world_rank()])
         process.collective_sockets = open_sockets() - before
 
     def __exit__(
@@ -146,6 +144,35 @@ class InHorovodGroup(InProcessGroup):
         hvd.mpi_ops._handle_map.clear()  # what was not waited for holds the former group's gradients
         process.collective_sockets = frozenset()
         super().__exit__(kind, error, trace)
+
+
+def begin(variables: Mapping[str, str]) -> None:
+    """`hvd.init()` with these variables, in a process that may have been in groups before, beside others that have not.
+
+    Horovod 0.28.1 keeps its parameters from one `init` to the next, and spoils them (parameter_manager.cc, BayesianParameter::SetValue):
+    where the cycle time is fixed, a second `init` writes that one's default over the fusion threshold, 1 MiB in place of 128. Ranks
+    with the one and ranks with the other fuse different gradients, or write past the smaller buffer. So each process is alone in
+    a first group that does nothing, and all of a group have had their second `init`. With both of them fixed that one ends the
+    process, and what autotune found stays as well: such a process is in one group only.
+    """
+    global _has_begun
+    hvd: Any = import_module("horovod.torch")
+    wanted = {**os.environ, **variables}
+    process.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
+    if not (_has_begun or process.is_spent):
+        _use({**{name: value for name, value in variables.items() if "TIMELINE" not in name}, **places(["alone"])[0]})
+        hvd.init()
+        hvd.shutdown()
+    _has_begun = True
+    _use(variables)
+    hvd.init()
+
+
+def _use(variables: Mapping[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("HOROVOD_GLOO_RENDEZVOUS")]:
+        del os.environ[name]
+    is_alone = variables["HOROVOD_SIZE"] == "1"
+    os.environ.update({name: value for name, value in variables.items() if not (is_alone and "RENDEZVOUS" in name)})
 
 
 def import_horovod() -> Any:

@@ -196,7 +196,7 @@ class WorkerPool:
         for worker in members:
             worker.in_group = False
             if worker.id not in left:
-                self.drop(worker.id, "did not end its part of the group" if worker in answering else None)
+                self.drop(worker.id, "cannot be in another group" if worker in answering else None)
 
     def drop(self, worker: str, why: str | None = None) -> None:
         """End a worker's process; at once, where it is stopped and another of its machine can.

@@ -68,14 +68,16 @@ class HorovodSpec:
     """Seconds that a rank waits for others, at the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS); a rank that is known
     to be lost is not waited for."""
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
-    """Gradients up to so many MiB together go in one message (HOROVOD_FUSION_THRESHOLD); by default 128, or what autotune finds."""
+    """Gradients up to so many MiB together go in one message (HOROVOD_FUSION_THRESHOLD); by default 128, 1 where the cycle time is not
+    Horovod's own, or what autotune finds."""
     cycle_time_ms: Annotated[float, Gt(0)] | None = None
-    """Milliseconds between two looks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1 with GPUs and 5 without, where
-    each look takes time from the cores that train, or what autotune finds."""
+    """Milliseconds between two looks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1 with GPUs or a
+    fusion_threshold_mib and 5 otherwise, as each look takes time from the cores that train, or what autotune finds. With both given
+    a change of the group takes new processes."""
     cache_capacity: Annotated[int, Ge(0)] | None = None
     """Tensors that the ranks need not name to each other again (HOROVOD_CACHE_CAPACITY); by default 1024, and 0 for none."""
     autotune: bool = False
-    """Look for the best of the three above while training (HOROVOD_AUTOTUNE); anew in each group."""
+    """Look for the best of the three above while training (HOROVOD_AUTOTUNE); anew in each group, which takes new processes."""
     autotune_log: str | None = None
     """File for what autotune tried, on the node of rank 0 (HOROVOD_AUTOTUNE_LOG); each group's has the time of its start at the end."""
     timeline: str | None = None
@@ -108,7 +110,9 @@ class HorovodSpec:
 
     def variables(self, group: str, has_gpus: bool) -> dict[str, str]:
         """What the workers' environment has of it but for addresses; `group` tells the files of a group from others'."""
-        cycle_time_ms = None if has_gpus or self.autotune else CPU_CYCLE_TIME_MS
+        # Of a Horovod in which both are fixed no second group can be made in a process.
+        is_left_to_horovod = has_gpus or self.autotune or self.fusion_threshold_mib is not None
+        cycle_time_ms = None if is_left_to_horovod else CPU_CYCLE_TIME_MS
         scaled = None if self.fusion_threshold_mib is None else int(self.fusion_threshold_mib * 2**20)
         values: dict[str, Any] = {
             "GLOO_TIMEOUT_SECONDS": self.timeout_s,

@@ -128,6 +128,9 @@ class Process:
     is_sound: bool = False
     """Whether what ended the last group here was none of this process's doing, such as a lost rank: it is as good as before."""
 
+    is_spent: bool = False
+    """Whether this process cannot be in another group."""
+
     has_ended: bool = False
     """Whether the group has ended, while its train function may still run here."""
 
