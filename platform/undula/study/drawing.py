@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from undula.plan.rules import RuleName
-from undula.report.summary import number
 
 WIDTH_IN, HEIGHT_IN, DPI = 4.6, 3.45, 220
 INK, SOFT, GRID, AXIS, PAPER, BAND = "#1a2029", "#566170", "#e3e7ec", "#b6bec8", "#ffffff", "#eceff3"
@@ -75,7 +74,7 @@ _DARK: Mapping[str, str] = {
     "#3d9bd4": "#7cc4f0",
     "#6a45a8": "#b797ec",
 }
-STYLE: Mapping[str, Any] = {
+STYLE: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
     "font.size": 8,
@@ -103,7 +102,7 @@ STYLE: Mapping[str, Any] = {
     "legend.columnspacing": 1.2,
     "legend.handletextpad": 0.5,
     "legend.borderpad": 0.1,
-    "legend.borderaxespad": 0.2,
+    "legend.borderaxespad": 0.5,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "svg.fonttype": "none",
@@ -136,7 +135,7 @@ def new_axes() -> tuple[Figure, Axes]:
 @contextmanager
 def styled() -> Iterator[None]:
     """Where figures are made and written; what matplotlib was set to comes back after it."""
-    with matplotlib.rc_context({**STYLE}):
+    with matplotlib.rc_context(STYLE):
         yield
 
 
@@ -178,10 +177,15 @@ def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
     """An axis from `low` to `high` by logarithm, with plain numbers at 1, 2 and 5 times powers of ten as they fit."""
     room = (high / low) ** pad if high > low else 2.0
     low, high = low / room, high * room
-    axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
-    axis.axes.set_xlim(low, high) if axis.axis_name == "x" else axis.axes.set_ylim(low, high)
+    axes = axis.axes
+    if axis is axes.xaxis:
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
     ticks = log_ticks(low, high)
-    _ticks(axis, ticks, [number(tick, 3) for tick in ticks])
+    _ticks(axis, ticks, [tick_label(tick) for tick in ticks])
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -194,6 +198,15 @@ def log_ticks(low: float, high: float) -> list[float]:
         if len(found) >= 3:
             break
     return found[:: ceil(len(found) / 9)] if found else [low, high]
+
+
+def tick_label(value: float) -> str:
+    """0.002, 5,000, 20k, 3M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / min(size, 1e3 if unit == 'k' else size):g}{unit}"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+    return text.replace("e-0", "e-")
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], columns: int = 4, title: str | None = None) -> None:
@@ -234,16 +247,13 @@ def _ticks(axis: Axis, places: Sequence[float], labels: Sequence[str]) -> None:
 
 
 def _thinned(batches: Sequence[int], inches_a_decade: float) -> list[str]:
-    """Labels of batches, empty where they would touch the one before or the last."""
-    found, free_from = [], -9.0
-    end = log10(batches[-1]) * inches_a_decade - 0.04 * len(f"{batches[-1]:,}")
-    for batch in batches:
-        text = f"{batch:,}"
-        centre, half = log10(batch) * inches_a_decade, 0.04 * len(text)
-        fits = centre - half >= free_from and (batch == batches[-1] or centre + half <= end)
-        found.append(text if fits else "")
-        free_from = centre + half if fits else free_from
-    return found
+    """Labels of every batch, or every second one and so on, such that they do not touch; the others' are empty."""
+    for every in range(1, len(batches) + 1):
+        shown = batches[::every]
+        ends = [(log10(batch) * inches_a_decade, 0.033 * len(f"{batch:,}") + 0.02) for batch in shown]
+        if all(left + half <= right - other for (left, half), (right, other) in pairwise(ends)):
+            break
+    return [f"{batch:,}" if place % every == 0 else "" for place, batch in enumerate(batches)]
 
 
 def _plain_svg(raw: bytes, title: str) -> str:

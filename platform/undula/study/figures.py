@@ -24,6 +24,7 @@ from undula.study.drawing import (
     log_axis,
     new_axes,
     styled,
+    tick_label,
 )
 from undula.study.findings import Findings, GroupFindings, best_record, span
 from undula.study.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
@@ -54,7 +55,8 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
     plans: list[tuple[str, str, str, Callable[[], Figure]]] = [
         (
             "steps", "Steps to the target",
-            "The fewest over learning rates, the mean over seeds; small dots are seeds. Perfect scaling halves the steps when the batch doubles.",
+            "The fewest over learning rates, the mean over seeds; small dots are seeds. Perfect scaling "
+            "halves the steps when the batch doubles.",
             partial(draw_to_target, found, spec, "steps"),
         ),
         (
@@ -75,7 +77,8 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "best-rate", "Best learning rate against batch",
-            "Lines of rules begin at the base batch's best rate; the band is the interval of the exponent; wide bars are the best rates of seeds.",
+            "Lines of rules begin at the base batch's best rate; the band is the interval of the exponent; "
+            "wide bars are the best rates of seeds.",
             partial(draw_best_rate, found, base),
         ),
         (
@@ -159,7 +162,7 @@ def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
             Line2D([], [], ls="", marker="o", color=INK, mfc=PAPER, ms=5, label="a bound: rate at the end of its range")
         )
     axes.set_ylabel(f"{what} to a {spec.metric.replace('_', ' ')} of {spec.target:g}")
-    legend_above(figure, keys, columns=2)
+    legend_above(figure, keys, columns=3)
     return figure
 
 
@@ -202,14 +205,10 @@ def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
     for batch, each in rows:
         face = PAPER if each.edge in ("lowest", "highest") else colors[batch]
         axes.plot([each.mean_steps], [each.mean_samples], "o", color=colors[batch], mfc=face, mew=1.3, ms=6, zorder=4)
-        axes.annotate(
-            f"{batch:,}",
-            (each.mean_steps, each.mean_samples),
-            (5, 4),
-            textcoords="offset points",
-            fontsize=7.5,
-            color=SOFT,
-        )
+        under = fit is not None and each.mean_steps < fit.fewest_steps * (1 + fit.critical_batch / batch)
+        offset, side = ((-5, -9), "right") if under else ((5, 4), "left")
+        place = (each.mean_steps, each.mean_samples)
+        axes.annotate(f"{batch:,}", place, offset, textcoords="offset points", fontsize=7.5, color=SOFT, ha=side)
     axes.set_xlabel("steps to the target, S")
     axes.set_ylabel("samples to the target, E")
     legend_above(figure, keys)
@@ -246,22 +245,11 @@ def draw_noise(found: GroupFindings) -> Figure:
         if len(kept) == 1:
             line.set_marker("o")
         keys.append(Line2D([], [], color=colors[batch], label=f"{batch:,}"))
-    _samples_axis(axes)
+    axes.xaxis.set_major_formatter(lambda value, _: tick_label(value))
+    axes.set_xlabel("samples")
     axes.set_ylabel("gradient noise scale (samples)")
     legend_above(figure, [*keys[bool(fit) :], *keys[: bool(fit)]], columns=6, title="batch")
     return figure
-
-
-def _samples_axis(axes: Axes) -> None:
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
-    axes.set_xlabel("samples")
-
-
-def _short(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
 
 
 def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:

@@ -278,15 +278,15 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
     )
 
 
-def sentences(found: GroupFindings, spec: StudySpec) -> tuple[str, ...]:
+def sentences(found: GroupFindings) -> tuple[str, ...]:
     """The verdict on a group, in words."""
-    told = _law_sentences(found.main, spec)
+    told = _law_sentences(found.main)
     for tuning in found.others:
         rule = tuning.rules[0]
         if RULES[rule].is_measured:
             told.append(f"{rule}: not tested by an exponent, as its factor is measured; its losses are compared below.")
         else:
-            told += [f"Under {rule}: {each[0].lower()}{each[1:]}" for each in _law_sentences(tuning, spec)]
+            told += [f"Under {rule}: {each[0].lower()}{each[1:]}" for each in _law_sentences(tuning)]
     told.append(_pareto_sentence(found))
     if found.noise:
         scales = [scale for _, scale in found.noise]
@@ -296,7 +296,7 @@ def sentences(found: GroupFindings, spec: StudySpec) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _law_sentences(tuning: Tuning, spec: StudySpec) -> list[str]:
+def _law_sentences(tuning: Tuning) -> list[str]:
     if not tuning.laws:
         if all(RULES[rule].is_measured for rule in tuning.rules):
             return [f"{', '.join(tuning.rules)}: not tested by an exponent, as the factor is measured."]
