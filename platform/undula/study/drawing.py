@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from undula.plan.rules import RuleName
+from undula.report.summary import nice_step, ticks
 
 WIDTH_IN, HEIGHT_IN, DPI = 4.6, 3.45, 220
 INK, SOFT, GRID, AXIS, PAPER, BAND = "#1a2029", "#566170", "#e3e7ec", "#b6bec8", "#ffffff", "#eceff3"
@@ -184,20 +185,20 @@ def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
     else:
         axes.set_yscale("log")
         axes.set_ylim(low, high)
-    ticks = log_ticks(low, high)
-    _ticks(axis, ticks, [tick_label(tick) for tick in ticks])
+    places = log_ticks(low, high)
+    _ticks(axis, places, [tick_label(place) for place in places])
 
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Between three and nine round numbers, where the range has so many."""
     decades = range(floor(log10(low)), ceil(log10(high)) + 1)
     found: list[float] = []
-    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), tuple(each / 10 for each in range(10, 100, 2))):
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         found = [float(f"{digit}e{power}") for power in decades for digit in digits]
         found = [tick for tick in found if low <= tick <= high]
         if len(found) >= 3:
-            break
-    return found[:: ceil(len(found) / 9)] if found else [low, high]
+            return found[:: ceil(len(found) / 9)]
+    return [tick for tick in ticks(low, high, nice_step(high - low, 5)) if tick > 0]
 
 
 def tick_label(value: float) -> str:

@@ -26,7 +26,8 @@ from undula.study.drawing import (
     styled,
     tick_label,
 )
-from undula.study.findings import Findings, GroupFindings, best_record, span
+from undula.study.findings import Findings, GroupFindings, best_record, critical_words, is_bounded, span
+from undula.study.fits import ParetoFit
 from undula.study.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
 from undula.study.rates import Fewest
 from undula.study.spec import Optimizer, StudySpec
@@ -61,7 +62,7 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "samples", "Samples to the target",
-            "Those of the trainings with the fewest steps. Up to the critical batch a larger one costs few samples more.",
+            "Those of the trainings with the fewest steps. The band is the 95 % interval of the critical batch, up to which a larger one costs few samples more.",
             partial(draw_to_target, found, spec, "samples"),
         ),
         (
@@ -91,7 +92,7 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
             "Of the best training at each batch; the band is the critical batch's interval.",
             partial(draw_noise, found),
         ),
-        ("map", "What diverged", "Dark is near the lowest loss of its batch.", partial(draw_map, found, found.main)),
+        ("map", "What diverged", "Bright is near the lowest loss of its batch.", partial(draw_map, found, found.main)),
     ]  # fmt: skip
     for tuning in found.others:
         rule = tuning.rules[0]
@@ -158,9 +159,7 @@ def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
         face = PAPER if each.edge in ("lowest", "highest") else colors[batch]
         axes.plot([batch], [mean], "o", color=colors[batch], mfc=face, mew=1.3, ms=6, zorder=4)
     if any(each.edge in ("lowest", "highest") for _, each in rows):
-        keys.append(
-            Line2D([], [], ls="", marker="o", color=INK, mfc=PAPER, ms=5, label="a bound: rate at the end of its range")
-        )
+        keys.append(Line2D([], [], ls="", marker="o", color=INK, mfc=PAPER, ms=5, label="a bound"))
     axes.set_ylabel(f"{what} to a {spec.metric.replace('_', ' ')} of {spec.target:g}")
     legend_above(figure, keys, columns=3)
     return figure
@@ -174,10 +173,21 @@ def _critical_band(axes: Axes, found: GroupFindings, batches: Sequence[int]) -> 
     low, high = max(fit.interval.low, left), min(fit.interval.high, right)
     if low < high:
         axes.axvspan(low, high, color=BAND, lw=0, zorder=0)
-    if left < fit.critical_batch < right:
+    if is_bounded(fit) and left < fit.critical_batch < right:
         axes.axvline(fit.critical_batch, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=1)
-    text = f"critical batch {fit.critical_batch:,.0f} (95 % {span(fit.interval, 0)})"
-    return [Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=text)]
+    return [_critical_key(fit)]
+
+
+def _critical_key(fit: ParetoFit) -> Line2D:
+    """Of the dotted line, or of the band alone where there is no line."""
+    if is_bounded(fit):
+        return Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=_critical_label(fit))
+    return Line2D([], [], color=BAND, lw=6, label=_critical_label(fit))
+
+
+def _critical_label(fit: ParetoFit) -> str:
+    words = critical_words(fit)
+    return f"critical batch {words}" + (f" ({span(fit.interval, 0)})" if is_bounded(fit) else "")
 
 
 def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
@@ -189,7 +199,7 @@ def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
     colors = batch_colors(batches)
     figure, axes = new_axes()
     steps, samples = [each.mean_steps for _, each in rows], [each.mean_samples for _, each in rows]
-    least = ([fit.fewest_steps], [fit.fewest_samples]) if fit else ([], [])
+    least = ([fit.fewest_steps], [fit.fewest_samples]) if fit and is_bounded(fit) else ([], [])
     log_axis(axes.xaxis, min([*steps, *least[0]]), max(steps), pad=0.1)
     log_axis(axes.yaxis, min([*samples, *least[1]]), max(samples), pad=0.14)
     keys = []
@@ -199,9 +209,12 @@ def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
         axes.plot(found_steps, found_steps * there, color=INK, lw=1.2, zorder=2)
         axes.axvline(fit.fewest_steps, color=SOFT, lw=0.9, ls=(0, (1, 2)), zorder=1)
         axes.axhline(fit.fewest_samples, color=SOFT, lw=0.9, ls=(0, (1, 2)), zorder=1)
-        axes.plot([2 * fit.fewest_steps], [2 * fit.fewest_samples], "*", color=INK, mec=PAPER, mew=0.6, ms=12, zorder=5)
-        text = f"critical batch {fit.critical_batch:,.0f} (95 % {span(fit.interval, 0)})"
-        keys = [Line2D([], [], ls="", marker="*", color=INK, ms=9, label=text)]
+        keys = [Line2D([], [], color=INK, lw=1.2, label="fit")]
+        if is_bounded(fit):
+            axes.plot(
+                [2 * fit.fewest_steps], [2 * fit.fewest_samples], "*", color=INK, mec=PAPER, mew=0.6, ms=12, zorder=5
+            )
+            keys.append(Line2D([], [], ls="", marker="*", color=INK, ms=9, label=_critical_label(fit)))
     for batch, each in rows:
         face = PAPER if each.edge in ("lowest", "highest") else colors[batch]
         axes.plot([each.mean_steps], [each.mean_samples], "o", color=colors[batch], mfc=face, mew=1.3, ms=6, zorder=4)
@@ -228,7 +241,7 @@ def draw_noise(found: GroupFindings) -> Figure:
     figure, axes = new_axes()
     scales = [scale for _, kept in curves for _, scale in kept]
     fit = found.pareto
-    bounds = [fit.critical_batch] if fit else []
+    bounds = [fit.critical_batch] if fit and is_bounded(fit) else []
     log_axis(axes.yaxis, min([*scales, *bounds]), max([*scales, *bounds]), pad=0.08)
     keys = []
     if fit:
@@ -236,10 +249,9 @@ def draw_noise(found: GroupFindings) -> Figure:
         low, high = max(fit.interval.low, bottom), min(fit.interval.high, top)
         if low < high:
             axes.axhspan(low, high, color=BAND, lw=0, zorder=0)
-        axes.axhline(fit.critical_batch, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=1)
-        keys.append(
-            Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=f"critical batch {fit.critical_batch:,.0f}")
-        )
+        if bounds:
+            axes.axhline(fit.critical_batch, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=1)
+        keys.append(_critical_key(fit))
     for batch, kept in curves:
         (line,) = axes.plot([at for at, _ in kept], [scale for _, scale in kept], color=colors[batch], lw=1.4)
         if len(kept) == 1:

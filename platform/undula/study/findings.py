@@ -290,7 +290,7 @@ def sentences(found: GroupFindings) -> tuple[str, ...]:
     told.append(_pareto_sentence(found))
     if found.noise:
         scales = [scale for _, scale in found.noise]
-        low, high = number(min(scales), 3), number(max(scales), 3)
+        low, high = rounded(min(scales)), rounded(max(scales))
         spread = f"{low} samples" if low == high else f"{low} to {high} samples, by batch"
         told.append(f"The gradient noise scale in the second half of the best trainings is {spread}.")
     return tuple(told)
@@ -323,27 +323,47 @@ def _claim(verdict: Verdict) -> str:
 
 def span(interval: Interval, digits: int = 2) -> str:
     """An exponent's interval, or with `digits` 0 a batch's, in words."""
-    low, high = (
-        (f"{interval.low:.{digits}f}", f"{interval.high:.{digits}f}")
-        if digits
-        else (number(interval.low, 3), number(interval.high, 3))
-    )
-    return f"{low} to {'no bound' if interval.high == np.inf else high}"
+    if not (isfinite(interval.low) or isfinite(interval.high)):
+        return "no interval"
+    low, high = (f"{end:.{digits}f}" if digits else rounded(end) for end in (interval.low, interval.high))
+    return f"{low} to {high if isfinite(interval.high) else 'no bound'}"
+
+
+def rounded(value: float) -> str:
+    """A size to three digits, which is more than a fit knows: 762, 17,600."""
+    return number(float(f"{value:.3g}"), 3)
+
+
+def is_bounded(fit: ParetoFit) -> bool:
+    """Whether the batches bound the critical batch on both sides, so that its value means something."""
+    return fit.interval.low > 0 and isfinite(fit.interval.high)
+
+
+def critical_words(fit: ParetoFit) -> str:
+    """The critical batch in samples; a bound where the batches leave it open on one side."""
+    low, high = fit.interval.low, fit.interval.high
+    if low <= 0 and not isfinite(high):
+        return "anywhere"
+    if not isfinite(high):
+        return f"> {rounded(low)}"
+    return f"< {rounded(high)}" if low <= 0 else rounded(fit.critical_batch)
 
 
 def _pareto_sentence(found: GroupFindings) -> str:
     fit = found.pareto
     if fit is None:
         return f"No critical batch: {found.pareto_problem}."
-    where = (
-        "inside the batches that were tried"
-        if fit.inside
-        else "not bounded by the batches that were tried: read it as an order of magnitude at most"
-    )
+    if not is_bounded(fit):
+        if (words := critical_words(fit)) == "anywhere":
+            return "The steps to the target say nothing about where the critical batch is."
+        side = "above" if words.startswith(">") else "below"
+        end = "larger" if side == "above" else "smaller"
+        return f"The critical batch is {side} {words[2:]} samples (95 %): batches bound it on one side alone, and {end} ones are needed."
+    where = "inside the batches that were tried" if fit.inside else "partly beyond the batches that were tried"
     return (
-        f"The critical batch is {number(fit.critical_batch, 3)} samples (95 % interval {span(fit.interval, 0)}), {where}. There a "
-        f"training takes twice the fewest steps ({number(fit.fewest_steps, 3)}) and twice the fewest samples "
-        f"({number(fit.fewest_samples, 3)})."
+        f"The critical batch is {rounded(fit.critical_batch)} samples (95 % interval {span(fit.interval, 0)}), {where}. There a "
+        f"training takes twice the fewest steps ({rounded(fit.fewest_steps)}) and twice the fewest samples "
+        f"({rounded(fit.fewest_samples)})."
     )
 
 

@@ -25,7 +25,7 @@ from undula.storage import Store
 from undula.study import tables
 from undula.study.drawing import dark_counterparts
 from undula.study.figures import StudyFigure, group_figures, warmup_figures
-from undula.study.findings import Findings, GroupFindings, find, sentences
+from undula.study.findings import Findings, GroupFindings, critical_words, find, sentences, span
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
 
@@ -148,9 +148,12 @@ def _sentence(text: str) -> str:
 
 
 def _dark_colors(batches: Sequence[int]) -> str:
-    """CSS that exchanges the figures' colours where the page is dark."""
+    """CSS that exchanges the figures' colours where the page is dark.
+
+    The selectors name no ancestor: what a figure uses twice is matched in a tree of its own, where there is none.
+    """
     rules = "".join(
-        f'  .fig [{what}="{light}"] {{ {what}: {dark}; }}\n'
+        f'  [{what}="{light}"] {{ {what}: {dark}; }}\n'
         for light, dark in dark_counterparts(batches).items()
         for what in ("fill", "stroke")
     )
@@ -188,7 +191,7 @@ def _under(findings: Findings) -> str:
 
 def _tiles(findings: Findings, hourly: float | None) -> str:
     spec, records = findings.spec, findings.records
-    states = Counter(record.state for record in records)
+    states: Counter[str] = Counter(record.state for record in records)
     told = ", ".join(f"{states[state]:,} {state}" for state in tables.STATES if states[state]) or "none"
     ended = sum(record.has_ended for record in records)
     lowest = min((record for record in records if record.state == "complete"), key=lambda each: each.loss, default=None)
@@ -207,11 +210,11 @@ def _tiles(findings: Findings, hourly: float | None) -> str:
         (
             "best rate goes as",
             f"batch^{law.fit.exponent:.2f}" if law else tables.NONE,
-            " · ".join(filter(None, (of, f"batches {law.batches}" if law else "no fit"))),
+            " · ".join(filter(None, (of, f"{span(law.fit.interval)}, batches {law.batches}" if law else "no fit"))),
         ),
         (
             "critical batch",
-            number(first.pareto.critical_batch, 3) if first.pareto else tables.NONE,
+            critical_words(first.pareto) if first.pareto else tables.NONE,
             " · ".join(filter(None, (of, "samples" if first.pareto else "no fit"))),
         ),
         ("trainings, one after another", duration(seconds), "on the wall clock"),

@@ -1,7 +1,7 @@
 """Figures of learning rates: the loss against the rate, the best rate against the batch, what rules predict, and what diverged."""
 
 from collections.abc import Sequence
-from math import isfinite, log10
+from math import inf, isfinite, log10
 
 import matplotlib
 import numpy as np
@@ -33,9 +33,11 @@ from undula.study.drawing import (
 )
 from undula.study.findings import GroupFindings, Tuning, span
 from undula.study.fits import Optimum, PowerLaw
-from undula.study.rates import AtBatch, factor_of
+from undula.study.rates import AtBatch, RatePoint, factor_of
 from undula.study.spec import StudySpec
 
+ROW = 0.024
+"""Of the height of a plot, for the trainings of one batch that diverged."""
 LEVELS = 14
 """Colours of the map of losses."""
 
@@ -48,34 +50,42 @@ def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
         raise NoFigure(_why_no_loss(shown))
     colors = batch_colors([each.batch for each in tuning.batches])
     figure, axes = new_axes()
-    points = [point.rate for each in shown for point in each.points]
-    log_axis(axes.xaxis, min(points), max(points))
-    top = _loss_axis(axes, losses, [each.optimum for each in shown if each.optimum])
-    for row, each in enumerate(shown):
-        color = colors[each.batch]
-        complete = [point for point in each.points if isfinite(point.loss)]
-        axes.plot(
-            [point.rate for point in complete], [point.loss for point in complete], "-o", color=color, ms=3.2, lw=1.3
-        )
-        for point in complete:
-            if point.deviation:
-                low, high = point.loss - point.deviation, point.loss + point.deviation
-                axes.plot([point.rate] * 2, [max(low, 1e-300), high], color=color, lw=0.9)
-        stopped = [point for point in each.points if point.outcome == "stopped"]
-        seen = [min(record.loss for record in point.records) for point in stopped]
-        axes.plot([p.rate for p in stopped], np.minimum(seen, top), "o", mfc=PAPER, mec=color, ms=3.6, mew=1.0)
+    rates = [point.rate for each in shown for point in each.points]
+    log_axis(axes.xaxis, min(rates), max(rates))
+    losses += [seen for each in shown for point in each.points if isfinite(seen := _last_seen(point))]
+    rows_above = [each for each in shown if any(point.outcome == "diverged" for point in each.points)]
+    top = _loss_axis(axes, losses, [each.optimum for each in shown if each.optimum], ROW * len(rows_above))
+    for each in shown:
+        _loss_line(axes, each, colors[each.batch], top)
         diverged = [point.rate for point in each.points if point.outcome == "diverged"]
-        height = 1.0 - 0.028 * row
-        axes.plot(
-            diverged, [height] * len(diverged), "x", color=color, ms=3.6, mew=1.2, transform=axes.get_xaxis_transform()
-        )
-        if each.optimum:
-            _optimum(axes, each.optimum, color)
+        height = 1 - ROW * (rows_above.index(each) + 0.5) if diverged else 1.0
+        place = axes.get_xaxis_transform()
+        axes.plot(diverged, [height] * len(diverged), "x", color=colors[each.batch], ms=3.4, mew=1.1, transform=place)
     axes.set_xlabel("learning rate")
     axes.set_ylabel(spec.metric.replace("_", " "))
     keys = [Line2D([], [], color=colors[each.batch], marker="o", ms=3.2, label=f"{each.batch:,}") for each in shown]
     legend_above(figure, [*keys, *_marks(shown)], columns=min(len(keys) + 3, 6), title="batch")
     return figure
+
+
+def _loss_line(axes: Axes, each: AtBatch, color: str, top: float) -> None:
+    complete = [point for point in each.points if isfinite(point.loss)]
+    axes.plot([point.rate for point in complete], [point.loss for point in complete], "-o", color=color, ms=3.2, lw=1.3)
+    for point in complete:
+        if point.deviation:
+            low, high = point.loss - point.deviation, point.loss + point.deviation
+            axes.plot(
+                [point.rate] * 2, [max(low, 1e-300) if axes.get_yscale() == "log" else low, high], color=color, lw=0.9
+            )
+    stopped = [(point.rate, min(_last_seen(point), top)) for point in each.points if point.outcome == "stopped"]
+    axes.plot([rate for rate, _ in stopped], [seen for _, seen in stopped], "o", mfc=PAPER, mec=color, ms=3.6, mew=1.0)
+    if each.optimum:
+        _optimum(axes, each.optimum, color)
+
+
+def _last_seen(point: RatePoint) -> float:
+    """The loss at which a point's trainings were stopped, the lowest of them; infinite for others."""
+    return min((record.loss for record in point.records if record.state == "stopped"), default=inf)
 
 
 def _marks(shown: Sequence[AtBatch]) -> list[Line2D]:
@@ -107,19 +117,21 @@ def _optimum(axes: Axes, optimum: Optimum, color: str) -> None:
         axes.plot([optimum.rate], [optimum.loss], "D", color=color, mfc=PAPER, mew=1.4, ms=5.5, zorder=5, clip_on=False)
 
 
-def _loss_axis(axes: Axes, losses: Sequence[float], optima: Sequence[Optimum]) -> float:
-    """By logarithm where losses are positive and far apart; returns the top."""
+def _loss_axis(axes: Axes, losses: Sequence[float], optima: Sequence[Optimum], above: float) -> float:
+    """By logarithm where losses are positive and far apart; leaves a share `above` them free. Returns the highest loss that is shown."""
     lowest = min([*losses, *(each.loss for each in optima)])
     low, high = (lowest if lowest > 0 else min(losses)), max(losses)
+    above = min(above, 0.4)
     if low > 0 and high / low > 3:
-        log_axis(axes.yaxis, low, high, pad=0.08)
-    else:
-        # A few losses far above all others would press the valleys flat.
-        usual = float(np.quantile(losses, 0.9))
-        high = min(high, usual + 2 * (usual - low)) if usual > low else high
-        room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
-        axes.set_ylim(low - room, high + room)
-    return float(axes.get_ylim()[1])
+        log_axis(axes.yaxis, low, high * (high / low) ** (above / (1 - above)), pad=0.06)
+        return high
+    # A few losses far above all others would press the valleys flat.
+    usual = float(np.quantile(losses, 0.9))
+    high = min(high, usual + 2 * (usual - low)) if usual > low else high
+    room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
+    bottom, top = low - room, high + room
+    axes.set_ylim(bottom, bottom + (top - bottom) / (1 - above))
+    return high
 
 
 def draw_best_rate(found: GroupFindings, base: int) -> Figure:
@@ -299,9 +311,9 @@ def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
 
 
 def _level(share: float) -> str:
-    """A colour of the map: dark is near the lowest loss."""
+    """A colour of the map: bright is near the lowest loss."""
     stepped = round(share * (LEVELS - 1)) / (LEVELS - 1)
-    return to_hex(matplotlib.colormaps["cividis"](0.05 + 0.9 * stepped))
+    return to_hex(matplotlib.colormaps["cividis"](0.95 - 0.85 * stepped))
 
 
 def _cell_size(batches: Sequence[AtBatch]) -> float:

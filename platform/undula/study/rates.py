@@ -122,7 +122,7 @@ def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
 
 def exponent_of(rule: RuleName) -> float | None:
     """The power of the batch that the rule gives the learning rate; None for one that measures."""
-    return None if RULES[rule].is_measured else log2(RULES[rule].scaled(2.0, None).lr)
+    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # of 4, whose roots are exact
 
 
 def factor_of(rule: RuleName, kappa: float) -> float:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from undula.report.cost import HOUR_S, dollars
 from undula.report.summary import duration, number, printable
-from undula.study.findings import Findings, GroupFindings, Law, Verdict, span
+from undula.study.findings import Findings, GroupFindings, Verdict, span
 from undula.study.rates import AtBatch, RatePoint
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
@@ -156,29 +156,24 @@ def cost_table(findings: Findings, hourly: float | None) -> str:
 
 def verdict_table(found: GroupFindings) -> str:
     """What each fit says of each rule."""
-    laws = [(tuning, law) for tuning in found.tunings for law in tuning.laws]
+    laws = [(tuning, law) for tuning in found.tunings for law in tuning.laws if law.verdicts]
     if not laws:
         return ""
     rules = list(dict.fromkeys(each.rule for _, law in laws for each in law.verdicts))
     powers = {each.rule: each.exponent for _, law in laws for each in law.verdicts}
     head = "".join(
         f"<th>{escape('' if tuning is found.main else f'under {tuning.rules[0]}, ')}batches {law.batches}"
-        f'<span class="sub">{_interval(law)}</span></th>'
+        f'<span class="sub">{law.fit.exponent:.2f} ({span(law.fit.interval)})</span></th>'
         for tuning, law in laws
     )
     body = ""
     for rule in rules:
         cells = "".join(_judged(next((each for each in law.verdicts if each.rule == rule), None)) for _, law in laws)
-        body += f'<tr><td>{escape(rule)}</td><td class="n">{number(powers[rule])}</td>{cells}</tr>'
+        body += f'<tr><td>{escape(rule)}</td><td class="n">{powers[rule]:g}</td>{cells}</tr>'
     return (
         '<div class="card scroll" tabindex="0"><table class="verdicts"><thead><tr><th>rule</th><th class="n">its power</th>'
         f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-
-
-def _interval(law: Law) -> str:
-    power, interval = f"{law.fit.exponent:.2f}", law.fit.interval
-    return f"{power} ({span(interval)})" if isfinite(interval.high - interval.low) else f"{power} (no interval)"
 
 
 def _judged(verdict: Verdict | None) -> str:
