@@ -26,11 +26,12 @@ from undula.study.drawing import (
     styled,
     tick_label,
 )
-from undula.study.findings import Findings, GroupFindings, best_record, critical_words, is_bounded, span
+from undula.study.findings import Findings, GroupFindings, best_record
 from undula.study.fits import ParetoFit
 from undula.study.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
 from undula.study.rates import Fewest
 from undula.study.spec import Optimizer, StudySpec
+from undula.study.words import critical_words, is_bounded, span
 
 WARMUP_DASHES = ("-", (0, (6, 2)), (0, (1.2, 1.6)), (0, (6, 1.5, 1, 1.5)))
 
@@ -62,7 +63,8 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "samples", "Samples to the target",
-            "Those of the trainings with the fewest steps. The band is the 95 % interval of the critical batch, up to which a larger one costs few samples more.",
+            "Those of the trainings with the fewest steps. Up to the critical batch, with the band as its interval, a larger one costs few "
+            "samples more.",
             partial(draw_to_target, found, spec, "samples"),
         ),
         (
@@ -175,14 +177,14 @@ def _critical_band(axes: Axes, found: GroupFindings, batches: Sequence[int]) -> 
         axes.axvspan(low, high, color=BAND, lw=0, zorder=0)
     if is_bounded(fit) and left < fit.critical_batch < right:
         axes.axvline(fit.critical_batch, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=1)
-    return [_critical_key(fit)]
+    return [_critical_key(fit, _critical_label(fit))]
 
 
-def _critical_key(fit: ParetoFit) -> Line2D:
+def _critical_key(fit: ParetoFit, label: str) -> Line2D:
     """Of the dotted line, or of the band alone where there is no line."""
     if is_bounded(fit):
-        return Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=_critical_label(fit))
-    return Line2D([], [], color=BAND, lw=6, label=_critical_label(fit))
+        return Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=label)
+    return Line2D([], [], color=BAND, lw=6, label=label)
 
 
 def _critical_label(fit: ParetoFit) -> str:
@@ -251,7 +253,7 @@ def draw_noise(found: GroupFindings) -> Figure:
             axes.axhspan(low, high, color=BAND, lw=0, zorder=0)
         if bounds:
             axes.axhline(fit.critical_batch, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=1)
-        keys.append(_critical_key(fit))
+        keys.append(_critical_key(fit, f"critical batch {critical_words(fit)}"))
     for batch, kept in curves:
         (line,) = axes.plot([at for at, _ in kept], [scale for _, scale in kept], color=colors[batch], lw=1.4)
         if len(kept) == 1:

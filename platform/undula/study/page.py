@@ -25,9 +25,10 @@ from undula.storage import Store
 from undula.study import tables
 from undula.study.drawing import dark_counterparts
 from undula.study.figures import StudyFigure, group_figures, warmup_figures
-from undula.study.findings import Findings, GroupFindings, critical_words, find, sentences, span
+from undula.study.findings import Findings, GroupFindings, find
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
+from undula.study.words import critical_words, not_tested, sentences, span
 
 FOLDER = "report"
 
@@ -71,7 +72,7 @@ def verdict_lines(spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
     for found in findings.groups:
         told += [f"{found.group.title}:", *(f"  {text}" for text in sentences(found))]
     told += [f"note: {text}" for text in findings.warnings]
-    return [*told, "not tested:", *(f"  {text}" for text in findings.not_tested)]
+    return [*told, "not tested:", *(f"  {text}" for text in not_tested(findings))]
 
 
 def render(
@@ -104,7 +105,7 @@ def render(
         under=_under(findings),
         tiles=_tiles(findings, dollars_per_worker_hour),
         verdicts="".join(_verdict(found) for found in findings.groups) + _warnings(findings),
-        not_tested=_items(findings.not_tested),
+        not_tested=_items(not_tested(findings)),
         groups="".join(sections),
         warmups="".join(map(_figure, warmups)),
         predictions=tables.predictions_table(findings),

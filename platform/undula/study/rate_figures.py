@@ -31,10 +31,11 @@ from undula.study.drawing import (
     new_axes,
     spread,
 )
-from undula.study.findings import GroupFindings, Tuning, span
+from undula.study.findings import GroupFindings, Tuning
 from undula.study.fits import Optimum, PowerLaw
 from undula.study.rates import AtBatch, RatePoint, factor_of
 from undula.study.spec import StudySpec
+from undula.study.words import span
 
 ROW = 0.024
 """Of the height of a plot, for the trainings of one batch that diverged."""

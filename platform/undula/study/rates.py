@@ -105,6 +105,12 @@ class AtBatch:
         return min(complete, key=lambda point: point.loss) if complete else None
 
     @property
+    def diverged_from(self) -> float:
+        """The lowest rate above the best at which trainings diverged; infinite where none did."""
+        best = self.lowest.rate if self.lowest else 0.0
+        return min((each.rate for each in self.points if each.outcome == "diverged" and each.rate > best), default=inf)
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({seed for point in self.points for seed in point.losses}))
 

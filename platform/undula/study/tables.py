@@ -9,10 +9,11 @@ import pyarrow as pa
 
 from undula.report.cost import HOUR_S, dollars
 from undula.report.summary import duration, number, printable
-from undula.study.findings import Findings, GroupFindings, Verdict, span
+from undula.study.findings import Findings, GroupFindings, Verdict
 from undula.study.rates import AtBatch, RatePoint
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
+from undula.study.words import span
 
 TRIALS_SHOWN = 300
 NONE = "–"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from study_records import quadratic_records, trials_of
 
 from undula.plan.rules import RULES
-from undula.study.findings import Findings, critical_words, find, judge, law_of, sentences
+from undula.study.findings import Findings, find, judge, law_of
 from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
 from undula.study.rates import (
     Group,
@@ -27,6 +27,7 @@ from undula.study.rates import (
 )
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Measurement, State, Trial, TrialRecord
+from undula.study.words import critical_words, not_tested, sentences
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 
@@ -178,6 +179,18 @@ def test_optima_without_a_parabola_leave_open_what_the_grid_leaves_open() -> Non
     assert fit.interval.high == pytest.approx(1.5)
 
 
+def test_a_rule_that_runs_into_divergence_is_told_of_where_its_fit_ends() -> None:
+    """Optima beside divergence are bounds, which no fit sees: linear is not rejected below them, and asks for too much there."""
+    spec = study(batches=(64, 128, 256, 512, 4096), base_lr_range=LogRange(0.03, 2.2, 14))
+    found = find(spec, quadratic_records(spec, 16_000_000, 0.01)).groups[0]
+    assert found.main.laws[0].rules("not rejected") == ["linear"]
+    assert (
+        "linear asks for learning rates at batch 4,096 at which trainings diverged, or for higher ones."
+        in sentences(found)
+    )
+    assert not any(text.startswith("sqrt asks") for text in sentences(found))
+
+
 # What a trial's state lets it say.
 
 
@@ -283,7 +296,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
 )  # fmt: skip
 def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:
     findings = findings_of(spec, change)
-    said = [text for found in findings.groups for text in sentences(found)] + list(findings.not_tested)
+    said = [text for found in findings.groups for text in sentences(found)] + list(not_tested(findings))
     assert any(told in text for text in said), said
 
 
