@@ -111,7 +111,11 @@ def _pareto_sentence(found: GroupFindings) -> str:
         side = "above" if words.startswith(">") else "below"
         end = "larger" if side == "above" else "smaller"
         return f"The critical batch is {side} {words[2:]} samples (95 %): batches bound it on one side alone, and {end} ones are needed."
-    where = "inside the batches that were tried" if fit.inside else "partly beyond the batches that were tried"
+    where = (
+        "inside the batches that got to the target"
+        if fit.inside
+        else "partly beyond the batches that got to the target"
+    )
     return (
         f"The critical batch is {rounded(fit.critical_batch)} samples (95 % interval {span(fit.interval, 0)}), {where}. There a "
         f"training takes twice the fewest steps ({rounded(fit.fewest_steps)}) and twice the fewest samples "
