@@ -20,7 +20,7 @@ BELOW = {
     "run": {"errors", "storage", "plan", "data", "state"},
     "elastic": {"errors", "storage", "plan", "data", "state", "run"},
     "cluster": {"errors", "storage", "plan", "data", "state", "run", "elastic"},
-    "study": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster"},
+    "study": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster", "report"},
     "report": {"errors", "storage", "plan", "data", "state", "run", "elastic"},
     "testing": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster"},
 }

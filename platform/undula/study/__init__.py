@@ -1,1 +1,1 @@
-"""Studies of learning rate and batch size: what they run, what is fitted to their results, and the arithmetic that checks both."""
+"""Studies of learning rate and batch size: what they run, what is fitted, their report, and the arithmetic that checks it."""

@@ -1,0 +1,273 @@
+"""What a study found: the best learning rate's power of the batch, the rules that it rejects, and the critical batch. Pure.
+
+Every verdict follows from an interval of 95 %: a rule is rejected if its power lies outside, and not tested if the interval is infinite,
+as that of two batches is, or if there is none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+import numpy as np
+
+from undula.plan.rules import RULES, RuleName, warning
+from undula.study.fits import RULE_EXPONENTS, Edge, Interval, ParetoFit, PowerLaw, fit_pareto
+from undula.study.rates import (
+    AtBatch,
+    Group,
+    Outcome,
+    RatePoint,
+    changes_rate_alone,
+    exponent_of,
+    factor_of,
+    fit_exponent,
+    groups_of,
+    tune,
+    tunings_of,
+)
+from undula.study.spec import CLASSES, StudySpec
+from undula.study.trials import TrialRecord
+
+Judgement = Literal["rejected", "not rejected", "not tested"]
+ENOUGH_TO_PART = 5
+"""Optima inside their range from which on the lower and the upper half of the batches are looked at by themselves, too."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one fit says of one rule."""
+
+    rule: RuleName
+    exponent: float | None
+    """That the rule claims; None for one that measures."""
+    judgement: Judgement
+
+
+@dataclass(frozen=True)
+class Law:
+    """The best learning rate's power of the batch over a range of batches, and what follows for rules."""
+
+    fit: PowerLaw
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def low(self) -> float:
+        """The smallest batch that it was fitted to."""
+        return min(each.batch for each in self.fit.used)
+
+    @property
+    def high(self) -> float:
+        return max(each.batch for each in self.fit.used)
+
+    @property
+    def batches(self) -> str:
+        return f"{self.low:,.0f}–{self.high:,.0f}"
+
+    def rules(self, judgement: Judgement) -> list[RuleName]:
+        return [each.rule for each in self.verdicts if each.judgement == judgement]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The learning rates under rules whose trainings are points of one curve, and what is fitted to the best ones."""
+
+    rules: tuple[RuleName, ...]
+    batches: tuple[AtBatch, ...]
+    laws: tuple[Law, ...]
+    """Over all batches, then over the lower and the upper half of them where there are enough; empty where none can be fitted."""
+    problem: str
+    """Why there is no law: a sentence, else empty."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a rule makes of the learning rate that was tuned at the base batch, at another."""
+
+    rule: RuleName
+    batch: int
+    rate: float | None
+    """From the base batch's optimum; None where there is none, or the rule measures and was not trained."""
+    tuned: float | None
+    """The optimum at this batch."""
+    tuned_edge: Edge | None
+    loss: float | None
+    """Mean last loss with the base batch's best rate that was tried, under the rule; None where no such training is complete."""
+    outcome: Outcome | None
+    """Of that training; None where there was none."""
+    tuned_loss: float | None
+    """The lowest at this batch that was measured."""
+
+
+@dataclass(frozen=True)
+class GroupFindings:
+    """What was found of one optimizer with one warmup."""
+
+    group: Group
+    main: Tuning
+    """The learning rate tuned at each batch, with nothing else changed where there are such trainings."""
+    others: tuple[Tuning, ...]
+    """Under rules that change more than the learning rate."""
+    pareto: ParetoFit | None
+    pareto_problem: str
+    """Why there is no critical batch: a sentence, else empty."""
+    predictions: tuple[Prediction, ...]
+    noise: tuple[tuple[int, float], ...]
+    """By batch, the median noise scale in samples over the second half of its best training; where it was measured."""
+
+    @property
+    def tunings(self) -> tuple[Tuning, ...]:
+        return (self.main, *self.others)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of a whole study."""
+
+    spec: StudySpec
+    records: tuple[TrialRecord, ...]
+    groups: tuple[GroupFindings, ...]
+    warnings: tuple[str, ...]
+    """Of rules that are not known to hold for an optimizer of the study."""
+
+    @property
+    def unfinished(self) -> int:
+        """Trials that wait or run."""
+        return sum(not record.has_ended for record in self.records)
+
+
+def find(spec: StudySpec, records: Sequence[TrialRecord]) -> Findings:
+    """All that the records say. Nothing in them is refused: what cannot be fitted is a sentence in its place."""
+    groups = tuple(_group(spec, records, group) for group in groups_of(spec))
+    told = {
+        text: None
+        for optimizer, rule in spec.pairs()
+        if (text := warning(rule, (CLASSES[optimizer],))) and len(spec.batches) > 1
+    }
+    warnings = tuple(text.removeprefix("schedule.batch_rule ") for text in told)
+    return Findings(spec, tuple(records), groups, warnings)
+
+
+def judge(exponent: float | None, interval: Interval | None) -> Judgement:
+    """Rejected if and only if the exponent lies outside a finite interval."""
+    if exponent is None or interval is None or not (isfinite(interval.low) and isfinite(interval.high)):
+        return "not tested"
+    return "not rejected" if interval.holds(exponent) else "rejected"
+
+
+def law_of(fit: PowerLaw, exponents: dict[RuleName, float]) -> Law:
+    """A fit, and what follows from its interval for rules with those powers of the batch."""
+    return Law(fit, tuple(Verdict(rule, power, judge(power, fit.interval)) for rule, power in exponents.items()))
+
+
+def _group(spec: StudySpec, records: Sequence[TrialRecord], group: Group) -> GroupFindings:
+    tunings = [
+        _tuning(spec, group, rules, tune(spec, records, group, rules), is_main=not place)
+        for place, rules in enumerate(tunings_of(spec, group))
+    ]
+    if not tunings:  # a spec refuses an optimizer without a rule
+        tunings = [Tuning(("none",), (), (), "no rule goes with this optimizer")]
+    main = tunings[0]
+    pareto, problem = _pareto(spec, main.batches)
+    noise = tuple((each.batch, scale) for each in main.batches if (scale := late_noise(each)) is not None)
+    return GroupFindings(group, main, tuple(tunings[1:]), pareto, problem, _predictions(spec, group, tunings), noise)
+
+
+def _tuning(
+    spec: StudySpec, group: Group, rules: tuple[RuleName, ...], batches: tuple[AtBatch, ...], is_main: bool
+) -> Tuning:
+    exponents: dict[RuleName, float] = {}
+    if is_main and changes_rate_alone(rules[0], group.warmup):
+        exponents = {rule: RULE_EXPONENTS[rule] for rule in ("linear", "sqrt", "none")}
+    exponents |= {rule: power for rule in rules if (power := exponent_of(rule)) is not None}
+    if len(spec.batches) == 1:
+        return Tuning(
+            rules, batches, (), f"the study has one batch ({spec.batches[0]:,}): a power law takes two or more"
+        )
+    inside = [each for each in batches if each.optimum and each.optimum.interior]
+    try:
+        laws = [law_of(fit_exponent(batches), exponents)]
+    except ValueError as error:
+        return Tuning(rules, batches, (), str(error))
+    if len(inside) >= ENOUGH_TO_PART:
+        middle = len(inside) // 2
+        laws += [law_of(fit_exponent(part), exponents) for part in (inside[: middle + 1], inside[middle:])]
+    return Tuning(rules, batches, tuple(laws), "")
+
+
+def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | None, str]:
+    """Fitted to each seed's steps at the rate with the fewest; a rate at the end of the range is a bound and stays out.
+
+    One beside a rate that diverged stays in: it is off by no more than the step between the two.
+    """
+    if spec.target is None:
+        return None, "the study has no target, so that there are no steps to count: give target"
+    reached = [(each.batch, each.fewest) for each in batches if each.fewest]
+    used = [(batch, fewest) for batch, fewest in reached if fewest.edge in (None, "diverged")]
+    if not reached:
+        return None, f"no training got to the target of {spec.target:g}: train for more samples, or raise target"
+    points = [(batch, steps) for batch, fewest in used for steps in fewest.steps]
+    try:
+        return fit_pareto([batch for batch, _ in points], [steps for _, steps in points]), ""
+    except ValueError as error:
+        at_end = [f"{batch:,}" for batch, fewest in reached if (batch, fewest) not in used]
+        if not at_end:
+            return None, str(error)
+        return None, (
+            f"{error}; at {', '.join(at_end)} the fewest steps are those of a learning rate at the end of the range, which bound "
+            f"the best: widen the range"
+        )
+
+
+def late_noise(at: AtBatch) -> float | None:
+    """The median noise scale over the second half of the batch's best training; None where none was measured."""
+    record = best_record(at)
+    late = [scale for samples, scale in record.noise if 2 * samples >= record.samples] if record else []
+    finite = [scale for scale in late if isfinite(scale) and scale > 0]
+    return float(np.median(finite)) if finite else None
+
+
+def best_record(at: AtBatch) -> TrialRecord | None:
+    """A complete training with the lowest mean loss of its batch, of the first seed that measured the noise scale."""
+    complete = [record for record in at.lowest.records if record.state == "complete"] if at.lowest else []
+    return next((record for record in complete if record.noise), complete[0] if complete else None)
+
+
+def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tuple[Prediction, ...]:
+    base, main = spec.batches[0], {each.batch: each for each in tunings[0].batches}
+    at_base = main.get(base)
+    plain = changes_rate_alone(tunings[0].rules[0], group.warmup)
+    asked = dict.fromkeys((*(("linear", "sqrt", "none") if plain else ()), *(r for t in tunings for r in t.rules)))
+    found = []
+    for rule in asked:
+        own = next((tuning for tuning in tunings if rule in tuning.rules), tunings[0])
+        for each in own.batches:
+            if each.batch != base and at_base:
+                found.append(_predict(rule, at_base, each, main.get(each.batch)))
+    return tuple(found)
+
+
+def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | None) -> Prediction:
+    """`own` has the rule's trainings at the batch, `tuned` those that show the best."""
+    kappa = own.batch / at_base.batch
+    from_base = at_base.lowest
+    factor = None if RULES[rule].is_measured else factor_of(rule, kappa)
+    trained: RatePoint | None = None
+    if from_base and factor is not None:
+        rate = from_base.rate * factor
+        trained = next((point for point in own.points if abs(point.rate / rate - 1) < 1e-3), None)
+    elif from_base:
+        same = (point for point in own.points if abs(point.base_rate / from_base.base_rate - 1) < 1e-3)
+        trained = next(same, None)
+        factor = trained.rate / from_base.rate if trained else None
+    optimum, best = (tuned.optimum, tuned.lowest) if tuned else (None, None)
+    return Prediction(
+        rule,
+        own.batch,
+        at_base.optimum.rate * factor if at_base.optimum and factor is not None else None,
+        optimum.rate if optimum else None,
+        optimum.edge if optimum else None,
+        trained.loss if trained and trained.outcome == "complete" else None,
+        trained.outcome if trained else None,
+        best.loss if best else None,
+    )

@@ -1,0 +1,324 @@
+"""A study's learning rates, batch by batch: what came of each, the best one, and the one that got to the target first. Pure.
+
+Trainings that differ in their seed alone are one point, whose loss is their mean. A training that was stopped had lost against others
+after as many samples: it bounds an optimum and cannot be one. One that diverged or failed is never a number.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite, log, log2
+from typing import Literal
+
+import numpy as np
+
+from undula.plan.rules import RULES, RuleName, Scaled
+from undula.study.fits import Edge, Floats, Interval, Optimum, PowerLaw, best_rate, fit_power_law
+from undula.study.spec import Optimizer, StudySpec
+from undula.study.trials import TrialRecord
+
+Outcome = Literal["complete", "stopped", "diverged", "failed", "unfinished"]
+RESAMPLES = 200
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trainings that may be compared with each other: all that findings are about."""
+
+    optimizer: Optimizer
+    warmup: int
+    """Samples, before the rule."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.optimizer}, " + (f"warmup {self.warmup:,} samples" if self.warmup else "no warmup")
+
+    @property
+    def key(self) -> str:
+        """Of its files."""
+        return f"{self.optimizer}-w{self.warmup}"
+
+
+@dataclass(frozen=True)
+class RatePoint:
+    """All seeds of one learning rate at one batch."""
+
+    rate: float
+    """At the top of the schedule, after the rule; the mean over seeds of a rule that measures."""
+    base_rate: float
+    """Before the rule."""
+    outcome: Outcome
+    losses: Mapping[int, float]
+    """Last losses by seed, of trainings that are complete."""
+    records: tuple[TrialRecord, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean over seeds; infinite unless the point is complete."""
+        return sum(self.losses.values()) / len(self.losses) if self.outcome == "complete" else inf
+
+    @property
+    def deviation(self) -> float | None:
+        """Of one seed's loss, with n - 1; None with less than two."""
+        return float(np.std(list(self.losses.values()), ddof=1)) if len(self.losses) > 1 else None
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The learning rate that takes the fewest steps to the target, on average over seeds all of which get there."""
+
+    rate: float
+    steps: tuple[float, ...]
+    """One a seed."""
+    samples: tuple[float, ...]
+    edge: Edge | None
+    """Where a rate beyond those that were tried might take fewer."""
+
+    @property
+    def mean_steps(self) -> float:
+        return sum(self.steps) / len(self.steps)
+
+    @property
+    def mean_samples(self) -> float:
+        return sum(self.samples) / len(self.samples)
+
+
+@dataclass(frozen=True)
+class AtBatch:
+    """A batch's learning rates."""
+
+    batch: int
+    points: tuple[RatePoint, ...]
+    """By rate."""
+    optimum: Optimum | None
+    """By the last loss; None where no training is complete."""
+    open: float
+    """Half the distance in log rate within which the optimum may lie, where no parabola was fitted; else 0."""
+    problem: str
+    """Why there is no optimum, or why it is a bound: a sentence."""
+    fewest: Fewest | None
+    """None where nothing got to the target, or there is none."""
+
+    @property
+    def lowest(self) -> RatePoint | None:
+        """The point with the lowest loss that was measured."""
+        complete = [point for point in self.points if point.outcome == "complete"]
+        return min(complete, key=lambda point: point.loss) if complete else None
+
+    @property
+    def diverged_from(self) -> float:
+        """The lowest rate above the best at which trainings diverged; infinite where none did."""
+        best = self.lowest.rate if self.lowest else 0.0
+        return min((each.rate for each in self.points if each.outcome == "diverged" and each.rate > best), default=inf)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({seed for point in self.points for seed in point.losses}))
+
+    def rates_by_seed(self) -> tuple[float, ...]:
+        """The best rate of each seed by itself, where it lies inside the range."""
+        found = (optimum_of(self.batch, _with_seeds(self.points, (seed,)))[0] for seed in self.seeds)
+        return tuple(each.rate for each in found if each and each.interior)
+
+
+def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
+    """Whether a training with the rule is one without it at another learning rate, so that both are points of one curve."""
+    scaled = RULES[rule].scaled(2.0, None)
+    return not RULES[rule].is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
+
+
+def exponent_of(rule: RuleName) -> float | None:
+    """The power of the batch that the rule gives the learning rate; None for one that measures."""
+    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # of 4, whose roots are exact
+
+
+def factor_of(rule: RuleName, kappa: float) -> float:
+    """On the learning rate, `kappa` base batches up; for a rule that does not measure."""
+    return RULES[rule].scaled(kappa, None).lr
+
+
+def groups_of(spec: StudySpec) -> tuple[Group, ...]:
+    return tuple(Group(optimizer, warmup) for optimizer in spec.optimizers for warmup in spec.warmups)
+
+
+def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...]:
+    """The group's rules, those together whose trainings are points of one curve; the one that shows the free optimum is first."""
+    rules = [rule for optimizer, rule in spec.pairs() if optimizer == group.optimizer]
+    alone = tuple(rule for rule in rules if changes_rate_alone(rule, group.warmup))
+    others = [(rule,) for rule in rules if rule not in alone]
+    return (alone, *others) if alone else tuple(others)
+
+
+def tune(
+    spec: StudySpec, records: Iterable[TrialRecord], group: Group, rules: Sequence[RuleName]
+) -> tuple[AtBatch, ...]:
+    """The learning rates of a group under some rules, by batch. At the base batch all rules are one, whichever was trained there."""
+    base = spec.batches[0]
+    mine = [
+        record
+        for record in records
+        if (record.trial.optimizer, record.trial.warmup) == (group.optimizer, group.warmup)
+        and (record.trial.rule in rules or record.trial.batch == base)
+    ]
+    batches = sorted({*spec.batches, *(record.trial.batch for record in mine)})
+    return tuple(
+        at_batch(batch, rate_points([each for each in mine if each.trial.batch == batch], base), spec.target)
+        for batch in batches
+    )
+
+
+def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, ...]:
+    """Records of one batch as points, by rate; `base` is the base batch."""
+    by_rate: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        trial = record.trial
+        is_fixed = trial.batch == base or changes_rate_alone(trial.rule, trial.warmup)
+        by_rate.setdefault(f"{_asked_rate(record, base) if is_fixed else trial.base_lr:.5g}", []).append(record)
+    return tuple(sorted((_point(tuple(found), base) for found in by_rate.values()), key=lambda point: point.rate))
+
+
+def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
+    """What a batch's points say."""
+    optimum, slack = optimum_of(batch, points)
+    fewest = _fewest(points, target) if target is not None else None
+    return AtBatch(batch, points, optimum, slack, _problem(batch, points, optimum), fewest)
+
+
+def optimum_of(batch: float, points: Sequence[RatePoint]) -> tuple[Optimum | None, float]:
+    """The optimum, and half the distance in log rate in which it may lie where no parabola could be fitted.
+
+    A neighbour that was stopped lost, so that the optimum is inside, but its loss is no point of a parabola.
+    """
+    tried = [point for point in points if point.outcome in ("complete", "stopped", "diverged")]
+    losses = [point.loss for point in tried]
+    if not losses or not isfinite(min(losses)):
+        return None, 0.0
+    at = losses.index(min(losses))
+    about = tried[max(at - 1, 0) : at + 2]
+    if len(about) == 3 and any(point.outcome == "stopped" for point in about):
+        diverged = any(point.outcome == "diverged" for point in about)
+        edge: Edge | None = "diverged" if diverged else None
+        return Optimum(batch, tried[at].rate, losses[at], edge), _half_gap(about)
+    around = losses[max(at - 1, 0) : at + 2]
+    if len(about) < 3:
+        edge = "lowest" if at == 0 else "highest"
+        return Optimum(batch, tried[at].rate, losses[at], edge), 0.0
+    flat = max(around) == min(around)
+    return best_rate(batch, [point.rate for point in about], around), _half_gap(about) if flat else 0.0
+
+
+def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
+    """The power law of the best learning rate, with one optimum a batch and an interval of the exponent that accounts for seeds.
+
+    The interval is the hull of two, widened by what the grid leaves open: Student's over the batches, in whose scatter about the line
+    all chance is, seeds' too; and, with two seeds or more, a bootstrap of the seeds of each batch, so that optima which happen to lie
+    on a line do not look certain. Seeds are no points of their own: where the optima bend away from a line, more seeds would make the
+    interval narrow about a slope that is wrong.
+
+    Raises:
+        ValueError: fewer than two different batches have an optimum inside their range.
+    """
+    fit = fit_power_law([each.optimum for each in batches if each.optimum])
+    used = [each for each in batches if each.optimum and each.optimum.interior]
+    away = np.log([each.batch for each in used])
+    away = away - away.mean()
+    open_by = float(np.abs(away) @ np.array([each.open for each in used]) / (away @ away))
+    low, high = fit.interval.low, fit.interval.high
+    if min(len(each.seeds) for each in used) > 1 and len(used) > 2:
+        drawn = _exponents_of_draws(used)
+        low, high = min(low, *np.quantile(drawn, [0.025])), max(high, *np.quantile(drawn, [0.975]))
+    return replace(fit, interval=Interval(float(low) - open_by, float(high) + open_by))
+
+
+def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
+    """Exponents with each batch's seeds drawn anew; an optimum that leaves its range in a draw is left out of it."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(RESAMPLES):
+        optima = []
+        for each in used:
+            drawn = _with_seeds(each.points, rng.choice(each.seeds, len(each.seeds)).tolist())
+            optimum, _slack = optimum_of(each.batch, drawn)
+            optima += [optimum] if optimum and optimum.interior else []
+        if len(optima) > 1:
+            x, y = np.log([each.batch for each in optima]), np.log([each.rate for each in optima])
+            found.append(float((x - x.mean()) @ y / ((x - x.mean()) @ (x - x.mean()))))
+    return np.array(found or [0.0])
+
+
+def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RatePoint]:
+    """Points with the losses of some seeds, one as often as it is named; those which have none of them are left out."""
+    found = []
+    for point in points:
+        losses = [point.losses[seed] for seed in seeds if seed in point.losses]
+        if losses or point.outcome != "complete":
+            found.append(replace(point, losses=dict(enumerate(losses))))
+    return found
+
+
+def _half_gap(about: Sequence[RatePoint]) -> float:
+    return log(about[-1].rate / about[0].rate) / 4
+
+
+def _asked_rate(record: TrialRecord, base: int) -> float:
+    trial = record.trial
+    is_measured = RULES[trial.rule].is_measured
+    return trial.base_lr * (1.0 if is_measured else factor_of(trial.rule, trial.batch / base))
+
+
+def _point(records: tuple[TrialRecord, ...], base: int) -> RatePoint:
+    known = [record.lr for record in records if isfinite(record.lr) and record.lr > 0]
+    measures = any(RULES[record.trial.rule].is_measured for record in records)
+    rate = sum(known) / len(known) if measures and known else _asked_rate(records[0], base)
+    losses = {
+        record.trial.seed: record.loss for record in records if record.state == "complete" and isfinite(record.loss)
+    }
+    return RatePoint(rate, records[0].trial.base_lr, _outcome(records, bool(losses)), losses, records)
+
+
+def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
+    """One seed that diverged makes a rate unstable, and one that was stopped makes the mean of the others too good."""
+    states = {record.state for record in records}
+    unusable = any(record.state == "complete" and not isfinite(record.loss) for record in records)
+    if "diverged" in states or unusable:
+        return "diverged"
+    if "stopped" in states:
+        return "stopped"
+    if has_losses:
+        return "complete"
+    return "unfinished" if states & {"waiting", "running"} else "failed"
+
+
+def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
+    tried = [point for point in points if point.outcome in ("complete", "stopped", "diverged")]
+    best: Fewest | None = None
+    for at, point in enumerate(tried):
+        ended = [record for record in point.records if record.state in ("complete", "stopped")]
+        steps = tuple(record.steps_to(target) for record in ended)
+        if point.outcome == "diverged" or not steps or not all(map(isfinite, steps)):
+            continue
+        beside = [each.outcome for each in tried[max(at - 1, 0) : at + 2]]
+        edge: Edge | None = "lowest" if at == 0 else "highest" if at == len(tried) - 1 else None
+        edge = "diverged" if edge is None and "diverged" in beside else edge
+        found = Fewest(point.rate, steps, tuple(record.samples_to(target) for record in ended), edge)
+        best = found if best is None or found.mean_steps < best.mean_steps else best
+    return best
+
+
+def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -> str:
+    outcomes = {point.outcome for point in points}
+    if optimum is None:
+        if outcomes == {"diverged"}:
+            return f"every learning rate diverged at batch {batch:,}: lower ones are needed"
+        return f"no training at batch {batch:,} is complete" if points else f"nothing was trained at batch {batch:,}"
+    if optimum.edge == "diverged":
+        return (
+            f"at batch {batch:,} the best learning rate that was tried ({optimum.rate:.4g}) is beside one that diverged: "
+            f"more between the two are needed"
+        )
+    if optimum.edge:
+        side = "higher" if optimum.edge == "highest" else "lower"
+        return (
+            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is the {optimum.edge} that was tried: "
+            f"{side} ones are needed"
+        )
+    return ""

@@ -1,0 +1,63 @@
+"""Records of a study whose answers are known: the noisy quadratic model's expected losses, in closed form."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from undula.plan.rules import RULES
+from undula.study.quadratic import NoisyQuadratic, sgd_moment, zhang_quadratic
+from undula.study.spec import StudySpec
+from undula.study.trials import Measurement, Trial, TrialRecord
+
+MODEL = zhang_quadratic()
+
+
+def noise_of(model: NoisyQuadratic, moment: np.ndarray) -> float:
+    """tr(Sigma) / |G|^2 of the expected gradient."""
+    return float(np.sum(model.count * model.noise) / np.sum(model.count * model.curvature**2 * moment))
+
+
+def quadratic_record(
+    trial: Trial, base: int, samples: int, scatter: float = 0.0, measurements: int = 20
+) -> TrialRecord:
+    """What SGD makes of the trial; each loss off by a factor e^(scatter x normal) that the trial draws."""
+    noise = noise_of(MODEL, MODEL.start) / base
+    lr = trial.base_lr * RULES[trial.rule].scaled(trial.batch / base, noise).lr
+    draw = np.random.default_rng([trial.seed, trial.batch, round(lr * 1e6)]).standard_normal()
+    seen = np.linspace(0, samples, measurements + 1).astype(int)
+    steps = seen // trial.batch
+    seconds = samples / 1e5 + steps[-1] * 1e-3
+    if lr * MODEL.curvature.max() >= 2:
+        curve = tuple(
+            Measurement(int(at), int(step), loss)
+            for at, step, loss in zip(seen[:3], steps[:3], (5.0, 40.0, np.nan), strict=True)
+        )
+        return TrialRecord(trial, "diverged", lr, curve, (), seconds / 8, seconds / 2)
+    moments = sgd_moment(MODEL, trial.batch, np.full(len(steps), lr), steps.astype(np.float64))
+    losses = MODEL.loss(moments) * np.exp(scatter * draw)
+    curve = tuple(
+        Measurement(int(at), int(step), float(loss)) for at, step, loss in zip(seen, steps, losses, strict=True)
+    )
+    scales = tuple((int(at), noise_of(MODEL, moment)) for at, moment in zip(seen[1:], moments[1:], strict=True))
+    return TrialRecord(trial, "complete", lr, curve, scales, seconds, 4 * seconds)
+
+
+def trials_of(spec: StudySpec) -> list[Trial]:
+    """Each with each; at the base batch under the first rule alone, as all rules are one there."""
+    return [
+        Trial(batch, rate, rule, warmup, optimizer, seed)
+        for optimizer in spec.optimizers
+        for place, rule in enumerate(rule for name, rule in spec.pairs() if name == optimizer)
+        for warmup in spec.warmups
+        for batch in spec.batches
+        if place == 0 or batch != spec.batches[0]
+        for rate in spec.rates
+        for seed in spec.seeds
+    ]  # fmt: skip
+
+
+def quadratic_records(
+    spec: StudySpec, samples: int, scatter: float = 0.0, measurements: int = 20
+) -> Sequence[TrialRecord]:
+    """Records of all the study's trials."""
+    return [quadratic_record(trial, spec.batches[0], samples, scatter, measurements) for trial in trials_of(spec)]

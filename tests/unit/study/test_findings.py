@@ -1,0 +1,327 @@
+"""What a study concludes from its trials: known answers come out, and verdicts follow from intervals alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, isfinite, nan
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from study_records import quadratic_records, trials_of
+
+from undula.plan.rules import RULES
+from undula.study.findings import Findings, find, judge, law_of
+from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
+from undula.study.rates import (
+    Group,
+    RatePoint,
+    at_batch,
+    changes_rate_alone,
+    exponent_of,
+    fit_exponent,
+    optimum_of,
+    rate_points,
+    tunings_of,
+)
+from undula.study.spec import LogRange, StudySpec
+from undula.study.trials import Measurement, State, Trial, TrialRecord
+from undula.study.words import critical_words, not_tested, sentences
+
+POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
+
+
+def study(**changes: Any) -> StudySpec:
+    values: dict[str, Any] = {
+        "name": "quadratic", "job": "job.yaml", "batches": (16, 32, 64, 128, 256), "base_lr_range": LogRange(0.005, 1.9, 16),
+        "optimizers": ("sgd",), "seeds": (0, 1), "target": 0.01,
+    }  # fmt: skip
+    return StudySpec(**{**values, **changes})
+
+
+def record(batch: int, lr: float, loss: float, state: State = "complete", seed: int = 0, **changes: Any) -> TrialRecord:
+    trial = Trial(batch, changes.pop("base_lr", lr), changes.pop("rule", "none"), 0, "sgd", seed)
+    curve = (Measurement(0, 0, 9.0), Measurement(batch * 10, 10, loss))
+    return TrialRecord(trial, state, lr, curve, **changes)
+
+
+def points(batch: int, *found: tuple[float, float, State]) -> tuple[RatePoint, ...]:
+    return rate_points([record(batch, lr, loss, state) for lr, loss, state in found], batch)
+
+
+def valley(batch: int, best: float, rates: Sequence[float], seed: int = 0) -> list[TrialRecord]:
+    return [record(batch, rate, 1 + np.log(rate / best) ** 2, seed=seed) for rate in rates]
+
+
+# What is known of the noisy quadratic model comes out.
+
+
+def test_far_below_the_noise_scale_the_best_rate_goes_with_the_batch() -> None:
+    spec = study()
+    law = find(spec, quadratic_records(spec, 40_000_000, 0.005)).groups[0].main.laws[0]
+    assert law.fit.exponent == pytest.approx(1.0, abs=0.08)
+    assert law.rules("rejected") == ["sqrt", "none"]
+    assert law.rules("not rejected") == ["linear"]
+    assert law.batches == "16–256"
+
+
+def test_above_the_noise_scale_the_best_rate_saturates_and_linear_is_rejected() -> None:
+    spec = study(batches=(256, 512, 1024, 2048, 4096, 8192), base_lr_range=LogRange(0.1, 1.999, 40))
+    whole, lower, upper = find(spec, quadratic_records(spec, 16_000_000, 0.002)).groups[0].main.laws
+    assert whole.rules("rejected") == ["linear", "none"]
+    assert "linear" not in lower.rules("rejected")
+    assert (upper.batches, upper.rules("rejected")) == ("2,048–8,192", ["linear", "sqrt"])
+
+
+def test_critical_batch_of_the_quadratic_model_is_found() -> None:
+    spec = study(batches=(16, 64, 256, 1024, 4096), base_lr_range=LogRange(0.03, 1.98, 16), seeds=(0,))
+    found = find(spec, quadratic_records(spec, 50_000_000, measurements=800)).groups[0]
+    assert found.pareto is not None
+    assert found.pareto.critical_batch == pytest.approx(790, rel=0.2)
+    assert found.pareto.interval.holds(790)
+    assert any("The critical batch is" in text and "inside the batches" in text for text in sentences(found))
+
+
+def test_halves_of_many_batches_are_judged_apart() -> None:
+    spec = study(batches=(16, 64, 256, 1024, 4096), base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
+    best = {16: 0.1, 64: 0.4, 256: 1.6, 1024: 1.6, 4096: 1.6}  # linear up to 256, none from there
+    records = [
+        each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
+    ]
+    whole, lower, upper = find(spec, records).groups[0].main.laws
+    assert (whole.batches, lower.batches, upper.batches) == ("16–4,096", "16–256", "256–4,096")
+    assert lower.rules("not rejected") == ["linear"]
+    assert upper.rules("not rejected") == ["none"]
+
+
+# Verdicts follow from intervals.
+
+ends = st.floats(-3, 3)
+
+
+@given(exponent=st.floats(-3, 3), low=ends, high=ends)
+def test_a_rule_is_rejected_if_and_only_if_it_is_outside_the_interval(exponent: float, low: float, high: float) -> None:
+    interval = Interval(min(low, high), max(low, high))
+    outside = exponent < interval.low - 3e-9 or exponent > interval.high + 3e-9
+    inside = interval.low <= exponent <= interval.high
+    judgement = judge(exponent, interval)
+    assert (judgement == "rejected") >= outside
+    assert (judgement == "not rejected") >= inside
+
+
+@given(exponent=st.floats(-3, 3), end=ends)
+def test_an_interval_without_an_end_rejects_nothing(exponent: float, end: float) -> None:
+    for interval in (Interval(-inf, inf), Interval(end, inf), Interval(-inf, end), None):
+        assert judge(exponent, interval) == "not tested"
+    assert judge(None, Interval(0, 1)) == "not tested"
+
+
+@settings(max_examples=50)
+@given(rates=st.tuples(st.floats(1e-5, 10), st.floats(1e-5, 10)))
+def test_two_batches_never_reject_a_rule(rates: tuple[float, float]) -> None:
+    fit = fit_power_law([Optimum(16, rates[0], 1.0, None), Optimum(64, rates[1], 1.0, None)])
+    assert {each.judgement for each in law_of(fit, dict(POWERS)).verdicts} == {"not tested"}  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    bests=st.lists(st.floats(0.02, 0.9), min_size=3, max_size=5),
+    shifts=st.lists(st.floats(0.7, 1.4), min_size=2, max_size=2),
+)
+def test_verdicts_of_a_study_agree_with_its_interval(bests: list[float], shifts: list[float]) -> None:
+    spec = study(
+        batches=tuple(16 * 4**at for at in range(len(bests))), base_lr_range=LogRange(0.01, 1.9, 9), target=None
+    )
+    records = [
+        each
+        for batch, best in zip(spec.batches, bests, strict=True)
+        for seed, shift in enumerate(shifts)
+        for each in valley(batch, best * shift, spec.rates, seed)
+    ]
+    for law in find(spec, records).groups[0].main.laws:
+        for verdict in law.verdicts:
+            assert verdict.exponent is not None
+            if isfinite(law.fit.interval.high - law.fit.interval.low):
+                assert (verdict.judgement == "rejected") == (not law.fit.interval.holds(verdict.exponent))
+            else:
+                assert verdict.judgement == "not tested"
+        assert law.fit.interval.low <= law.fit.exponent <= law.fit.interval.high
+
+
+def test_seeds_that_disagree_widen_the_interval() -> None:
+    spec = study(batches=(16, 64, 256), base_lr_range=LogRange(0.01, 10, 13), target=None)
+
+    def interval(shift: float) -> float:
+        records = [
+            each
+            for batch in spec.batches
+            for seed, factor in ((0, shift), (1, 1 / shift))
+            for each in valley(batch, batch / 500 * factor, spec.rates, seed)
+        ]
+        found = find(spec, records).groups[0].main.laws[0].fit.interval
+        return found.high - found.low
+
+    assert interval(2.0) > interval(1.1) + 0.1
+
+
+def test_optima_without_a_parabola_leave_open_what_the_grid_leaves_open() -> None:
+    """Optima on grid points lie on a line by chance, which is no certainty."""
+    grid = tuple(2.0**power for power in range(-10, 1))
+
+    def batch(size: int, best: float) -> Any:
+        found = [(rate, 1.0 if rate == best else 2.0, "complete" if rate == best else "stopped") for rate in grid]
+        return at_batch(size, points(size, *found), None)  # type: ignore[arg-type]
+
+    fit = fit_exponent([batch(16, 2.0**-7), batch(32, 2.0**-6), batch(64, 2.0**-5)])
+    assert fit.exponent == pytest.approx(1.0)
+    assert fit.interval.low == pytest.approx(0.5)
+    assert fit.interval.high == pytest.approx(1.5)
+
+
+def test_a_rule_that_runs_into_divergence_is_told_of_where_its_fit_ends() -> None:
+    """Optima beside divergence are bounds, which no fit sees: linear is not rejected below them, and asks for too much there."""
+    spec = study(batches=(64, 128, 256, 512, 4096), base_lr_range=LogRange(0.03, 2.2, 14))
+    found = find(spec, quadratic_records(spec, 16_000_000, 0.01)).groups[0]
+    assert found.main.laws[0].rules("not rejected") == ["linear"]
+    assert (
+        "linear asks for learning rates at batch 4,096 at which trainings diverged, or for higher ones."
+        in sentences(found)
+    )
+    assert not any(text.startswith("sqrt asks") for text in sentences(found))
+
+
+# What a trial's state lets it say.
+
+
+def test_a_stopped_training_is_no_optimum_and_makes_its_neighbour_inside() -> None:
+    optimum, slack = optimum_of(16, points(16, (0.1, 0.2, "stopped"), (0.2, 1.0, "complete"), (0.4, 2.0, "complete")))
+    assert optimum == Optimum(16, 0.2, 1.0, None)
+    assert slack == pytest.approx(np.log(2) / 2)
+
+
+@pytest.mark.parametrize(
+    ("beside", "edge"),
+    [(("diverged", "complete"), "diverged"), (("stopped", "diverged"), "diverged"), (("failed", "complete"), "lowest"),
+     (("complete", "waiting"), "highest"), (("complete", "failed"), "highest")],
+)  # fmt: skip
+def test_an_optimum_beside_nothing_that_lost_is_a_bound(beside: tuple[State, State], edge: str) -> None:
+    found = points(16, (0.1, 2.0, beside[0]), (0.2, 1.0, "complete"), (0.4, 3.0, beside[1]))
+    optimum, _ = optimum_of(16, found)
+    assert optimum
+    assert (optimum.rate, optimum.edge) == (0.2, edge)
+
+
+@pytest.mark.parametrize("state", ["diverged", "stopped"])
+def test_one_seed_that_diverged_or_was_stopped_takes_the_rate_out(state: State) -> None:
+    records = [record(16, 0.1, 0.5, seed=0), record(16, 0.1, 0.1, state, seed=1)]
+    (point,) = rate_points(records, 16)
+    assert (point.outcome, point.loss) == (state, inf)
+
+
+def test_a_loss_is_the_mean_over_seeds_with_its_deviation() -> None:
+    (point,) = rate_points([record(16, 0.1, 1.0, seed=0), record(16, 0.1, 2.0, seed=1)], 16)
+    assert point.loss == 1.5
+    assert point.deviation == pytest.approx(np.std([1, 2], ddof=1))
+
+
+def test_complete_without_a_number_counts_as_diverged() -> None:
+    (point,) = rate_points([record(16, 0.1, nan)], 16)
+    assert point.outcome == "diverged"
+
+
+# Rules.
+
+
+def test_rules_that_change_the_rate_alone_are_points_of_one_curve() -> None:
+    assert [rule for rule in RULES if changes_rate_alone(rule, 0)] == ["none", "linear", "sqrt", "legw"]
+    assert [rule for rule in RULES if changes_rate_alone(rule, 100)] == ["none", "linear", "sqrt"]
+    assert {rule: exponent_of(rule) for rule in RULES if exponent_of(rule) is not None} == {
+        "none": 0, "linear": 1, "sqrt": 0.5, "legw": 0.5, "adam_sde": 0.5,
+    }  # fmt: skip
+    spec = study(rules=("none", "linear", "adam_sde", "surge"), optimizers=("adamw",))
+    assert tunings_of(spec, Group("adamw", 0)) == (("none", "linear"), ("adam_sde",), ("surge",))
+
+
+def test_base_batch_counts_for_every_rule() -> None:
+    spec = study(rules=("none", "adam_sde"), optimizers=("adamw",), batches=(16, 64, 256))
+    found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
+    (other,) = found.others
+    assert [len(each.points) for each in other.batches] == [16, 16, 16]
+    assert other.laws[0].verdicts[0].rule == "adam_sde"
+
+
+def test_measured_rules_are_compared_by_loss_and_not_by_exponent() -> None:
+    spec = study(rules=("none", "adascale"), batches=(16, 64, 256))
+    found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
+    mine = [each for each in found.predictions if each.rule == "adascale"]
+    assert all(each.loss is not None and each.tuned_loss is not None and each.loss > each.tuned_loss for each in mine)
+    assert any(text.startswith("adascale: not tested by an exponent") for text in sentences(found))
+
+
+def test_a_study_of_one_rule_without_free_rates_is_tuned_by_that_rule() -> None:
+    spec = study(rules=("adam_sde",), optimizers=("adamw",), batches=(16, 64, 256))
+    found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
+    assert found.main.rules == ("adam_sde",)
+    assert [each.rule for each in found.main.laws[0].verdicts] == ["adam_sde"]
+
+
+def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
+    spec = study(batches=(16, 64), target=None, base_lr_range=LogRange(0.01, 10, 13))
+    records = [each for batch in (16, 64) for each in valley(batch, 0.1 * batch / 16, spec.rates)]
+    linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+    assert linear.rate == pytest.approx(0.4, rel=1e-3)
+    assert linear.tuned == pytest.approx(0.4, rel=1e-3)
+
+
+# Bad input: a sentence in place of each finding that is not there.
+
+
+def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = lambda record: record) -> Findings:
+    return find(spec, [change(each) for each in quadratic_records(spec, 1_000_000)])
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "told"),
+    [
+        (study(target=1e-9), lambda each: each, "no training got to the target of 1e-09"),
+        (study(batches=(16,)), lambda each: each, "the study has one batch (16): a power law takes two or more"),
+        (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "every learning rate diverged at batch 16: lower ones are needed"),
+        (study(), lambda each: replace(each, state="failed", curve=(), message="gone"), "no training at batch 16 is complete"),
+        (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that are not finished"),
+        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), lambda each: each, "is the highest that was tried: higher ones are needed"),
+        (study(target=None), lambda each: each, "No critical batch: the study has no target"),
+        (study(seeds=(0,)), lambda each: each, "Chance between seeds"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:
+    findings = findings_of(spec, change)
+    said = [text for found in findings.groups for text in sentences(found)] + list(not_tested(findings))
+    assert any(told in text for text in said), said
+
+
+def test_no_records_at_all_make_findings() -> None:
+    findings = find(study(), [])
+    assert findings.groups[0].main.laws == ()
+    assert len(trials_of(study())) == 160
+
+
+def test_a_rule_outside_its_optimizer_is_warned_of() -> None:
+    findings = find(study(rules=("none", "linear"), optimizers=("adamw",)), [])
+    assert any(
+        text.startswith("linear is known to hold for SGD, and the optimizer is AdamW") for text in findings.warnings
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(500, 900, "700"), (500, inf, "> 500"), (0, 900, "< 900"), (0, inf, "anywhere")],
+)
+def test_a_critical_batch_without_bounds_is_not_a_number(low: float, high: float, words: str) -> None:
+    assert critical_words(ParetoFit(10, 7000, 700, Interval(low, high), False)) == words
+
+
+def test_a_law_says_its_batches() -> None:
+    used = (Optimum(16, 1, 1, None), Optimum(1024, 1, 1, None))
+    law = law_of(PowerLaw(1, 0, Interval(-0.1, 0.1), used, ()), {"none": 0.0})
+    assert (law.batches, law.verdicts[0].judgement) == ("16–1,024", "not rejected")

@@ -1,0 +1,242 @@
+"""A study's report: its files, what they refuse to be, and the page in a real browser."""
+
+import base64
+import io
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from math import nan
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pyarrow.csv as csv
+import pyarrow.parquet as parquet
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+from study_records import quadratic_records
+
+from undula.storage import Store
+from undula.study.drawing import log_ticks, spread, tick_label
+from undula.study.page import verdict_lines, write_report
+from undula.study.spec import LogRange, StudySpec
+from undula.study.trials import TrialRecord
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync")  # fmt: skip
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&<b>gone</b>\x1b[31m"
+FIGURES = ("steps", "samples", "pareto", "rates", "best-rate", "predicted", "noise", "map")
+WHOLE_SAMPLES = 16_000_000
+
+
+def study(**changes: Any) -> StudySpec:
+    values: dict[str, Any] = {
+        "name": "quadratic", "job": "job.yaml", "batches": (16, 64, 256, 1024), "base_lr_range": LogRange(0.02, 3.0, 10),
+        "optimizers": ("sgd",), "warmups": (0, 1000), "seeds": (0, 1), "target": 0.01,
+    }  # fmt: skip
+    return StudySpec(**{**values, **changes})
+
+
+def mishaps(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """One trial of each kind that came to nothing, with words that would be markup."""
+    found = list(records)
+    found[0] = replace(found[0], state="failed", curve=(), message=EVIL)
+    found[3] = replace(found[3], state="stopped", curve=found[3].curve[:5])
+    found[7] = replace(found[7], state="waiting", curve=(), noise=())
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = study(job=EVIL)
+    store = Store(str(tmp_path_factory.mktemp("study")))
+    return Path(
+        write_report(store, spec, mishaps(quadratic_records(spec, WHOLE_SAMPLES, 0.01)), dollars_per_worker_hour=0.5)
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+def page_of(tmp_path: Path, spec: StudySpec, records: Sequence[TrialRecord]) -> str:
+    return Path(write_report(Store(str(tmp_path)), spec, records)).read_text(encoding="utf-8")
+
+
+def test_report_is_a_page_with_every_figure_and_every_trial_beside_it(report: Path) -> None:
+    folder = report.parent
+    assert report.name == "index.html"
+    for group in ("sgd-w0", "sgd-w1000"):
+        for name in FIGURES:
+            assert (folder / f"figures/{group}-{name}.png").read_bytes().startswith(b"\x89PNG")
+            assert ElementTree.parse(folder / f"figures/{group}-{name}.svg").getroot().tag.endswith("svg")
+    assert (folder / "figures/sgd-warmup.svg").exists()
+    assert report.stat().st_size < 1_500_000
+
+
+def test_trials_are_the_same_in_csv_and_parquet(report: Path) -> None:
+    rows = parquet.read_table(report.parent / "trials.parquet").to_pylist()
+    texts = csv.read_csv(
+        io.BytesIO((report.parent / "trials.csv").read_bytes()), parse_options=csv.ParseOptions(newlines_in_values=True)
+    )
+    assert [row["name"] for row in rows] == texts["name"].to_pylist()
+    assert len(rows) == 160
+    assert (rows[0]["state"], rows[0]["message"], rows[0]["last_loss"]) == ("failed", EVIL, None)
+    done = next(row for row in rows if row["steps_to_target"] is not None)
+    assert done["last_loss"] >= done["best_loss"]
+    assert done["dollars"] == pytest.approx(done["worker_seconds"] / 3600 * 0.5)
+    diverged = [row for row in rows if row["state"] == "diverged"]
+    assert diverged
+    assert {(row["last_loss"], row["best_loss"], row["steps_to_target"]) for row in diverged} == {(None, None, None)}
+
+
+def test_text_of_others_cannot_become_markup(report: Path) -> None:
+    html = report.read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert "<img" not in html
+    assert "<b>" not in html
+    assert "\x1b" not in html
+    assert "&lt;script&gt;alert(1)" in html
+
+
+def test_policy_lets_only_the_pages_own_style_through(report: Path) -> None:
+    html = report.read_text(encoding="utf-8")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy
+    assert policy[1].startswith("default-src 'none'")
+    own = html.split("<style>")[1].split("</style>")[0]
+    assert f"style-src 'sha256-{base64.b64encode(sha256(own.encode()).digest()).decode()}'" in policy[1]
+    assert " style=" not in html
+    assert html.count("<style") == 1
+    assert "://" not in re.sub(r"http://www\.w3\.org/\S+", "", html)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int, scheme: Any) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    complaints: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(report.as_uri())
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("data:")] == [report.as_uri()]
+    assert page.title() == "quadratic · Undula"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for figure in page.locator(".fig:has(svg)").all():
+        box, card = figure.locator("svg").bounding_box(), figure.bounding_box()
+        assert box
+        assert card
+        assert box["width"] > 0.9 * card["width"] - 36
+    # The figures' ink is the page's own, in the dark too, and in marks that a figure uses again and again.
+    ink = page.evaluate("getComputedStyle(document.body).color")
+    label = page.locator(".fig svg text[fill='#1a2029']").first
+    assert label.evaluate("each => getComputedStyle(each).fill") == ink
+    page.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
+def test_no_text_of_a_figure_leaves_it(browser: Browser, report: Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(report.as_uri())
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll('.fig svg text')].filter(text => {
+          const box = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect();
+          return box.left < all.left - 2 || box.right > all.right + 2 || box.top < all.top - 2 || box.bottom > all.bottom + 2;
+        }).map(text => text.textContent)"""
+    )
+    assert outside == []
+    page.close()
+
+
+def test_unfinished_trials_are_told_of(report: Path) -> None:
+    html = report.read_text(encoding="utf-8")
+    assert '<span class="state unfinished">' in html
+    assert "1 trial not finished" in html
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (study(target=1e-9), "No training got to the target of 1e-09"),
+        (study(target=None), "The study has no target"),
+        (study(batches=(16,)), "The study has one batch (16)"),
+        (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch: lower ones are needed"),
+        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "0 batch sizes have their best learning rate inside the range"),
+        (study(warmups=(0,)), "The study has one warmup (0 samples)"),
+        (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is known to hold for SGD, and the optimizer is AdamW"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_said_where_it_would_be(tmp_path: Path, spec: StudySpec, told: str) -> None:
+    spec = replace(spec, seeds=(0,), warmups=(0,))
+    html = page_of(tmp_path, spec, quadratic_records(spec, 1_000_000))
+    assert told in html
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "failed", "stopped", "diverged"])
+def test_a_study_of_which_nothing_came_has_a_page(tmp_path: Path, state: Any) -> None:
+    spec = study(seeds=(0,), warmups=(0,))
+    records = [replace(each, state=state, curve=(), noise=(), lr=nan) for each in quadratic_records(spec, 1000)]
+    html = page_of(tmp_path, spec, records)
+    assert "No rule is tested" in html
+    assert 'class="none"' in html
+
+
+def test_a_study_without_records_has_a_page(tmp_path: Path) -> None:
+    assert "Nothing was trained." in page_of(tmp_path, study(), [])
+
+
+def test_losses_below_zero_and_all_alike_have_figures(tmp_path: Path) -> None:
+    spec = study(seeds=(0,), warmups=(0,), target=None)
+    for shift, scale in ((-5.0, 1.0), (0.0, 0.0)):
+        records = [
+            replace(each, curve=tuple(replace(point, loss=shift + scale * point.loss) for point in each.curve))
+            for each in quadratic_records(spec, 1_000_000)
+        ]
+        assert "sgd-w0-rates.svg" in page_of(tmp_path, spec, records)
+
+
+def test_other_rules_have_figures_of_their_own(tmp_path: Path) -> None:
+    spec = study(rules=("none", "adam_sde", "surge"), optimizers=("adamw",), seeds=(0,), warmups=(0,))
+    html = page_of(tmp_path, spec, quadratic_records(spec, 1_000_000))
+    assert "Loss against learning rate under adam_sde" in html
+    assert "adamw-w0-rates-surge.svg" in html
+
+
+def test_terminal_says_what_the_page_says(report: Path) -> None:
+    spec = study()
+    lines = verdict_lines(spec, quadratic_records(spec, WHOLE_SAMPLES, 0.01))
+    assert lines[0] == "sgd, no warmup:"
+    assert any("the best learning rate goes as batch^" in line for line in lines)
+    assert "not tested:" in lines
+
+
+def test_ticks_are_round_numbers_in_their_range() -> None:
+    assert log_ticks(0.001, 10) == [0.001, 0.01, 0.1, 1, 10]
+    assert log_ticks(1, 30) == [1, 3, 10, 30]
+    assert log_ticks(6.1, 6.9) == pytest.approx([6.2, 6.4, 6.6, 6.8])
+    assert [tick_label(each) for each in (1e-5, 0.002, 1, 5000, 20_000, 3e6, 1.5e9)] == [
+        "1e-5",
+        "0.002",
+        "1",
+        "5,000",
+        "20k",
+        "3M",
+        "1.5G",
+    ]
+
+
+def test_names_of_lines_move_apart() -> None:
+    assert spread([1.0, 0.0, 5.0], 0.5) == [1.0, 0.0, 5.0]
+    low, high = spread([1.0, 1.1], 0.5)
+    assert high - low == pytest.approx(0.5)
