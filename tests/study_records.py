@@ -48,7 +48,7 @@ def trials_of(spec: StudySpec) -> list[Trial]:
         Trial(batch, rate, rule, warmup, optimizer, seed)
         for optimizer in spec.optimizers
         for place, rule in enumerate(rule for name, rule in spec.pairs() if name == optimizer)
-        for warmup in spec.warmups
+        for warmup in spec.warmup_axis
         for batch in spec.batches
         if place == 0 or batch != spec.batches[0]
         for rate in spec.rates

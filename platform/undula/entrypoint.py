@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from ray.train import TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -22,7 +20,7 @@ from undula.elastic.fleet import Work
 from undula.elastic.horovod import HorovodConfig
 from undula.elastic.spec import WorkersSpec
 from undula.elastic.trainer import elastic_trainer, ray_trainer
-from undula.errors import SpecError, one_sentence
+from undula.errors import SpecError, needs_extra, one_sentence
 from undula.live import live_view
 from undula.preflight import Prepared, describe, prepare
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
@@ -48,8 +46,9 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
     options = _parser().parse_intermixed_args(argv)
     with one_sentence(), ExitStack() as stack:
         if options.study:
-            study = _study_entrypoint()
-            study.conduct(train, config, options.study, options.overrides, options.fresh)
+            with needs_extra("study"):
+                from undula.study_entrypoint import conduct
+            conduct(train, config, options.study, options.overrides, options.fresh)
             return
         loaded = load_spec(options.config, options.overrides, config)
         if options.print:
@@ -127,18 +126,6 @@ def study_main(argv: Sequence[str] | None = None) -> None:
         script = script_of(load_study(Path(study)).file)
     sys.argv = [str(script), "--study", study, *(argument for argument in rest if argument)]
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _study_entrypoint() -> ModuleType:
-    """What conducts a study, which takes libraries that a job does without.
-
-    Raises:
-        SpecError: one is not installed.
-    """
-    try:
-        return import_module("undula.study_entrypoint")
-    except ModuleNotFoundError as error:
-        raise SpecError(f"{str(error.name).split('.')[0]} is not installed: pip install 'undula[study]'") from error
 
 
 def _range(workers: WorkersSpec) -> str:

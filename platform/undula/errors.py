@@ -45,6 +45,16 @@ class ClusterError(UndulaError):
 
 
 @contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """Import what an extra of the package brings; SpecError where it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = str(error.name).split(".")[0]
+        raise SpecError(f"{module} is not installed: pip install 'undula[{name}]'") from error
+
+
+@contextmanager
 def one_sentence() -> Iterator[None]:
     """Turn an UndulaError into its sentence on stderr and exit status 2; everything else passes."""
     try:

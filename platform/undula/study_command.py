@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from undula.errors import SpecError
+from undula.errors import needs_extra
 from undula.run_command import add_submission_arguments, as_seen_from, submit_and_follow
 from undula.storage import Store, open_store
 
@@ -41,6 +41,12 @@ def add_study_commands(commands: Any, runs: str) -> None:
     )
     status.add_argument("--json", action="store_true", help="every trial")
     status.set_defaults(command=_status, runs=runs)
+
+    report = commands.add_parser("report", help="write the report of a study, as far as it is")
+    report.add_argument("study", metavar="STUDY", help="a study's name, or its directory")
+    text = "what a worker costs in an hour, for the report's costs"
+    report.add_argument("--worker-hour", type=float, metavar="DOLLARS", help=text)
+    report.set_defaults(command=_report, runs=runs)
 
     text = "check the arithmetic of studies against known numbers and sampling; exit status 1 where one is off"
     test = commands.add_parser("self-test", help=text)
@@ -98,11 +104,23 @@ def _study_store(study: str, runs: str) -> Store:
     return beside if "/" not in study and not Path(study).exists() and beside.exists() else open_store(study)
 
 
+def _report(options: argparse.Namespace) -> int:
+    with needs_extra("study"):
+        from undula.study.page import verdict_lines, write_report
+    from undula.study.progress import known
+    from undula.study.records import read_spec
+
+    store = _study_store(options.study, options.runs)
+    spec = read_spec(store)
+    records = list(known(store, spec).records.values())
+    page = write_report(store, spec, records, dollars_per_worker_hour=options.worker_hour)
+    print("\n".join([*verdict_lines(spec, records), "", page]))
+    return 0
+
+
 def _self_test(options: argparse.Namespace) -> int:
-    try:
+    with needs_extra("study"):
         from undula.study.self_test import self_test, table
-    except ModuleNotFoundError as error:
-        raise SpecError(f"{str(error.name).split('.')[0]} is not installed: pip install 'undula[study]'") from error
 
     checks = list(self_test())
     failed = sum(not check.passed for check in checks)

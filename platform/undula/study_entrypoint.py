@@ -18,6 +18,7 @@ from undula.run.loop import Run
 from undula.spec import LoadedSpec, LoadedStudy, as_tree, load_study
 from undula.state.directory import JOB_FILE, held, identity, job_record
 from undula.storage import open_store
+from undula.study.page import verdict_lines, write_report
 from undula.study.process import Order
 from undula.study.progress import known
 from undula.study.records import TRIALS, forget_study, write_study
@@ -37,9 +38,7 @@ class Study:
         self.rows = load_data(job.data).num_rows
         plan = Plan(job.plan, self.rows)
         samples = loaded.spec.samples or plan.total_samples
-        warmups = loaded.spec.warmups
-        if warmups is None:
-            warmups = (round(job.schedule.over(plan).warmup_samples),)
+        warmups = loaded.spec.warmups or (round(job.schedule.over(plan).warmup_samples),)
         self.spec = replace(loaded.spec, samples=samples, warmups=warmups)
         self.url = f"{job.runs.rstrip('/')}/{loaded.spec.name}"
         self.store = open_store(self.url)
@@ -141,4 +140,12 @@ def conduct(
         write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree(), **identity(study.store)})
         with StudyScreen(study.spec, progress.records) as screen:
             sweep(study.store, progress, train, study.order, study.base.spec.workers, study.samples_at, screen.tell)
-        print(f"study directory: {study.url}\nundula study status {study.url}", flush=True)
+        print("drawing the report ...", flush=True)
+        records = list(known(study.store, study.spec).records.values())
+        page = write_report(study.store, study.spec, records)
+        print(
+            "\n".join(
+                ["", *verdict_lines(study.spec, records), "", f"report: {page}", f"study directory: {study.url}"]
+            ),
+            flush=True,
+        )

@@ -271,7 +271,7 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
     groups = [found for found in findings.groups if found.group.optimizer == optimizer]
     if len(groups) < 2:
         raise NoFigure(
-            f"the study has one warmup ({findings.spec.warmups[0]:,} samples): an ablation takes two or more"
+            f"the study has one warmup ({findings.spec.warmup_axis[0]:,} samples): an ablation takes two or more"
         )
     rows = {
         found.group.warmup: [(each.batch, each.lowest) for each in found.main.batches if each.lowest]

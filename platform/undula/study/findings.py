@@ -142,7 +142,7 @@ def find(spec: StudySpec, records: Sequence[TrialRecord]) -> Findings:
     told = {
         text: None
         for optimizer, rule in spec.pairs()
-        if (text := warning(rule, (CLASSES[optimizer],))) and len(spec.batches) > 1
+        if optimizer in CLASSES and len(spec.batches) > 1 and (text := warning(rule, (CLASSES[optimizer],)))
     }
     warnings = tuple(text.removeprefix("schedule.batch_rule ") for text in told)
     return Findings(spec, tuple(records), groups, warnings)

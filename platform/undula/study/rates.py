@@ -137,7 +137,7 @@ def factor_of(rule: RuleName, kappa: float) -> float:
 
 
 def groups_of(spec: StudySpec) -> tuple[Group, ...]:
-    return tuple(Group(optimizer, warmup) for optimizer in spec.optimizers for warmup in spec.warmups)
+    return tuple(Group(optimizer, warmup) for optimizer in spec.optimizers for warmup in spec.warmup_axis)
 
 
 def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...]:

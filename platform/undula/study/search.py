@@ -30,7 +30,7 @@ def _cells(spec: StudySpec) -> Iterator[Callable[[float, int], Trial]]:
 
     All rules are the same at the base batch, so that it is trained under the first one alone.
     """
-    for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmups or (0,), spec.batches):
+    for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmup_axis, spec.batches):
         first = next(each for kind, each in spec.pairs() if kind == optimizer)
         if batch != spec.batches[0] or rule == first:
             yield lambda lr, seed, fixed=(optimizer, rule, warmup, batch): _trial(lr, seed, *fixed)  # type: ignore[misc]

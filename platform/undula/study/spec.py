@@ -56,7 +56,7 @@ class StudySpec:
     """The same as a range."""
     rules: tuple[RuleName, ...] = ("none",)
     """How the learning rate follows the batch; `none` tries each base rate at each batch, which finds the best."""
-    warmups: tuple[Annotated[int, Ge(0)], ...] | None = None
+    warmups: tuple[Annotated[int, Ge(0)], ...] = ()
     """Samples of warmup (schedule.warmup_samples), before the rule; by default the job's."""
     optimizers: tuple[Optimizer, ...] = ("own",)
     """config.optimizer.name of the job, of which undula.make_optimizer makes the optimizer; or `own`, whatever the script makes."""
@@ -112,7 +112,7 @@ class StudySpec:
             "batches": self.batches,
             "base_lrs": self.rates,
             "rules": self.rules,
-            "warmups": (0,) if self.warmups is None else self.warmups,
+            "warmups": self.warmup_axis,
             "optimizers": self.optimizers,
             "seeds": self.seeds,
         }
@@ -145,6 +145,11 @@ class StudySpec:
     def rates(self) -> tuple[float, ...]:
         """The base learning rates of a grid."""
         return self.base_lr_range.values() if self.base_lr_range else self.base_lrs
+
+    @property
+    def warmup_axis(self) -> tuple[int, ...]:
+        """The warmups that are tried; no warmup stands for a job's that is not known."""
+        return self.warmups or (0,)
 
     def pairs(self) -> tuple[tuple[Optimizer, RuleName], ...]:
         """Optimizers and the rules that go with them: what is trained of their product."""

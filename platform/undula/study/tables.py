@@ -88,7 +88,7 @@ def space_table(spec: StudySpec) -> str:
         ("batches", ", ".join(f"{each:,}" for each in spec.batches), f"{len(spec.batches)}"),
         ("base learning rates", f"{number(min(rates), 3)} to {number(max(rates), 3)}", f"{len(rates)}"),
         ("rules", ", ".join(spec.rules), f"{len(spec.rules)}"),
-        ("warmups, samples", ", ".join(f"{each:,}" for each in spec.warmups), f"{len(spec.warmups)}"),
+        ("warmups, samples", ", ".join(f"{each:,}" for each in spec.warmup_axis), f"{len(spec.warmup_axis)}"),
         ("optimizers", ", ".join(spec.optimizers), f"{len(spec.optimizers)}"),
         ("seeds", ", ".join(map(str, spec.seeds)), f"{len(spec.seeds)}"),
         ("metric", spec.metric.replace("_", " "), NONE),

@@ -144,8 +144,8 @@ def not_tested(findings: Findings) -> tuple[str, ...]:
         )
     if absent := [name for name in CLASSES if name not in spec.optimizers]:
         told.append(f"The optimizers {', '.join(absent)}.")
-    if len(spec.warmups) == 1:
-        told.append(f"Warmups other than {spec.warmups[0]:,} samples.")
+    if len(spec.warmup_axis) == 1:
+        told.append(f"Warmups other than {spec.warmup_axis[0]:,} samples.")
     if len(spec.seeds) == 1:
         told.append("Chance between seeds: there is one, and intervals know of the scatter between batches alone.")
     if spec.target is None:
