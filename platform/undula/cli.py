@@ -198,9 +198,11 @@ def _build_horovod(options: argparse.Namespace) -> int:
 
 def _schema(options: argparse.Namespace) -> int:
     from undula.reference import markdown
-    from undula.spec import json_schema
+    from undula.spec import JobSpec, json_schema
+    from undula.study.spec import StudySpec
 
-    print(markdown() if options.markdown else json.dumps(json_schema(), indent=1) + "\n", end="")
+    schema = json_schema(StudySpec if options.study else JobSpec)
+    print(markdown() if options.markdown else json.dumps(schema, indent=1) + "\n", end="")
     return 0
 
 
@@ -267,7 +269,8 @@ def _parser() -> argparse.ArgumentParser:
     horovod.set_defaults(command=_build_horovod)
 
     schema = commands.add_parser("schema", help="print the JSON schema of JOB.yaml, for editors")
-    schema.add_argument("--markdown", action="store_true", help="print the configuration reference instead")
+    schema.add_argument("--study", action="store_true", help="of STUDY.yaml")
+    schema.add_argument("--markdown", action="store_true", help="print the configuration reference of both instead")
     schema.set_defaults(command=_schema)
     return parser
 

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from undula.spec import json_schema
+from undula.spec import JobSpec, json_schema
+from undula.study.spec import StudySpec
 
 _INTRODUCTION = """# Configuration reference
 
@@ -13,12 +14,19 @@ schema that editors can use. Environment variables carry secrets and endpoints a
 """
 
 
+_STUDY = """## A study
+
+The YAML of `undula study`; [studies.md](studies.md) tells how they go together. `undula schema --study` prints its JSON schema."""
+
+
 def markdown() -> str:
     """docs/configuration.md"""
-    schema = json_schema()
-    lines = [_INTRODUCTION, "| key | accepts | default | meaning |", "|---|---|---|---|"]
-    lines += _rows(schema, schema["$defs"], "")
-    return "\n".join(lines) + "\n"
+    lines = [_INTRODUCTION]
+    for owner, text in ((JobSpec, "## A job"), (StudySpec, _STUDY)):
+        schema = json_schema(owner)
+        lines += [text, "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
+        lines += [*_rows(schema, schema["$defs"], ""), ""]
+    return "\n".join(lines[:-1]) + "\n"
 
 
 def _rows(section: dict[str, Any], sections: dict[str, Any], prefix: str) -> list[str]:

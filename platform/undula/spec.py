@@ -252,9 +252,9 @@ def as_overrides(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON schema of a job's YAML, for editors."""
-    schema = TypeAdapter(JobSpec).json_schema()
+def json_schema(of: type = JobSpec) -> dict[str, Any]:
+    """JSON schema of a job's YAML, or of a study's (StudySpec), for editors."""
+    schema = TypeAdapter(of).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -26,8 +26,7 @@ EVENT_OF = {"validation_loss": "validation", "training_loss": "loss"}
 
 def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None:
     """Say in a trial's run directory that it has ended, and how; its checkpoints go where nobody wants them."""
-    body = TypeAdapter(TrialRecord).dump_json(record, indent=1, serialize_as_any=False)
-    store.write(OUTCOME, body)
+    store.write(OUTCOME, json.dumps(asdict(record), indent=1).encode())
     if not keeps_models:
         store.delete(CHECKPOINTS)
 

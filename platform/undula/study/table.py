@@ -11,7 +11,6 @@ from typing import Any, TextIO
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from undula.study.spec import StudySpec
 from undula.study.trials import ENDED, State, Trial, TrialRecord
@@ -90,13 +89,13 @@ def study_table(spec: StudySpec, records: Iterable[TrialRecord]) -> str:
     return "\n".join([*lines, foot + bottom[len(foot) :]])
 
 
-def _row(spec: StudySpec, group: Sequence[TrialRecord]) -> list[str | Text]:
+def _row(spec: StudySpec, group: Sequence[TrialRecord]) -> list[str]:
     count = {state: sum(record.state == state for record in group) for state in (*ENDED, "running")}
     done = sum(share_done(spec, record) for record in group) / len(group)
-    bar = Text("━" * round(done * _BAR), "green") + Text("━" * (_BAR - round(done * _BAR)), "bright_black")
+    bar = "█" * round(done * _BAR) + "░" * (_BAR - round(done * _BAR))
     off = [f"{count[state]} {state}" for state in ("stopped", "diverged", "failed") if count[state]]
     best = best_of(group)
-    row: list[str | Text] = [
+    row: list[str] = [
         bar,
         f"{sum(record.has_ended for record in group)}/{len(group)}",
         str(count["running"] or ""),

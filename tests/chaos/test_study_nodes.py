@@ -1,0 +1,39 @@
+"""A study on a cluster that loses a node half way: no trial fails, and each is the run that its plan says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from study_kit import Studies
+
+from undula.report.certificate import certify, data_of
+from undula.report.summary import read_run
+from undula.study.records import TRIALS
+from undula.testing.nodes import Nodes
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"packed": 1}, id="in-one-process"),
+        pytest.param({"base_lrs": [1e-2], "seeds": [0, 1], "overrides": {"workers.max": 2}}, id="with-workers"),
+    ],
+)
+def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys: dict[str, Any]) -> None:
+    while len(spot.nodes) < 2:
+        spot.add()
+    spot.await_all()
+    studies = Studies(spot.cluster, text, tmp_path)
+    long = {"samples": 4800, "measurements": 10}
+    driver = studies.start(studies.file("lost", **long, **keys))
+    studies.await_outcomes(driver, "lost", 2)
+    spot.kill(spot.nodes[-1])
+    spot.add()
+    out, _ = driver.communicate(timeout=240)
+    assert driver.returncode == 0, out[-3000:]
+    table = studies.table("lost")
+    assert len(table) >= 4
+    assert {row["state"] for row in table} == {"complete"}
+    for row in table:
+        run = read_run(studies.store("lost") / TRIALS / row["name"])
+        assert certify(run, data_of(run)).holds

@@ -1,0 +1,170 @@
+"""Trials: when a target was reached, what is read of them, and what is told while they train."""
+
+from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.errors import RunError
+from undula.run.messages import Status
+from undula.state.ledger import Event, LedgerWriter, StepRow
+from undula.storage import Store
+from undula.study.process import Listener, News
+from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
+from undula.study.spec import StudySpec
+from undula.study.table import as_rows, best_of, seconds_left, study_table
+from undula.study.trials import Measurement, Trial, TrialRecord, reached
+
+SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
+TRIAL = Trial(10, 0.1, "none", 0, "own", 0)
+
+
+def curve(*losses: float) -> tuple[Measurement, ...]:
+    return tuple(Measurement(10 * step, step, loss) for step, loss in enumerate(losses))
+
+
+def record(*losses: float, state: str = "complete", batch: int = 10, lr: float = 0.1) -> TrialRecord:
+    return TrialRecord(replace(TRIAL, batch=batch, base_lr=lr), state, lr, curve(*losses), seconds=2.0)  # type: ignore[arg-type]
+
+
+def test_target_is_reached_on_a_straight_line_between_measurements() -> None:
+    assert reached(curve(3, 2, 0), 1) == 15
+    assert record(3, 2, 0).steps_to(1) == 2
+    assert reached(curve(3, 2, 1.5), 1) == inf
+    assert record(3, 2, 1.5).steps_to(1) == inf
+    assert reached(curve(0.5), 1) == 0
+    assert reached(curve(nan, 0.5), 1) == 10
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.floats(0, 10), st.floats(0, 10))
+def test_a_lower_target_is_not_reached_earlier(losses: list[float], one: float, other: float) -> None:
+    points = curve(*losses)
+    assert reached(points, min(one, other)) >= reached(points, max(one, other))
+
+
+def row(step: int, loss: float, attempt: int = 1, **values: object) -> StepRow:
+    base = StepRow(attempt, step, 0, 10 * (step + 1), 10, 2, loss, 0.1, 0, 1, 0, 0, 0, 100.0 + step)
+    return replace(base, **values)  # type: ignore[arg-type]
+
+
+def written(folder: Path, metric: str = "validation") -> Store:
+    """A run of three steps with a measurement after each, the last of which was made twice."""
+    store = Store(str(folder))
+    ledger = LedgerWriter(store, 1)
+    ledger.event(Event("start", "started", 0, {"world_size": 2}, time=99.0))
+    for step, loss in enumerate((5.0, 4.0, 3.0)):
+        ledger.step(row(step, loss, logged='{"noise_scale": 7.5}' if step == 1 else "{}"))
+        ledger.event(Event(metric, "", step + 1, {"loss": loss - 1}, time=100.0 + step))
+    ledger.event(Event(metric, "", 3, {"loss": 1.5}, time=103.0))
+    ledger.close()
+    return store
+
+
+def test_a_trial_that_trains_is_read_from_its_ledger(tmp_path: Path) -> None:
+    found = read_record(written(tmp_path), SPEC, TRIAL)
+    assert found.state == "running"
+    assert found.curve == (Measurement(10, 1, 4.0), Measurement(20, 2, 3.0), Measurement(30, 3, 1.5))
+    assert found.noise == ((20, 7.5),)
+    assert (found.seconds, found.worker_seconds) == (4.0, 8.0)
+
+
+def test_training_loss_is_the_mean_since_the_last_place(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    ledger = LedgerWriter(store, 1)
+    ledger.event(Event("start", "started", 0, {"world_size": 1}))
+    for step, loss in enumerate((5.0, 4.0, 3.0, 2.0)):
+        ledger.step(row(step, loss))
+    for step in (2, 4):
+        ledger.event(Event("loss", "", step, {"loss": 99.0}))  # of a group that saw a part of the steps alone
+    ledger.close()
+    found = read_record(store, replace(SPEC, metric="training_loss"), TRIAL)
+    assert [point.loss for point in found.curve] == [4.5, 2.5]
+
+
+def test_a_trial_that_was_not_begun_waits(tmp_path: Path) -> None:
+    assert read_record(Store(str(tmp_path)), SPEC, TRIAL).state == "waiting"
+
+
+def test_what_was_written_of_an_end_is_what_is_read(tmp_path: Path) -> None:
+    store = written(tmp_path)
+    ended = replace(record(3, inf, state="diverged"), noise=((1, 2.0),), message="its loss was inf")
+    write_outcome(store, ended, keeps_models=False)
+    assert read_outcome(store) == read_record(store, SPEC, TRIAL) == ended
+
+
+def test_a_damaged_file_is_named_with_the_mend(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.write(OUTCOME, b"{")
+    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial goes on"):
+        read_outcome(store)
+    with pytest.raises(RunError, match="holds no study: give the directory of one"):
+        read_spec(store)
+
+
+def heard(*messages: object, error: str | None = None) -> list[News]:
+    told: list[News] = []
+    listener = Listener("validation_loss", told.append)
+    for message in messages:
+        listener(message)  # type: ignore[arg-type]
+    listener.ended(error)
+    return told
+
+
+def measured(step: int, loss: float) -> Event:
+    return Event("validation", "", step, {"loss": loss})
+
+
+def test_a_trial_tells_its_measurements_and_how_it_ended() -> None:
+    told = heard(measured(0, 3.0), Event("checkpoint", ""), measured(2, 1.0))
+    assert [(news.step, news.loss, news.is_measured, news.state) for news in told] == [
+        (0, 3.0, True, "running"),
+        (2, 1.0, True, "running"),
+        (2, 1.0, False, "complete"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "state"),
+    [
+        ([measured(0, 3.0), measured(1, 4.0)], "diverged"),
+        ([measured(0, 3.0), measured(1, nan), measured(2, 1.0)], "diverged"),
+        ([measured(0, 3.0), Status(1, 9, inf, 0.1, 1.0, 1, 1.0), measured(2, 1.0)], "diverged"),
+        ([measured(0, 3.0), Status(1, 9, 2.0, 0.1, 1.0, 1, 1.0), measured(2, 1.0)], "complete"),
+    ],
+)
+def test_a_loss_that_is_not_finite_or_rises_is_divergence(messages: list[object], state: str) -> None:
+    ends = [news.state for news in heard(*messages) if news.state != "running"]
+    assert ends == [state]
+
+
+def test_an_error_is_a_failure() -> None:
+    assert heard(measured(0, 3.0), error="KeyError: 'x'")[-1].message == "KeyError: 'x'"
+
+
+def test_time_left_goes_by_the_pace_of_each_batch() -> None:
+    done, slow = record(3, 2, 2, 2, 2), replace(record(3, 2, 2, 2, 2, batch=20), seconds=20.0)
+    waiting = [record(state="waiting"), record(state="waiting", batch=20)]
+    assert seconds_left(SPEC, [done, slow, *waiting]) == pytest.approx(22.0)
+    assert seconds_left(SPEC, waiting) is None
+
+
+def test_the_best_rate_is_of_means_over_seeds() -> None:
+    pair = [record(3, 2, lr=0.1), record(3, 1, lr=0.2), record(3, inf, lr=0.2, state="diverged")]
+    assert best_of(pair) == (0.1, 2)
+    assert best_of([record(3, 1, state="stopped")]) is None
+
+
+def test_the_table_fits_and_its_frame_tells_where_it_begins_and_ends() -> None:
+    text = study_table(SPEC, [record(3, 0.5), record(3, state="running", batch=20), record(state="waiting", lr=0.2)])
+    lines = text.split("\n")
+    assert (lines[0][0], lines[-1][0]) == ("┏", "└")
+    assert all(len(line) <= 100 for line in lines)
+    assert "study: 1 of 3 trials, 1 running" in lines[-1]
+
+
+def test_rows_have_no_number_that_json_lacks() -> None:
+    row, *_ = as_rows([record(3, inf, state="diverged")], 1.0)
+    assert (row["loss"], row["steps_to_target"], row["state"]) == (None, None, "diverged")
