@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help horovod setup train test check format bench bench-data bench-elastic soak clean
+.PHONY: help horovod setup train test check format bench bench-data bench-elastic bench-study soak clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -55,6 +55,9 @@ bench-data: .venv/ready-to-test  ## Reading rows beside a plain scan, Ray Data, 
 bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Train, torchft and torchrun, and cost per step; build/bench/elastic-*.json
 	$(BIN)/python -m tests.baselines.bench_elastic
 	$(BIN)/python -m tests.baselines.bench_cost
+
+bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune alone; build/bench/study.json
+	$(BIN)/python -m tests.baselines.bench_study
 
 soak: .venv/ready-with-horovod  ## Longer tests: more seeds of random faults
 	$(BIN)/pytest -m soak

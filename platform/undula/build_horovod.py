@@ -1,9 +1,11 @@
 """Builds Horovod against the torch that is installed, once, and installs it: `undula build-horovod`.
 
 The package index has Horovod 0.28.1 as a source distribution alone, and that asks for C++14, with which torch's headers of today do not
-compile. Both of its CMake files that say so are set to C++17.
+compile. Both of its CMake files that say so are set to C++17. Its gradients go over the interface to which the host's name resolves, a
+loopback on many a machine, whatever HOROVOD_GLOO_IFACE says: one line is set to what it says.
 """
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,8 +25,14 @@ from rich.console import Console
 from undula.errors import ClusterError
 
 VERSION = "0.28.1"
-STANDARD = re.compile(r"set\(CMAKE_CXX_STANDARD 14\)")
-CMAKE_FILES = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")
+STANDARD = (r"set\(CMAKE_CXX_STANDARD 14\)", "set(CMAKE_CXX_STANDARD 17)")
+INTERFACE = (r"(?s)(::InitializeForProcessSet\(.*?\.iface = )gloo_iface_;", r"\1global_context.gloo_iface_;")
+MENDS: Mapping[str, tuple[str, str]] = {
+    "CMakeLists.txt": STANDARD,
+    "horovod/torch/CMakeLists.txt": STANDARD,
+    "horovod/common/gloo/gloo_context.cc": INTERFACE,
+}
+"""What is changed of the source: file, pattern, replacement."""
 CHOICES = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -77,7 +86,8 @@ def _build_name(env: Mapping[str, str]) -> str:
     """Tells apart builds that cannot stand in for each other."""
     choices = "".join(f"-{name[8:].lower()}-{env[name].lower()}" for name in sorted(env) if name.startswith("HOROVOD_"))
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
-    return re.sub(r"[^\w.+-]", "_", f"horovod-{VERSION}-torch-{version('torch')}-{tag}{choices}")
+    mends = sha256(json.dumps(MENDS).encode()).hexdigest()[:8]
+    return re.sub(r"[^\w.+-]", "_", f"horovod-{VERSION}-{mends}-torch-{version('torch')}-{tag}{choices}")
 
 
 def _check_tools() -> None:
@@ -102,8 +112,8 @@ def _built(folder: Path) -> Path:
         with tarfile.open(archive) as packed:
             packed.extractall(scratch, filter="data")
         source = Path(scratch) / f"horovod-{VERSION}"
-        for name in CMAKE_FILES:
-            text, changes = STANDARD.subn("set(CMAKE_CXX_STANDARD 17)", (source / name).read_text())
+        for name, (pattern, replacement) in MENDS.items():
+            text, changes = re.subn(pattern, replacement, (source / name).read_text())
             if changes != 1:
                 raise ClusterError(
                     f"{name} of Horovod {VERSION} is not what it was: the package index has another source"

@@ -16,7 +16,11 @@ from undula.testing.nodes import Nodes
     "keys",
     [
         pytest.param({"packed": 1}, id="in-one-process"),
-        pytest.param({"base_lrs": [1e-2], "seeds": [0, 1], "overrides": {"workers.max": 2}}, id="with-workers"),
+        pytest.param(
+            {"base_lrs": [1e-2], "seeds": [0, 1], "overrides": {"workers.max": 2}},
+            id="with-workers",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys: dict[str, Any]) -> None:
@@ -34,6 +38,9 @@ def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys
     table = studies.table("lost")
     assert len(table) >= 4
     assert {row["state"] for row in table} == {"complete"}
+    starts = []
     for row in table:
         run = read_run(studies.store("lost") / TRIALS / row["name"])
         assert certify(run, data_of(run)).holds
+        starts.append(sum(event.kind == "start" for event in run.events))
+    assert max(starts) > 1, "no trial was on the node that was lost"

@@ -1,9 +1,12 @@
 """Horovod in a process that was in another group before, beside one that was not: real ranks."""
 
+import socket
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from horovod_ranks import meeting_place, rank_variables
 from ranks import on_ranks
 
@@ -19,7 +22,6 @@ BOTH = {"fusion_threshold_mib": 2, "cycle_time_ms": 2}
 def _with_a_veteran(rank: int, world_size: int, veteran: int, by_rank: list[dict[str, str]]) -> list[float]:
     """One rank has been in a group before. Both bring 3 MiB at once, three times: from the second on each rank fuses what it remembers."""
     import horovod.torch as hvd
-    import torch.distributed as dist
 
     if rank == veteran:
         begin({**by_rank[rank], **places(["alone"])[0]})
@@ -40,6 +42,42 @@ def test_a_process_that_was_in_another_group_fuses_what_a_new_one_does(veteran: 
     with meeting_place() as server:
         found = on_ranks(2, _with_a_veteran, veteran, rank_variables(server, 2, HorovodSpec(**fields)))
     assert found == [[8.0 * number for number in range(12)]] * 2
+
+
+def _new_connections(rank: int, world_size: int, by_rank: list[dict[str, str]]) -> list[str]:
+    """Addresses of this rank's end of those that Horovod has made."""
+    import horovod.torch as hvd
+
+    def addresses() -> list[str]:
+        found = psutil.Process().net_connections("tcp")
+        return [each.laddr.ip for each in found if each.status == psutil.CONN_ESTABLISHED]
+
+    before = addresses()
+    begin(by_rank[rank])
+    hvd.allreduce(torch.ones(1), name="one")
+    found = addresses()
+    dist.barrier()  # or another rank's end of them may close
+    hvd.shutdown()
+    for address in before:
+        found.remove(address)
+    return found
+
+
+def test_gradients_go_over_the_interface_that_is_asked_for() -> None:
+    """And not over that of the host's name, which is a loopback here and on many a machine."""
+    outer = {name: all_of[0].address for name, all_of in psutil.net_if_addrs().items() if _is_outer(all_of[0])}
+    if not outer:
+        pytest.skip("this machine has no network interface but its loopback")
+    name, address = next(iter(outer.items()))
+    with meeting_place() as server:
+        by_rank = [{**each, "HOROVOD_GLOO_IFACE": name} for each in rank_variables(server, 2, HorovodSpec())]
+        found = on_ranks(2, _new_connections, by_rank)
+    assert all(found)
+    assert {each.removeprefix("::ffff:") for end in found for each in end} == {address}
+
+
+def _is_outer(address: Any) -> bool:
+    return address.family == socket.AF_INET and not address.address.startswith("127.")
 
 
 def _is_spent(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
