@@ -1,6 +1,7 @@
 """`undula study`: what a study leaves does not depend on what became of its driver and of its trials."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,17 +27,19 @@ def test_a_study_whose_driver_is_killed_twice_leaves_the_same_table(studies: Stu
 
     file = studies.file("killed", packed=1)
     ended: dict[str, int] = {}
-    for count in (2, 4):
+    for count, number in ((2, signal.SIGKILL), (4, signal.SIGTERM)):
         driver = studies.start(file)
         studies.await_outcomes(driver, "killed", count)
-        driver.kill()
-        driver.wait()
+        driver.send_signal(number)
+        assert driver.wait(timeout=60) == {signal.SIGKILL: -9, signal.SIGTERM: 130}[number]
         assert ended.items() <= studies.outcomes("killed").items(), "a trial that had ended was run again"
         ended = studies.outcomes("killed")
         assert len(ended) < 6
-    studies.run(file)
+    out = studies.run(file)
     assert ended.items() <= studies.outcomes("killed").items()
     assert studies.table("killed") == whole
+    assert "the best learning rate" in out
+    assert studies.store("killed").exists("report/index.html")
 
 
 def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studies) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from horovod_ranks import on_horovod_ranks
 from numbers_job import numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -156,6 +157,16 @@ def test_a_run_that_follows_the_noise_is_the_same_on_any_ranks(tmp_path: Path, r
             assert found == (alone if deterministic else pytest.approx(alone, rel=1e-4))
         if deterministic:
             assert told(its_own) == series
+
+
+def test_a_run_that_follows_the_noise_is_the_same_with_horovod(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
+    job = measuring(tmp_path, "noise_scale")
+    (alone,) = on_ranks(1, _train, job)
+    with_horovod = replace(job, engine="horovod", run_url=f"{tmp_path}/horovod")
+    for found in on_horovod_ranks(2, _train, with_horovod):
+        assert found == pytest.approx(alone, rel=1e-4)
+    assert [lr for lr, _ in told(with_horovod)] == pytest.approx([lr for lr, _ in told(job)], rel=1e-4)
 
 
 @pytest.mark.usefixtures("process_group")
