@@ -13,7 +13,7 @@ from undula.run.messages import Line, Message, Status
 
 INTERVAL_S = 1.0
 STATUS_PREFIX = "step "
-TABLE_TOP, TABLE_FOOT = "┏", "└"
+TABLE_TOP, TABLE_FOOT, LAST_TABLE_FOOT = "┏", "└", "┗"
 
 
 def status_line(status: Status) -> str:
@@ -34,7 +34,10 @@ def duration(seconds: float) -> str:
 
 
 class LiveScreen:
-    """Shows lines; on a terminal a status line, or a table that is framed by box drawing, is rewritten in place by the next one."""
+    """Shows lines; on a terminal a status line, or a table that is framed by box drawing, is rewritten in place by the next one.
+
+    A table whose last line is heavy stays.
+    """
 
     def __init__(self, out: TextIO):
         self._out = out
@@ -49,6 +52,9 @@ class LiveScreen:
             self._table.append(line[: shutil.get_terminal_size().columns - 1])  # a line that wraps would be two
             if line.startswith(TABLE_FOOT):
                 self._rewrite([], self._table)
+                self._table = []
+            elif line.startswith(LAST_TABLE_FOOT):
+                self._rewrite(self._table, [])
                 self._table = []
         elif line.startswith(STATUS_PREFIX):
             self._rewrite([], [line])

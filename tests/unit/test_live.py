@@ -57,8 +57,8 @@ def test_on_a_terminal_an_event_stands_above_the_status() -> None:
 def test_on_a_terminal_a_table_is_drawn_over_the_last_one() -> None:
     out = Terminal()
     screen = LiveScreen(out)
-    for line in ("┏━┓", "┃1┃", "└─┘", "event", "┏━┓", "┃2┃", "└─┘"):
+    for line in ("┏━┓", "┃1┃", "└─┘", "event", "┏━┓", "┃2┃", "┗━┛", "report"):
         screen.show(line)
     screen.close()
     shown = out.getvalue().replace("\x1b[2A\r\x1b[J", "<")
-    assert shown == "┏━┓\n┃1┃\n└─┘<event\n┏━┓\n┃1┃\n└─┘<┏━┓\n┃2┃\n└─┘\n"
+    assert shown == "┏━┓\n┃1┃\n└─┘<event\n┏━┓\n┃1┃\n└─┘<┏━┓\n┃2┃\n┗━┛\nreport\n"

@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def study_table(spec: StudySpec, records: Iterable[TrialRecord]) -> str:
+def study_table(spec: StudySpec, records: Iterable[TrialRecord], is_last: bool = False) -> str:
     """Lines of text, a row for each batch with each optimizer, rule and warmup: how far it is, and its best learning rate so far."""
     records = list(records)
     cells: dict[tuple[Any, ...], list[TrialRecord]] = {}
@@ -85,7 +85,7 @@ def study_table(spec: StudySpec, records: Iterable[TrialRecord]) -> str:
     Console(file=text, width=WIDTH, no_color=True).print(table)
     *lines, bottom = text.getvalue().rstrip("\n").split("\n")
     more = f", {len(cells) - ROWS} rows are not shown" if len(cells) > ROWS else ""
-    foot = f"└─ {spec.name}: {summary(spec, records)}{more} "
+    foot = f"{'┗' if is_last else '└'}─ {spec.name}: {summary(spec, records)}{more} "
     return "\n".join([*lines, foot + bottom[len(foot) :]])
 
 
@@ -152,15 +152,15 @@ class StudyScreen:
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
         self._thread.join()
-        self._draw()
+        self._draw(is_last=True)
 
     def _draw_regularly(self) -> None:
         self._draw()
         while not self._closed.wait(INTERVAL_S):
             self._draw()
 
-    def _draw(self) -> None:
-        text = study_table(self._spec, list(self._records.values()))
+    def _draw(self, is_last: bool = False) -> None:
+        text = study_table(self._spec, list(self._records.values()), is_last)
         if text != self._shown:
             self._shown = text
             self._print(text)
