@@ -19,6 +19,7 @@ def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "200"})
 
 
+@pytest.mark.soak
 def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     trace = tmp_path / "trace.json"

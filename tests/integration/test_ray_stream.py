@@ -144,6 +144,7 @@ def test_neither_prefetch_nor_data_cpus_change_the_order(reader: Reader, url: st
     assert reader.steps(url, 2, **reading) == planned(url)
 
 
+@pytest.mark.soak
 def test_an_s3_that_fails_now_and_then_loses_nothing(
     cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
