@@ -96,7 +96,7 @@ class AtBatch:
     problem: str
     """Why there is no optimum, or why it is a bound: a sentence."""
     fewest: Fewest | None
-    """None where nothing got to the target, or there is none."""
+    """None where nothing got to the target by training, or there is none."""
 
     @property
     def lowest(self) -> RatePoint | None:
@@ -294,7 +294,7 @@ def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
     for at, point in enumerate(tried):
         ended = [record for record in point.records if record.state in ("complete", "stopped")]
         steps = tuple(record.steps_to(target) for record in ended)
-        if point.outcome == "diverged" or not steps or not all(map(isfinite, steps)):
+        if point.outcome == "diverged" or not steps or not all(0 < each < inf for each in steps):
             continue
         beside = [each.outcome for each in tried[max(at - 1, 0) : at + 2]]
         edge: Edge | None = "lowest" if at == 0 else "highest" if at == len(tried) - 1 else None
