@@ -13,6 +13,7 @@ from undula.elastic.fleet import Work
 from undula.errors import RunError, SpecError
 from undula.plan.plan import Plan
 from undula.preflight import changed_key, check_job, describe
+from undula.run.hub import start_hub
 from undula.run.loop import Run
 from undula.spec import LoadedSpec, LoadedStudy, as_tree, load_study
 from undula.state.directory import JOB_FILE, held, identity, job_record
@@ -41,6 +42,8 @@ class Study:
         self.spec = replace(loaded.spec, samples=samples, warmups=warmups)
         self.url = f"{job.runs.rstrip('/')}/{loaded.spec.name}"
         self.store = open_store(self.url)
+        self.hub: Any = None
+        """That says to others that the study is under way, for as long as it is kept."""
 
     def job(self, trial: Trial) -> LoadedSpec:
         """The job of a trial: `undula run` with the same values trains the same."""
@@ -140,6 +143,8 @@ def conduct(
         progress = known(study.store, study.spec)
         study.check(progress.records)
         connect()
+        if study.store.is_s3:  # which has no lock of its own: two drivers would train the same trials
+            study.hub = start_hub(study.store)
         ship_modules_beside_the_script()
         write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree(), **identity(study.store)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray makes an error of its own of a SystemExit
