@@ -123,7 +123,9 @@ def study_main(argv: Sequence[str] | None = None) -> None:
     with one_sentence():
         if not study or study.startswith("-"):
             raise SpecError("command line: no study: give STUDY.yaml")
-        script = script_of(load_study(Path(study)).file)
+        overrides = [argument for argument in rest if argument and not argument.startswith("-")]
+        script = script_of(load_study(Path(study), overrides).file)
+    sys.path.insert(0, str(script.parent))  # as if it had been started by its name
     sys.argv = [str(script), "--study", study, *(argument for argument in rest if argument)]
     runpy.run_path(str(script), run_name="__main__")
 

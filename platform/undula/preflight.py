@@ -45,9 +45,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
         UndulaError: one sentence for the first thing that is wrong.
     """
     spec = loaded.spec
-    if spec.engine == "horovod":
-        check_horovod(spec.horovod, has_gpus=spec.workers.gpus > 0)
-    data = check_data(loaded)
+    data = check_job(loaded)
     store = _run_directory(loaded)
     plan = Plan(spec.plan, data.num_rows)
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
@@ -111,12 +109,18 @@ class _ShapeProbe:
         raise _ModelBuiltError({name: tuple(value.shape) for name, value in module.state_dict().items()})
 
 
-def check_data(loaded: LoadedSpec) -> Data:
-    """Training data that a job can read, and its validation data too.
+def check_job(loaded: LoadedSpec) -> Data:
+    """Check what does not depend on the run directory: the engine is installed, paths outlast the job, and data can be read.
+
+    Returns:
+        The training data.
 
     Raises:
-        UndulaError: it cannot.
+        UndulaError: one sentence for the first thing that is wrong.
     """
+    if loaded.spec.engine == "horovod":
+        check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus > 0)
+    _refuse_lost_path("runs", loaded.spec.runs, loaded)
     data, spec = _training_data(loaded), loaded.spec.data
     if spec.validation is not None:
         url = spec.validation
@@ -153,7 +157,6 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], D
 
 
 def _run_directory(loaded: LoadedSpec) -> Store:
-    _refuse_lost_path("runs", loaded.spec.runs, loaded)
     try:
         store = open_store(loaded.spec.run_url)
         store.check_writable()

@@ -245,6 +245,11 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
             f"{where(['packed'])}: packed is {spec.packed}, which makes each training one process, and {job_file} has engine: horovod, "
             "which is about several: leave out one of them"
         )
+    if spec.packed and not (job.workers.cpus or job.workers.gpus or any(job.workers.resources.values())):
+        raise SpecError(
+            f"{where(['packed'])}: packed is {spec.packed}, which shares what a worker has, and workers of {job_file} has neither cpus "
+            "nor gpus nor resources: give overrides: {workers.cpus: 1}"
+        )
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 from undula.data.mixture import load_data
 from undula.driver import INTERRUPTED, connect, ship_modules_beside_the_script
 from undula.elastic.fleet import Work
-from undula.errors import RunError
+from undula.errors import RunError, SpecError
 from undula.plan.plan import Plan
-from undula.preflight import changed_key, check_data, describe
+from undula.preflight import changed_key, check_job, describe
+from undula.run.hub import start_hub
 from undula.run.loop import Run
 from undula.spec import LoadedSpec, LoadedStudy, as_tree, load_study
 from undula.state.directory import JOB_FILE, held, identity, job_record
@@ -42,6 +42,8 @@ class Study:
         self.spec = replace(loaded.spec, samples=samples, warmups=warmups)
         self.url = f"{job.runs.rstrip('/')}/{loaded.spec.name}"
         self.store = open_store(self.url)
+        self.hub: Any = None
+        """That says to others that the study is under way, for as long as it is kept."""
 
     def job(self, trial: Trial) -> LoadedSpec:
         """The job of a trial: `undula run` with the same values trains the same."""
@@ -111,6 +113,12 @@ class Study:
         """
         for trial in trials:
             loaded, record = self.job(trial), job_record(self.store / TRIALS / trial.name)
+            plan = Plan(loaded.spec.plan, self.rows)
+            if (warmup := loaded.spec.schedule.over(plan).warmup_samples) > plan.total_samples:
+                raise SpecError(
+                    f"{trial.name} would warm up for {warmup:,.0f} samples and train for {plan.total_samples:,}, so that it never had "
+                    "its learning rate: give smaller warmups, or more samples"
+                )
             if record and (change := changed_key(record["spec"], loaded.tree())):
                 key, before, now = change
                 raise RunError(
@@ -128,18 +136,24 @@ def conduct(
         UndulaError: one sentence for what is wrong, before anything is trained.
     """
     study = Study(load_study(file, overrides, config))
-    check_data(study.base)
+    check_job(study.base)
     with held(study.store):
         if fresh:
             forget_study(study.store)
         progress = known(study.store, study.spec)
         study.check(progress.records)
         connect()
+        if study.store.is_s3:  # which has no lock of its own: two drivers would train the same trials
+            study.hub = start_hub(study.store)
         ship_modules_beside_the_script()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
         write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree(), **identity(study.store)})
-        with StudyScreen(study.spec, progress.records) as screen:
-            sweep(study.store, progress, train, study.order, study.base.spec.workers, study.samples_at, screen.tell)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray makes an error of its own of a SystemExit
+        try:
+            with StudyScreen(study.spec, progress.records) as screen:
+                sweep(study.store, progress, train, study.order, study.base.spec.workers, study.samples_at, screen.tell)
+        except KeyboardInterrupt:
+            print(f"stopped from outside\nstudy directory: {study.url}\nthe same command goes on", flush=True)
+            raise SystemExit(INTERRUPTED) from None
         print("drawing the report ...", flush=True)
         records = list(known(study.store, study.spec).records.values())
         page = write_report(study.store, study.spec, records)

@@ -1,13 +1,18 @@
 """The same job with its data and its run directory on S3, over real HTTP."""
 
+import time
 from pathlib import Path
 
 import pytest
 from jobs_kit import STREAMED, Jobs
+from study_kit import Studies
 
 from undula.cluster.local import local_cluster
 from undula.data.corpora import stdlib_text
 from undula.state.commit import find_commits
+from undula.storage import open_store
+from undula.study.progress import known
+from undula.study.records import REPORT, STUDY, read_spec
 
 
 def test_data_and_run_directory_on_s3(s3, text: str, session_jobs: Jobs, tmp_path: Path) -> None:
@@ -30,10 +35,28 @@ def test_data_and_run_directory_on_s3(s3, text: str, session_jobs: Jobs, tmp_pat
     assert s3.env["AWS_SECRET_ACCESS_KEY"] not in done.out + done.err
 
 
+def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(s3, text: str, tmp_path: Path) -> None:
+    with local_cluster(num_cpus=2, env=s3.env) as cluster:
+        studies = Studies(cluster, text, tmp_path)
+        file = studies.file("on-s3", packed=1, base_lrs=[1e-2], overrides={"runs": s3.url("runs")})
+        store = open_store(s3.url("runs/on-s3"))
+        driver = studies.start(file)
+        while not store.exists(STUDY):
+            assert driver.poll() is None, driver.communicate()
+            time.sleep(0.05)  # paces the looks
+        out, _ = (other := studies.start(file)).communicate(timeout=120)
+        assert other.returncode == 2
+        assert "is being trained by another job on this cluster" in out
+        out, _ = driver.communicate(timeout=240)
+        assert driver.returncode == 0, out[-3000:]
+    spec = read_spec(store)
+    assert [record.state for record in known(store, spec).records.values()] == ["complete"] * 2
+    assert store.exists(f"{REPORT}/index.html")
+
+
 @pytest.mark.usefixtures("s3")
 def test_a_missing_bucket_is_named() -> None:
     from undula.errors import StorageError
-    from undula.storage import open_store
 
     with pytest.raises(StorageError, match="s3://no-such-bucket/runs"):
         open_store("s3://no-such-bucket/runs").check_writable()

@@ -42,6 +42,26 @@ def test_a_study_whose_driver_is_killed_twice_leaves_the_same_table(studies: Stu
     assert studies.store("killed").exists("report/index.html")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_study_that_is_stopped_says_how_it_goes_on_and_is_no_success(
+    studies: Studies, number: signal.Signals
+) -> None:
+    driver = studies.start(studies.file("stopped", packed=1))
+    studies.await_outcomes(driver, "stopped", 1)
+    driver.send_signal(number)
+    out, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130, out[-3000:]
+    assert "the same command goes on" in out
+    assert "Traceback" not in out
+    assert {row["state"] for row in studies.table("stopped")} <= {"complete", "running", "waiting"}
+
+
+def test_a_warmup_that_never_ends_is_refused(studies: Studies) -> None:
+    out, _ = (driver := studies.start(studies.file("slow", packed=1, warmups=[0, 1000]))).communicate(timeout=120)
+    assert driver.returncode == 2
+    assert "adamw-none-b12-lr0.001-w1000-s0 would warm up for 1,000 samples and train for 960" in out
+
+
 def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studies) -> None:
     keys = {
         "packed": 1,

@@ -196,7 +196,10 @@ def _tuning(
 
 
 def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | None, str]:
-    """Fitted to each seed's steps at the rate with the fewest; a rate at the end of the range is a bound and stays out.
+    """Fitted to the mean over seeds, of log steps, at the rate with the fewest; a rate at the end of the range is a bound and stays out.
+
+    One point a batch: no batch lies quite on the hyperbola, and more seeds of the same would make the interval narrow about a value
+    that is off.
 
     One beside a rate that diverged stays in: it is off by no more than the step between the two.
     """
@@ -204,11 +207,14 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
         return None, "the study has no target, so that there are no steps to count: give target"
     reached = [(each.batch, each.fewest) for each in batches if each.fewest]
     used = [(batch, fewest) for batch, fewest in reached if fewest.edge in (None, "diverged")]
+    records = [record for each in batches for point in each.points for record in point.records]
+    if not reached and any(record.samples_to(spec.target) == 0 for record in records):
+        return None, f"trainings are at the target of {spec.target:g} before their first step: lower target"
     if not reached:
         return None, f"no training got to the target of {spec.target:g}: train for more samples, or raise target"
-    points = [(batch, steps) for batch, fewest in used for steps in fewest.steps]
+    steps = [float(np.exp(np.mean(np.log(fewest.steps)))) for _, fewest in used]
     try:
-        return fit_pareto([batch for batch, _ in points], [steps for _, steps in points]), ""
+        return fit_pareto([batch for batch, _ in used], steps), ""
     except ValueError as error:
         at_end = [f"{batch:,}" for batch, fewest in reached if (batch, fewest) not in used]
         if not at_end:

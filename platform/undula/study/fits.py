@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Edge = Literal["lowest", "highest", "diverged"]
@@ -90,10 +90,11 @@ def fit_pareto(
 ) -> ParetoFit:
     """Fit S = S_min (1 + B_crit / B), which is the hyperbola with E = S B, by least squares of log S.
 
-    The interval is a bootstrap over residuals, widened by sqrt(n / (n - 2)) for the two parameters that they were fitted with.
+    The interval is a bootstrap over residuals, widened by sqrt(n / (n - 2)) for the two parameters that they were fitted with, and by
+    Student's quantile over the normal one, as few residuals tell their own size badly.
 
     Args:
-        batches: of each training; several may have the same.
+        batches: one a point. Points of one batch share whatever takes the law off there, and are not as good as other batches.
         steps: to the target. A training that never got there is infinite, and is left out.
         resamples: of the bootstrap.
         confidence: of the interval.
@@ -108,10 +109,11 @@ def fit_pareto(
         raise ValueError(f"{len(np.unique(b))} batch sizes got to the target: a critical batch takes three")
     critical, fewest = (float(found[0]) for found in _hyperbola(b, np.log(s)[None]))
     fitted = np.log(fewest) + np.log1p(critical / b)
-    residuals = (np.log(s) - fitted) * np.sqrt(len(b) / (len(b) - 2))
+    upper = (1 + confidence) / 2
+    residuals = (np.log(s) - fitted) * np.sqrt(len(b) / (len(b) - 2)) * stdtrit(len(b) - 2, upper) / ndtri(upper)
     drawn = np.random.default_rng(seed).integers(len(b), size=(resamples, len(b)))
     spread, _ = _hyperbola(b, fitted + residuals[drawn])
-    low, high = np.quantile(spread, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(spread, [1 - upper, upper])
     low = 0.0 if low <= 2 * b.min() / BEYOND else float(low)
     high = np.inf if high >= b.max() * BEYOND / 2 else float(high)
     inside = bool(b.min() <= low and high <= b.max())

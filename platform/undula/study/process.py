@@ -1,14 +1,17 @@
 """The process of a trial under Ray Tune: it trains in a thread, and tells each measurement of the study's metric."""
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isfinite
 from queue import SimpleQueue
+from time import sleep
 from typing import Any
 
 import ray
+from ray.train import TrainingFailedError
 from ray.tune import Trainable
 
 from undula.elastic.failures import whole_story
@@ -16,6 +19,7 @@ from undula.elastic.fleet import Work
 from undula.elastic.horovod import HorovodConfig
 from undula.elastic.spec import HorovodSpec, WorkersSpec
 from undula.elastic.trainer import elastic_trainer
+from undula.errors import StorageError
 from undula.run.alone import Alone
 from undula.run.hub import HubPublisher, TellEverywhere, start_hub
 from undula.run.job import Job
@@ -28,8 +32,10 @@ from undula.study.records import EVENT_OF
 from undula.study.trials import State
 
 HUB_INTERVAL_S = 0.25
-NO_MORE = 30.0
-"""Seconds in which a training that is not wanted any more leaves at its next step."""
+LEAVE_LIMIT_S = 30.0
+"""In which a training that is not wanted any more leaves at its next step; after it the process ends."""
+STORAGE_PAUSES_S = (2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0)
+"""Before a training whose storage failed goes on from its newest checkpoint; a trial that has failed is not run again."""
 
 
 @dataclass(frozen=True)
@@ -68,31 +74,29 @@ class TrialProcess(Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Another trial in the same process: its imports and its memory stay."""
-        if not self._end():
-            return False
-        self._begin(ray.cloudpickle.loads(new_config["order"]))
-        return True
+        Alone.leave()
+        self._begin(ray.cloudpickle.loads(new_config["order"]), after=self._thread)
+        return True  # Tune would take any other answer for the new trial's failure
 
     def step(self) -> dict[str, Any]:
         news = self._news.get()
         return {**asdict(news), "done": news.state != "running"}
 
     def cleanup(self) -> None:
-        self._end()
+        if self._is_packed:  # one with workers of its own ends with this process
+            Alone.leave()
+            self._thread.join(LEAVE_LIMIT_S)
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: Order, after: threading.Thread | None = None) -> None:
         self._news: SimpleQueue[News] = SimpleQueue()
-        self._listener = Listener(order.metric, self._news.put)
+        self._is_packed = order.is_packed
+        listener = Listener(order.metric, self._news.put)
         start = train_here if order.is_packed else train_with_workers
-        training = partial(start, self._train, order, self._listener)
-        self._thread = threading.Thread(target=_told, args=(training, self._listener), name="undula-trial", daemon=True)
+        training = partial(start, self._train, order, listener)
+        self._thread = threading.Thread(
+            target=_trained, args=(training, listener, after), name="undula-trial", daemon=True
+        )
         self._thread.start()
-
-    def _end(self) -> bool:
-        """Leave the training; whether it has ended. One with workers of its own ends with this process."""
-        Alone.leave()
-        self._thread.join(NO_MORE)
-        return not self._thread.is_alive()
 
 
 class Listener:
@@ -102,23 +106,18 @@ class Listener:
         self._kind = EVENT_OF[metric]
         self._tell = tell
         self._last = News(0, inf, is_measured=False)
-        self._first: float | None = None
 
     def __call__(self, message: Message) -> None:
         if isinstance(message, Status) and not isfinite(message.loss):
             self._say(News(message.step, message.loss, False, "diverged", f"its training loss was {message.loss}"))
         elif isinstance(message, Event) and message.kind == self._kind:
             loss = float(message.data["loss"])
-            self._first = loss if self._first is None else self._first
             state, text = ("running", "") if isfinite(loss) else ("diverged", f"its loss was {loss}")
             self._say(News(message.step or 0, loss, True, state, text))  # type: ignore[arg-type]
 
     def ended(self, error: str | None) -> None:
         """The training is over: by itself, or with an error in words."""
-        state: State = "failed" if error else "complete"
-        if not error and self._first is not None and self._last.loss > self._first:
-            state, error = "diverged", "its loss ended above where it began"
-        self._say(replace(self._last, is_measured=False, state=state, message=error or ""))
+        self._say(replace(self._last, is_measured=False, state="failed" if error else "complete", message=error or ""))
 
     def _say(self, news: News) -> None:
         if self._last.state == "running":
@@ -126,18 +125,35 @@ class Listener:
             self._tell(news)
 
 
-def _told(training: Callable[[], None], listener: Listener) -> None:
+def _trained(training: Callable[[], None], listener: Listener, after: threading.Thread | None) -> None:
+    """Train once the process's former training has left; whatever comes of it is told, as its trial waits for that."""
+    if after is not None:
+        after.join(LEAVE_LIMIT_S)
+        if after.is_alive():
+            os._exit(1)  # Tune begins the trial again, in another process
     try:
         training()
-    except Exception as error:
-        listener.ended(whole_story(error).strip().splitlines()[-1])
+    except BaseException as error:
+        listener.ended(_in_one_line(error))
     else:
         listener.ended(None)
 
 
+def _in_one_line(error: BaseException) -> str:
+    """`KeyError: 'width'`."""
+    if isinstance(error, TrainingFailedError) and (story := whole_story(error).strip()):
+        return story.splitlines()[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
 def train_here(train: Callable[[Run], None], order: Order, listener: Listener) -> None:
     """In this process, alone."""
-    Alone(train, order.job, listener)()
+    for pause_s in STORAGE_PAUSES_S:
+        try:
+            return Alone(train, order.job, listener)()
+        except StorageError:
+            sleep(pause_s)
+    return Alone(train, order.job, listener)()
 
 
 def train_with_workers(train: Callable[[Run], None], order: Order, listener: Listener) -> None:

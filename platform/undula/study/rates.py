@@ -96,7 +96,7 @@ class AtBatch:
     problem: str
     """Why there is no optimum, or why it is a bound: a sentence."""
     fewest: Fewest | None
-    """None where nothing got to the target, or there is none."""
+    """None where nothing got to the target by training, or there is none."""
 
     @property
     def lowest(self) -> RatePoint | None:
@@ -225,8 +225,9 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
     low, high = fit.interval.low, fit.interval.high
     if min(len(each.seeds) for each in used) > 1 and len(used) > 2:
         drawn = _exponents_of_draws(used)
-        low, high = min(low, *np.quantile(drawn, [0.025])), max(high, *np.quantile(drawn, [0.975]))
-    return replace(fit, interval=Interval(float(low) - open_by, float(high) + open_by))
+        if len(drawn):
+            low, high = min(low, float(np.quantile(drawn, 0.025))), max(high, float(np.quantile(drawn, 0.975)))
+    return replace(fit, interval=Interval(low - open_by, high + open_by))
 
 
 def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
@@ -242,7 +243,7 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
         if len(optima) > 1:
             x, y = np.log([each.batch for each in optima]), np.log([each.rate for each in optima])
             found.append(float((x - x.mean()) @ y / ((x - x.mean()) @ (x - x.mean()))))
-    return np.array(found or [0.0])
+    return np.array(found)
 
 
 def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RatePoint]:
@@ -294,7 +295,7 @@ def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
     for at, point in enumerate(tried):
         ended = [record for record in point.records if record.state in ("complete", "stopped")]
         steps = tuple(record.steps_to(target) for record in ended)
-        if point.outcome == "diverged" or not steps or not all(map(isfinite, steps)):
+        if point.outcome == "diverged" or not steps or not all(0 < each < inf for each in steps):
             continue
         beside = [each.outcome for each in tried[max(at - 1, 0) : at + 2]]
         edge: Edge | None = "lowest" if at == 0 else "highest" if at == len(tried) - 1 else None

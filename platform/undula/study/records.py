@@ -109,7 +109,7 @@ def _seconds(ledger: Ledger) -> tuple[float, float]:
     for number, start in enumerate(starts):
         until = starts[number + 1]["time"] if number + 1 < len(starts) else inf
         within = rows[(rows >= start["time"]) & (rows < until)]
-        seconds = float(within.max() - start["time"])
+        seconds = float(within.max(initial=start["time"]) - start["time"])  # nodes' clocks may differ
         wall += seconds
         work += seconds * json.loads(start["data"])["world_size"]
     return wall, work
@@ -142,5 +142,5 @@ def forget_study(study: Store) -> None:
         raise RunError(
             f"{study.url} holds {sorted(names)[0]!r} and no study: --fresh deletes studies alone; give another name"
         )
-    for name in (STUDY, TRIALS, REPORT):
+    for name in (TRIALS, REPORT, STUDY):  # by the last it is still known for a study where this is cut short
         study.delete(name)

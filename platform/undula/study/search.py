@@ -53,7 +53,8 @@ def _random(spec: StudySpec) -> Iterator[Trial]:
     assert spec.trials is not None
     if spec.base_lr_range is None:
         everything = list(_grid(spec))
-        yield from draw.sample(everything, min(spec.trials, len(everything)))
+        draw.shuffle(everything)
+        yield from everything[: spec.trials]  # more of them begin with the same
         return
     cells, ends = list(_cells(spec)), (log(spec.base_lr_range.low), log(spec.base_lr_range.high))
     drawn: set[Trial] = set()

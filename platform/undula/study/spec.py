@@ -36,8 +36,9 @@ class LogRange:
             raise ValueError(f"low is {self.low:g}, not under high ({self.high:g}): exchange them")
 
     def values(self) -> tuple[float, ...]:
+        """To six digits, so that a range which was widened by whole steps has the same rates where it was before."""
         ratio = self.high / self.low
-        return (*(self.low * ratio ** (point / (self.points - 1)) for point in range(self.points - 1)), self.high)
+        return tuple(float(f"{self.low * ratio ** (point / (self.points - 1)):.6g}") for point in range(self.points))
 
 
 @checked_dataclass(frozen=True, config=STRICT)

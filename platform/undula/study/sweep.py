@@ -25,13 +25,15 @@ from undula.study.trials import Measurement, State, Trial, TrialRecord
 
 LOST_PROCESSES = 10
 """Times that a trial's process may be lost; nodes that Ray knows to have been preempted do not count."""
+MANY = 10**6
 TUNE = {
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
-"""Tune's own notes of a study are not what it goes on from."""
+"""Tune's own notes of a study are not what it goes on from; and after a SIGINT it would return as if the study were done."""
 
 
 def sweep(
@@ -92,11 +94,11 @@ def _room(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
 
     def room() -> int:
         if spec.packed is not None:
-            return spec.max_concurrent or 10**6
+            return spec.max_concurrent or MANY
         has = ray.cluster_resources()  # type: ignore[no-untyped-call]
         each = {"CPU": workers.cpus * workers.max, "GPU": workers.gpus * workers.max}
-        fits = min((int(has.get(name, 0.0) // amount) for name, amount in each.items() if amount), default=1)
-        return min(max(fits, 1), spec.max_concurrent or fits)
+        fits = min((int(has.get(name, 0.0) / amount + 1e-9) for name, amount in each.items() if amount), default=1)
+        return min(max(fits, 1), spec.max_concurrent or MANY)  # one waits for a cluster that has too little yet
 
     return room
 
@@ -196,7 +198,8 @@ class _Keeper(_Unsaved, tune.Callback):
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         record = self._progress.records[self._by_id[trial.trial_id]]
         if trial.status == "ERROR":  # and not one that is tried again
-            self.end(replace(record, state="failed", message=f"its process was lost {LOST_PROCESSES + 1} times"))
+            cause = (str(trial.get_error() or "").strip().splitlines() or ["no more is known"])[-1]
+            self.end(replace(record, state="failed", message=f"its process was lost too often, at last by: {cause}"))
 
     def end(self, record: TrialRecord) -> None:
         """Write down that a trial has ended, with what its ledger knows of former processes and what this one has heard beside it."""
@@ -205,8 +208,11 @@ class _Keeper(_Unsaved, tune.Callback):
         curve = {point.step: point for point in (*known, *found.curve)}
         last = known[-1].step if known and record.state == "stopped" else inf  # it may have measured once more
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
-        self._now(replace(found, state=record.state, message=record.message, curve=points))
-        write_outcome(store, self._progress.records[record.trial], self._progress.spec.keep_models)
+        ended = replace(found, state=record.state, message=record.message, curve=points)
+        if ended.state == "complete" and ended.has_diverged:
+            ended = replace(ended, state="diverged", message="its loss ended above where it began")
+        write_outcome(store, ended, self._progress.spec.keep_models)
+        self._now(ended)
 
     def _now(self, record: TrialRecord) -> None:
         self._progress.records[record.trial] = record
@@ -231,7 +237,7 @@ class _Halving(_Unsaved, FIFOScheduler):
             for number, point in enumerate(record.curve):
                 told = _result(point.samples, point.loss)
                 answer = self._cell(record.trial).on_trial_result(None, stand_in, told)  # type: ignore[arg-type]
-                if answer == TrialScheduler.STOP and not record.has_ended:
+                if answer == TrialScheduler.STOP and not record.has_ended and not self._is_last(point.samples):
                     self.lost.append(replace(record, state="stopped", curve=record.curve[: number + 1]))
                     break
 
@@ -243,8 +249,15 @@ class _Halving(_Unsaved, FIFOScheduler):
         this = self._by_id[trial.trial_id]
         if result["done"] or not result["is_measured"] or not result["step"]:
             return str(TrialScheduler.CONTINUE)
-        told = _result(self._samples_at(this, result["step"]), result["loss"])
-        return str(self._cell(this).on_trial_result(tune_controller, _StandIn(this.name), told))  # type: ignore[arg-type]
+        samples = self._samples_at(this, result["step"])
+        told = _result(samples, result["loss"])
+        answer = self._cell(this).on_trial_result(tune_controller, _StandIn(this.name), told)  # type: ignore[arg-type]
+        return str(TrialScheduler.CONTINUE if self._is_last(samples) else answer)
+
+    def _is_last(self, samples: int) -> bool:
+        """Whether a trial is at its end, where the last rung may be: it is complete, and no longer one to stop."""
+        assert self._spec.samples is not None
+        return samples >= self._spec.samples
 
     def _cell(self, trial: Trial) -> AsyncHyperBandScheduler:
         key = replace(trial, base_lr=0.0)

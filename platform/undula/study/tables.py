@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from math import isfinite
+from math import inf, isfinite
 
 import pyarrow as pa
 
@@ -40,8 +40,9 @@ def trial_table(spec: StudySpec, records: Iterable[TrialRecord], dollars_per_wor
 def _trial_row(spec: StudySpec, record: TrialRecord, hourly: float | None) -> dict[str, object]:
     trial = record.trial
     losses = [point.loss for point in record.curve if isfinite(point.loss)] if record.state != "diverged" else []
-    samples = record.samples_to(spec.target) if spec.target is not None and record.state != "diverged" else float("inf")
-    steps = record.steps_to(spec.target) if spec.target is not None and isfinite(samples) else float("inf")
+    samples, steps = (
+        (inf, inf) if spec.target is None else (record.samples_to(spec.target), record.steps_to(spec.target))
+    )
     return {
         "name": trial.name,
         "optimizer": trial.optimizer,
@@ -223,7 +224,7 @@ def trials_table(findings: Findings) -> str:
     rows = []
     for record in findings.records[:TRIALS_SHOWN]:
         trial = record.trial
-        reached = record.steps_to(target) if target is not None and record.state != "diverged" else float("inf")
+        reached = inf if target is None else record.steps_to(target)
         rows.append(
             (
                 trial.optimizer,

@@ -76,13 +76,22 @@ class TrialRecord:
         return last if isfinite(last) else inf
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether its losses say so: one is not finite, or the last is above the first."""
+        return bool(self.curve) and not (
+            all(isfinite(point.loss) for point in self.curve) and self.curve[-1].loss <= self.curve[0].loss
+        )
+
+    @property
     def samples(self) -> int:
         """Consumed, as of the last measurement."""
         return self.curve[-1].samples if self.curve else 0
 
     def samples_to(self, target: float) -> float:
-        """Samples until the metric was first at the target, in a straight line between measurements; infinite where it never was."""
-        return reached(self.curve, target)
+        """Samples until the metric was first at the target, in a straight line between measurements; infinite where it never was, or
+        the trial diverged.
+        """
+        return inf if self.state == "diverged" else reached(self.curve, target)
 
     def steps_to(self, target: float) -> float:
         """The same in whole steps of this trial's batch."""

@@ -41,6 +41,17 @@ def test_critical_batch_lies_in_its_interval_about_as_often_as_it_says() -> None
     assert 88 <= held <= 99
 
 
+@pytest.mark.parametrize("count", [4, 5, 7])
+def test_interval_of_few_batches_holds_as_often_as_it_says(count: int) -> None:
+    rng = np.random.default_rng(0)
+    batches = 32 * 2.0 ** np.arange(count)
+    held = 0
+    for seed in range(60):
+        steps = 500 * (1 + 200 / batches) * np.exp(0.1 * rng.standard_normal(count))
+        held += fit_pareto(batches.tolist(), steps.tolist(), resamples=200, seed=seed).interval.holds(200)
+    assert held >= 53
+
+
 def test_interval_says_where_the_batches_do_not_bound_it() -> None:
     rng = np.random.default_rng(1)
     noise = np.exp(0.2 * rng.standard_normal(len(BATCHES)))

@@ -55,6 +55,17 @@ def test_random_search_of_a_small_grid_draws_each_once() -> None:
     assert len(set(wanted(study(base_lrs=(0.1, 0.2), search="random", trials=20), {}))) == 4
 
 
+def test_a_larger_random_search_begins_with_the_smaller_one() -> None:
+    for keys in ({"base_lrs": (0.1, 0.2, 0.3)}, {}):
+        few, many = (wanted(study(search="random", trials=number, **keys), {}) for number in (3, 6))
+        assert many[:3] == few
+
+
+def test_a_range_that_was_widened_has_the_rates_that_it_had() -> None:
+    assert set(LogRange(0.001, 0.1, 5).values()) < set(LogRange(0.0001, 1.0, 9).values())
+    assert LogRange(0.001, 0.1, 5).values() == (0.001, 0.00316228, 0.01, 0.0316228, 0.1)
+
+
 def run_adaptively(spec: StudySpec, number_at_once: int) -> dict[Trial, float]:
     losses: dict[Trial, float] = {}
     while todo := [trial for trial in wanted(spec, losses) if trial not in losses]:

@@ -169,6 +169,7 @@ def test_unfinished_trials_are_told_of(report: Path) -> None:
     ("spec", "told"),
     [
         (study(target=1e-9), "No training got to the target of 1e-09"),
+        (study(target=1e9), "Trainings are at the target of 1e+09 before their first step"),
         (study(target=None), "The study has no target"),
         (study(batches=(16,)), "The study has one batch (16)"),
         (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch: lower ones are needed"),

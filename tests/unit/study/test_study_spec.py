@@ -149,3 +149,9 @@ def test_file_that_is_no_study_is_refused(refused: Refused) -> None:
         refused("", text="") == "study.yaml is empty: a study's YAML is a mapping with the keys name, job, batches, ..."
     )
     assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing: it must be given"
+
+
+def test_trainings_that_share_nothing_are_refused(refused: Refused) -> None:
+    assert "workers of job.yaml has neither cpus nor gpus" in refused(
+        RATES + "packed: 2\noverrides: {workers.cpus: 0}\n"
+    )

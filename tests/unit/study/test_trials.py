@@ -39,6 +39,17 @@ def test_target_is_reached_on_a_straight_line_between_measurements() -> None:
     assert reached(curve(nan, 0.5), 1) == 10
 
 
+def test_a_trial_that_diverged_has_no_steps_to_a_target() -> None:
+    assert record(3, 0.5, nan, state="diverged").steps_to(1) == inf
+
+
+def test_a_curve_that_ends_above_its_beginning_has_diverged() -> None:
+    assert record(3, 1, 4).has_diverged
+    assert record(3, nan, 1).has_diverged
+    assert not record(3, 4, 2).has_diverged
+    assert not record().has_diverged
+
+
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.floats(0, 10), st.floats(0, 10))
 def test_a_lower_target_is_not_reached_earlier(losses: list[float], one: float, other: float) -> None:
     points = curve(*losses)
@@ -129,13 +140,16 @@ def test_a_trial_tells_its_measurements_and_how_it_ended() -> None:
 @pytest.mark.parametrize(
     ("messages", "state"),
     [
-        ([measured(0, 3.0), measured(1, 4.0)], "diverged"),
+        (
+            [measured(0, 3.0), measured(1, 4.0)],
+            "complete",
+        ),  # the trial's whole curve tells, of which this may be the end
         ([measured(0, 3.0), measured(1, nan), measured(2, 1.0)], "diverged"),
         ([measured(0, 3.0), Status(1, 9, inf, 0.1, 1.0, 1, 1.0), measured(2, 1.0)], "diverged"),
         ([measured(0, 3.0), Status(1, 9, 2.0, 0.1, 1.0, 1, 1.0), measured(2, 1.0)], "complete"),
     ],
 )
-def test_a_loss_that_is_not_finite_or_rises_is_divergence(messages: list[object], state: str) -> None:
+def test_a_loss_that_is_not_finite_is_divergence(messages: list[object], state: str) -> None:
     ends = [news.state for news in heard(*messages) if news.state != "running"]
     assert ends == [state]
 

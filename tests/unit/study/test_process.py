@@ -1,0 +1,118 @@
+"""A trial's process: whatever becomes of its training, its trial hears of the end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from undula.data.spec import DataSpec
+from undula.elastic.fleet import Work
+from undula.elastic.spec import WorkersSpec
+from undula.errors import StorageError
+from undula.plan.plan import PlanSpec
+from undula.plan.schedule import ScheduleSpec
+from undula.run.job import GradientSpec, Job, ValidationSpec
+from undula.state.ledger import Event
+from undula.state.spec import CheckpointSpec
+from undula.study import process
+from undula.study.process import Order, TrialProcess
+
+
+def order() -> Order:
+    job = Job(
+        name="trial",
+        run_url="/nowhere",
+        data=DataSpec(train="/nowhere"),
+        plan=PlanSpec(),
+        schedule=ScheduleSpec(),
+        gradient=GradientSpec(),
+        validation=ValidationSpec(),
+        checkpoint=CheckpointSpec(),
+        deterministic=False,
+        config=None,
+    )
+    return Order(job, WorkersSpec(), None, "validation_loss", is_packed=True, work=Work(1, 0.0))
+
+
+@pytest.fixture
+def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], TrialProcess]:
+    """A process that has begun a training, of which there is no more than a function of its listener."""
+
+    class Training:
+        def __init__(self, train: Callable[[Any], None], job: Job, publish: Any):
+            self._train, self._publish = train, publish
+
+        def __call__(self) -> None:
+            self._train(self._publish)
+
+        @staticmethod
+        def leave() -> None:
+            """There are no steps."""
+
+    monkeypatch.setattr(process, "Alone", Training)
+    monkeypatch.setattr(process, "STORAGE_PAUSES_S", (0.0, 0.0))
+
+    def begun(train: Callable[[Any], None]) -> TrialProcess:
+        made = TrialProcess.__new__(TrialProcess)
+        made._train = train
+        made._begin(order())
+        return made
+
+    return begun
+
+
+Begin = Callable[[Callable[[Any], None]], TrialProcess]
+
+
+def raised(error: BaseException) -> Callable[[Any], None]:
+    def train(publish: Any) -> None:
+        raise error
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("width"), "KeyError: 'width'"),
+        (AssertionError(), "AssertionError"),
+        (ValueError("one\ntwo"), "ValueError: one two"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_a_training_that_ends_by_an_error_fails_its_trial(trial: Begin, error: BaseException, message: str) -> None:
+    news = trial(raised(error)).step()
+    assert (news["state"], news["message"], news["done"]) == ("failed", message, True)
+
+
+def test_a_storage_that_fails_for_a_while_fails_no_trial(trial: Begin) -> None:
+    failures = [StorageError("away"), StorageError("away")]
+
+    def train(publish: Any) -> None:
+        if failures:
+            raise failures.pop()
+        publish(Event("validation", "", 2, {"loss": 1.0}))
+
+    made = trial(train)
+    assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
+    assert trial(raised(StorageError("gone for good"))).step()["message"] == "StorageError: gone for good"
+
+
+def test_the_next_trial_of_a_process_begins_when_the_former_one_has_left(trial: Begin) -> None:
+    import threading
+
+    import ray
+
+    leaves, told = threading.Event(), []
+
+    def train(publish: Any) -> None:
+        told.append("begun")
+        leaves.wait(10)
+        told.append("left")
+
+    made = trial(train)
+    assert made.reset_config({"order": ray.cloudpickle.dumps(order())})  # type: ignore[no-untyped-call]
+    assert told.count("begun") <= 1
+    leaves.set()
+    assert made.step()["state"] == "complete"
+    assert told == ["begun", "left", "begun", "left"]
