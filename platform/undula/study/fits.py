@@ -1,6 +1,4 @@
-"""What is fitted to a study's results: the critical batch, the best learning rate and its power of the batch, and the rules that the
-data reject. Pure.
-"""
+"""What is fitted to a study's results: the critical batch, the best learning rate and its power of the batch. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,15 +72,6 @@ class PowerLaw:
     used: tuple[Optimum, ...]
     left_out: tuple[Optimum, ...]
     """At the edge of their rates: bounds, not values."""
-
-
-@dataclass(frozen=True)
-class RuleVerdict:
-    """A rule's line beside the exponent that was found."""
-
-    rule: str
-    exponent: float
-    rejected: bool
 
 
 def fit_pareto(
@@ -199,8 +188,3 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
     reach = float(stdtrit(free, (1 + confidence) / 2) * error) if free else np.inf
     factor = float(np.exp(y.mean() - exponent * x.mean()))
     return PowerLaw(factor, exponent, Interval(exponent - reach, exponent + reach), used, left_out)
-
-
-def compare_rules(fit: PowerLaw, exponents: Mapping[str, float] = RULE_EXPONENTS) -> tuple[RuleVerdict, ...]:
-    """Which rules the data reject: those whose power lies outside the interval."""
-    return tuple(RuleVerdict(rule, power, not fit.interval.holds(power)) for rule, power in exponents.items())

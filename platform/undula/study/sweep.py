@@ -237,9 +237,15 @@ class _Halving(_Unsaved, FIFOScheduler):
             for number, point in enumerate(record.curve):
                 told = _result(point.samples, point.loss)
                 answer = self._cell(record.trial).on_trial_result(None, stand_in, told)  # type: ignore[arg-type]
-                if answer == TrialScheduler.STOP and not record.has_ended and not self._is_last(point.samples):
-                    self.lost.append(replace(record, state="stopped", curve=record.curve[: number + 1]))
-                    break
+                # Where the curve goes on, it was let on: others came to the rung later then, and come sooner now.
+                is_newest = number == len(record.curve) - 1
+                if (
+                    answer == TrialScheduler.STOP
+                    and is_newest
+                    and not record.has_ended
+                    and not self._is_last(point.samples)
+                ):
+                    self.lost.append(replace(record, state="stopped"))
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         this = self._by_id[trial.trial_id]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from undula.study.fits import Interval, Optimum, PowerLaw, best_rate, compare_rules, fit_pareto, fit_power_law
+from undula.study.fits import RULE_EXPONENTS, Optimum, best_rate, fit_pareto, fit_power_law
 
 BATCHES = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -101,7 +101,7 @@ def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
 def test_two_points_reject_nothing() -> None:
     fit = fit_power_law(optima((16, 32), (0.1, 0.2)))
     assert fit.exponent == pytest.approx(1.0)
-    assert not any(verdict.rejected for verdict in compare_rules(fit))
+    assert all(fit.interval.holds(power) for power in RULE_EXPONENTS.values())
 
 
 @settings(max_examples=50, deadline=None)
@@ -141,12 +141,6 @@ def test_no_rate_that_trained_is_refused() -> None:
         best_rate(64, [0.1, 0.2], [np.nan, np.inf])
 
 
-def test_rules_outside_the_interval_are_rejected() -> None:
-    fit = PowerLaw(1.0, 0.6, Interval(0.4, 0.8), (), ())
-    assert {verdict.rule: verdict.rejected for verdict in compare_rules(fit)} == {
-        "linear": True,
-        "sqrt": False,
-        "none": True,
-    }
+def test_an_exact_line_leaves_its_own_power_alone() -> None:
     exact = fit_power_law(optima(BATCHES, [0.01 * batch for batch in BATCHES]))
-    assert [verdict.rule for verdict in compare_rules(exact) if not verdict.rejected] == ["linear"]
+    assert [rule for rule, power in RULE_EXPONENTS.items() if exact.interval.holds(power)] == ["linear"]
