@@ -15,9 +15,9 @@ from small_text import CONTEXT
 
 from undula.cluster.local import LocalCluster
 from undula.storage import Store, open_store
+from undula.study.live_table import as_rows
 from undula.study.progress import known
 from undula.study.records import OUTCOME, TRIALS, read_spec
-from undula.study.table import as_rows
 
 STUDY: Mapping[str, Any] = {
     "job": str(LANGUAGE_MODEL.with_suffix(".yaml")),

@@ -78,9 +78,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     from undula.live import LiveScreen
+    from undula.study.live_table import as_rows, study_table
     from undula.study.progress import known
     from undula.study.records import read_spec
-    from undula.study.table import as_rows, study_table
 
     store = _study_store(options.study, options.runs)
     screen = LiveScreen(sys.stdout)

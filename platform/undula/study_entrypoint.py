@@ -18,12 +18,12 @@ from undula.run.loop import Run
 from undula.spec import LoadedSpec, LoadedStudy, as_tree, load_study
 from undula.state.directory import JOB_FILE, held, identity, job_record
 from undula.storage import open_store
+from undula.study.live_table import StudyScreen
 from undula.study.page import verdict_lines, write_report
 from undula.study.process import Order
 from undula.study.progress import known
-from undula.study.records import TRIALS, forget_study, write_study
+from undula.study.records import TRIALS, forget_failures, forget_study, write_study
 from undula.study.sweep import sweep
-from undula.study.table import StudyScreen
 from undula.study.trials import Trial
 
 
@@ -146,6 +146,9 @@ def conduct(
         if study.store.is_s3:  # which has no lock of its own: two drivers would train the same trials
             study.hub = start_hub(study.store)
         ship_modules_beside_the_script()
+        if failed := forget_failures(study.store, progress.records.values()):
+            print(f"{failed} trial{'s' if failed > 1 else ''} that failed: tried again", flush=True)
+            progress = known(study.store, study.spec)
         write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree(), **identity(study.store)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray makes an error of its own of a SystemExit
         try:

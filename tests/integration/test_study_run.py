@@ -102,11 +102,12 @@ def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: P
     script = tmp_path / "failing.py"
     script.write_text(
         "import sys\n"
+        "from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(studies.file('x', packed=1)).parent)!r})\n"
         "import undula\n"
         "import language_model\n"
         "def train(run):\n"
-        "    if run.base_lr == 1e-3:\n"
+        f"    if run.base_lr == 1e-3 and not Path({str(tmp_path / 'mended')!r}).exists():\n"
         "        raise KeyError('no such thing')\n"
         "    language_model.train(run)\n"
         "if __name__ == '__main__':\n"
@@ -114,11 +115,16 @@ def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: P
     )
     for name in ("language_model.py", "gpt.py"):
         (tmp_path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
-    studies.run(studies.file("failing", packed=2, batches=[24], base_lrs=[1e-3, 1e-2, 1e6]), script=script)
+    file = studies.file("failing", packed=2, batches=[24], base_lrs=[1e-3, 1e-2, 1e6])
+    studies.run(file, script=script)
     states = {row["base_lr"]: (row["state"], row["message"]) for row in studies.table("failing")}
     assert states[1e-3] == ("failed", "KeyError: 'no such thing'")
     assert states[1e-2] == ("complete", "")
     assert states[1e6][0] == "diverged"
+
+    (tmp_path / "mended").touch()
+    assert "1 trial that failed: tried again" in studies.run(file, script=script)
+    assert [row["state"] for row in studies.table("failing")] == ["complete", "complete", "diverged"]
 
 
 def test_a_study_goes_on_with_more_and_not_with_others(studies: Studies) -> None:

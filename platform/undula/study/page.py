@@ -22,7 +22,7 @@ import yaml
 from undula.report.cost import HOUR_S, dollars
 from undula.report.summary import counted, duration, number, printable
 from undula.storage import Store
-from undula.study import tables
+from undula.study import report_tables as tables
 from undula.study.drawing import dark_counterparts
 from undula.study.figures import StudyFigure, group_figures, warmup_figures
 from undula.study.findings import Findings, GroupFindings, find

@@ -135,6 +135,14 @@ def read_spec(study: Store) -> StudySpec:
         raise RunError(f"{study.url}/{STUDY} is damaged ({text}): run the study again, which writes it anew") from None
 
 
+def forget_failures(study: Store, records: Iterable[TrialRecord]) -> int:
+    """Let trials that failed go on, as whoever submits a study again may have mended the script; how many there are."""
+    failed = [record.trial.name for record in records if record.state == "failed"]
+    for name in failed:
+        (study / TRIALS / name).delete(OUTCOME)
+    return len(failed)
+
+
 def forget_study(study: Store) -> None:
     """Delete a study: what was put into its directory, and nothing else. RunError where the directory holds other things alone."""
     names = {entry.name.partition("/")[0] for entry in study.list()} - {".lock"}

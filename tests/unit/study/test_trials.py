@@ -12,10 +12,10 @@ from undula.errors import RunError
 from undula.run.messages import Status
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
+from undula.study.live_table import as_rows, best_of, seconds_left, study_table
 from undula.study.process import Listener, News
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
-from undula.study.table import as_rows, best_of, seconds_left, study_table
 from undula.study.trials import Measurement, Trial, TrialRecord, reached
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
