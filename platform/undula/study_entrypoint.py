@@ -149,7 +149,7 @@ def conduct(
         if failed := forget_failures(study.store, progress.records.values()):
             print(f"{failed} trial{'s' if failed > 1 else ''} that failed: tried again", flush=True)
             progress = known(study.store, study.spec)
-        write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree(), **identity(study.store)})
+        write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree()})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray makes an error of its own of a SystemExit
         try:
             with StudyScreen(study.spec, progress.records) as screen:
