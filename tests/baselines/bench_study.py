@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "build" / "bench" / "study.json"
 RATES = [0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.24]
 BATCHES = [32, 128]
-SAMPLES = 8_192
+SAMPLES = 4_096
 MEASUREMENTS = 8
 VALIDATED = 256
 WIDTH = 4
@@ -31,6 +31,7 @@ MICRO_BATCH = 16
 def tune_alone(data: str, folder: str, reuses: bool) -> None:
     """The hand-written study; called in a process of its own."""
     sys.path.insert(0, str(ROOT / "jobs"))
+    import pyarrow as pa
     import pyarrow.parquet as pq
     import ray
     import torch
@@ -40,7 +41,7 @@ def tune_alone(data: str, folder: str, reuses: bool) -> None:
     import resnet
 
     def read(split: str) -> tuple[torch.Tensor, torch.Tensor]:
-        table = pq.read_table(f"{data}/{split}")
+        table = pa.concat_tables([pq.read_table(file) for file in sorted(Path(data, split).rglob("*.parquet"))])
         images = torch.tensor(table["image"].combine_chunks().flatten().to_numpy()).reshape(-1, 1, 8, 8)
         return images, torch.tensor(table["label"].to_numpy())
 
