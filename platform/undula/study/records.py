@@ -1,7 +1,7 @@
 """What has come of a study's trials, read from their run directories, and what the study itself writes there."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from math import inf
 from typing import Any
@@ -45,12 +45,6 @@ def read_outcome(store: Store) -> TrialRecord | None:
     except ValueError as error:
         text = " ".join(str(error).split())
         raise RunError(f"{store.url}/{OUTCOME} is damaged ({text}): delete it, and the trial goes on") from error
-
-
-def read_records(study: Store, spec: StudySpec, trials: Iterable[Trial]) -> Iterator[TrialRecord]:
-    """What is known of trials, in their order."""
-    for trial in trials:
-        yield read_record(study / TRIALS / trial.name, spec, trial)
 
 
 def read_record(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
