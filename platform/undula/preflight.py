@@ -20,7 +20,7 @@ from undula.run.loop import Run
 from undula.run.modelstate import MODEL
 from undula.spec import LoadedSpec
 from undula.state.commit import check_shapes, find_commits
-from undula.state.directory import JOB_FILE
+from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.storage import Store, open_store
 from undula.yaml_file import flatten
 
@@ -163,6 +163,8 @@ def _run_directory(loaded: LoadedSpec) -> Store:
     except StorageError as error:
         origin = loaded.origins.get("runs", "default")
         raise StorageError(f"{origin}: runs: the run directory is not writable: {error}") from error
+    if store.exists(STUDY_FILE):
+        raise RunError(f"{store.url} is a study's directory: give the run another name")
     return store
 
 

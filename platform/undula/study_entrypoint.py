@@ -138,6 +138,8 @@ def conduct(
     study = Study(load_study(file, overrides, config))
     check_job(study.base)
     with held(study.store):
+        if study.store.exists(JOB_FILE):
+            raise RunError(f"{study.url} is a run's directory: give the study another name")
         if fresh:
             forget_study(study.store)
         progress = known(study.store, study.spec)

@@ -1,8 +1,9 @@
-"""Trials per hour of a packed study beside Ray Tune alone, which runs the same train function: `python -m tests.baselines.bench_study`.
+"""Trials per hour of a packed study beside Ray Tune alone: `python -m tests.baselines.bench_study`.
 
-Ray Tune alone is what one would write by hand: a function that trains, measures and reports, a grid, the same resources. Its loop is
-plain torch over the same samples, read from Parquet into memory at its start; it keeps no ledger and no checkpoints. Both run in turn
-on one local cluster, with as many trials at once as there are cores.
+Ray Tune alone is a grid with the same resources, which keeps its processes from one trial to the next as the study does. Its trials are
+the same train function, `tune-same`, or what one would write by hand, `tune-plain`: plain torch over the same samples, read from Parquet
+into memory at its start, without ledger and checkpoints. All run in turn on one local cluster, with as many trials at once as there are
+cores.
 """
 
 import argparse
@@ -10,27 +11,27 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from tests.baselines.result import print_and_write
 from undula.cluster.local import LocalCluster, local_cluster
 
 ROOT = Path(__file__).parents[2]
-OUT = ROOT / "build" / "bench" / "study.json"
 RATES = [0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.24]
 BATCHES = [32, 128]
-SAMPLES = 4_096
-MEASUREMENTS = 8
 VALIDATED = 256
 WIDTH = 4
 MICRO_BATCH = 16
+CONTENDERS = ("undula", "tune-same", "tune-plain")
+Train = Callable[[dict[str, Any]], None]
 
 
-def tune_alone(data: str, folder: str, reuses: bool) -> None:
-    """The hand-written study; called in a process of its own."""
-    sys.path.insert(0, str(ROOT / "jobs"))
+def plain(data: str) -> Train:
+    """A trial as one would write it by hand."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import ray
@@ -39,6 +40,8 @@ def tune_alone(data: str, folder: str, reuses: bool) -> None:
     from ray import tune
 
     import resnet
+
+    ray.cloudpickle.register_pickle_by_value(resnet)
 
     def read(split: str) -> tuple[torch.Tensor, torch.Tensor]:
         table = pa.concat_tables([pq.read_table(file) for file in sorted(Path(data, split).rglob("*.parquet"))])
@@ -66,33 +69,88 @@ def tune_alone(data: str, folder: str, reuses: bool) -> None:
             model.train()
             tune.report({"loss": sum(losses) / VALIDATED, "step": step})
 
-        steps = SAMPLES // config["batch"]
-        order = torch.randperm(len(images))
+        samples, measurements = config["samples"], config["measurements"]
+        steps = samples // config["batch"]
+        epoch, order = 0, torch.randperm(len(images))
         measure(0)
         for step in range(steps):
-            first = step * config["batch"]
-            rows = order[torch.arange(first, first + config["batch"]) % len(images)]
-            for part in rows.split(MICRO_BATCH):
-                loss = F.cross_entropy(logits(images[part]), labels[part])
-                (loss * len(part) / len(rows)).backward()
+            places = torch.arange(step * config["batch"], (step + 1) * config["batch"])
+            if int(places[-1]) // len(images) > epoch:
+                epoch, order = epoch + 1, torch.randperm(len(images))
+            for part in order[places % len(images)].split(MICRO_BATCH):
+                scores = logits(images[part])
+                accuracy = (scores.argmax(1) == labels[part]).float().mean().item()  # as the job's function has it
+                loss = F.cross_entropy(scores, labels[part])
+                (loss * len(part) / config["batch"]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if (step + 1) * MEASUREMENTS // steps > step * MEASUREMENTS // steps:
+            if (step + 1) * measurements // steps > step * measurements // steps:
                 measure(step + 1)
+        assert accuracy <= 1
+
+    return train
+
+
+def same(study: Path, folder: Path) -> Train:
+    """A trial of the study by its own train function: its job, trained by itself, with its ledger and checkpoints."""
+    import ray
+    from ray import tune
+
+    import image_classifier
+    import resnet
+    from undula.run.alone import Alone
+    from undula.run.messages import Message
+    from undula.spec import load_study
+    from undula.state.ledger import Event
+    from undula.study.trials import Trial
+    from undula.study_entrypoint import Study
+
+    for module in (resnet, image_classifier):
+        ray.cloudpickle.register_pickle_by_value(module)
+    whole = Study(load_study(study, [f"overrides.runs={folder}"], image_classifier.Config))
+    trials = [(batch, lr) for batch in BATCHES for lr in RATES]
+    # As bytes, as Tune's own process would unpickle the script's classes else.
+    jobs = {
+        each: ray.cloudpickle.dumps(whole.job(Trial(each[0], each[1], "none", 0, "own", 0)).job()) for each in trials
+    }
+
+    def report(message: Message) -> None:
+        if isinstance(message, Event) and message.kind == "validation":
+            tune.report({"loss": message.data["loss"], "step": message.step})
+
+    def train(config: dict[str, Any]) -> None:
+        Alone(image_classifier.train, ray.cloudpickle.loads(jobs[config["batch"], config["lr"]]), report)()
+
+    return train
+
+
+def tune_alone(train: Train, folder: Path, samples: int) -> None:
+    """Ray Tune's own loop; called in a process of its own."""
+    import ray
+    from ray import tune
 
     ray.init(log_to_driver=False)
-    ray.cloudpickle.register_pickle_by_value(resnet)
     results = tune.Tuner(
         tune.with_resources(train, {"CPU": 1}),
-        param_space={"lr": tune.grid_search(RATES), "batch": tune.grid_search(BATCHES)},
-        tune_config=tune.TuneConfig(metric="loss", mode="min", reuse_actors=reuses),
-        run_config=tune.RunConfig(name="alone", storage_path=folder, verbose=0),
+        param_space={
+            "lr": tune.grid_search(RATES),
+            "batch": tune.grid_search(BATCHES),
+            "samples": samples,
+            "measurements": measurements_of(samples),
+        },
+        tune_config=tune.TuneConfig(metric="loss", mode="min", reuse_actors=True),
+        run_config=tune.RunConfig(name="alone", storage_path=str(folder), verbose=0),
     ).fit()
     assert not results.errors
     assert len(results) == len(RATES) * len(BATCHES)
 
 
-def study_file(data: str, folder: Path, name: str) -> Path:
+def measurements_of(samples: int) -> int:
+    """As many a sample as jobs/lr_study_sgd.yaml has."""
+    return samples // 512
+
+
+def study_file(data: str, folder: Path, name: str, samples: int) -> Path:
     """The same as a study."""
     overrides = {
         "runs": str(folder),
@@ -111,8 +169,8 @@ def study_file(data: str, folder: Path, name: str) -> Path:
         "job": str(ROOT / "jobs" / "image_classifier.yaml"),
         "batches": BATCHES,
         "base_lrs": RATES,
-        "samples": SAMPLES,
-        "measurements": MEASUREMENTS,
+        "samples": samples,
+        "measurements": measurements_of(samples),
         "packed": 1,
         "overrides": overrides,
     }
@@ -132,36 +190,41 @@ def timed(command: list[str], cluster: LocalCluster) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=16_384, help="of a trial; jobs/lr_study_sgd.yaml has as many")
     parser.add_argument("--data", default=str(Path("~/undula/data/digits").expanduser()))
-    parser.add_argument("--alone", choices=["new", "reused"], help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=CONTENDERS[1:], help=argparse.SUPPRESS)
+    parser.add_argument("--study", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench" / "study")
     options = parser.parse_args()
     if options.alone:
-        tune_alone(options.data, str(options.folder), options.alone == "reused")
+        sys.path.insert(0, str(ROOT / "jobs"))
+        train = plain(options.data) if options.alone == "tune-plain" else same(options.study, options.folder)
+        tune_alone(train, options.folder, options.samples)
         return
     subprocess.run(
         [sys.executable, "-m", "undula.cli", "data", "digits", "--out", options.data, "--if-missing"], check=True
     )
     options.folder.mkdir(parents=True, exist_ok=True)
-    trials = len(RATES) * len(BATCHES)
-    seconds: dict[str, list[float]] = {"undula": [], "new": [], "reused": []}
+    rounds: list[dict[str, float]] = []
     with local_cluster(os.cpu_count() or 1) as cluster:
         for number in range(options.rounds):
-            file = study_file(options.data, options.folder, f"round-{number}")
-            script = str(ROOT / "jobs" / "image_classifier.py")
-            seconds["undula"].append(timed([sys.executable, script, "--study", str(file), "--fresh"], cluster))
-            for kind in ("new", "reused"):
-                folder = options.folder / f"tune-{kind}-{number}"
-                command = [sys.executable, "-m", "tests.baselines.bench_study", "--data", options.data]
-                seconds[kind].append(timed([*command, "--alone", kind, "--folder", str(folder)], cluster))
-            print({kind: round(found[-1], 1) for kind, found in seconds.items()}, flush=True)
-    per_hour = {kind: 3600 * trials / median(found) for kind, found in seconds.items()}
-    ratios = {kind: per_hour["undula"] / per_hour[kind] for kind in ("new", "reused")}
-    OUT.write_text(json.dumps({"seconds": seconds, "trials_per_hour": per_hour, "ratios": ratios}, indent=1))
-    print(f"{'':>28}{'trials an hour':>16}{'undula over it':>16}")
-    print(f"{'undula study':>28}{per_hour['undula']:>16,.0f}")
-    print(f"{'ray tune':>28}{per_hour['new']:>16,.0f}{ratios['new']:>16.3f}")
-    print(f"{'ray tune, reuse_actors':>28}{per_hour['reused']:>16,.0f}{ratios['reused']:>16.3f}")
+            study = study_file(options.data, options.folder, f"round-{number}", options.samples)
+            per_hour = {}
+            for name in CONTENDERS:
+                with tempfile.TemporaryDirectory() as folder:
+                    seconds = timed(command_of(name, study, folder, options), cluster)
+                per_hour[name] = 3600 * len(RATES) * len(BATCHES) / seconds
+                print(f"round {number + 1}, {name}: {seconds:.1f} s", flush=True)
+            others = {f"undula over {name}": per_hour["undula"] / per_hour[name] for name in CONTENDERS[1:]}
+            rounds.append({**{f"{name}, trials an hour": rate for name, rate in per_hour.items()}, **others})
+    print_and_write(f"study-{options.samples}", rounds)
+
+
+def command_of(contender: str, study: Path, folder: str, options: argparse.Namespace) -> list[str]:
+    if contender == "undula":
+        return [sys.executable, str(ROOT / "jobs" / "image_classifier.py"), "--study", str(study), "--fresh"]
+    module = ["-m", "tests.baselines.bench_study", "--data", options.data, "--samples", str(options.samples)]
+    return [sys.executable, *module, "--alone", contender, "--study", str(study), "--folder", folder]
 
 
 if __name__ == "__main__":

@@ -104,6 +104,11 @@ def test_an_unwritable_run_directory_is_named(text: str, tmp_path: Path) -> None
     assert str(blocked) in sentence
 
 
+def test_a_studys_directory_is_no_runs(text: str, tmp_path: Path) -> None:
+    open_store(f"{tmp_path}/bad").write("study.json", b"{}")
+    assert refusal(text, tmp_path).endswith("/bad is a study's directory: give the run another name")
+
+
 def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
     bare = {key: "" for key in os.environ if key.startswith("AWS_")}
     bare |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}

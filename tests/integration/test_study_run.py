@@ -12,6 +12,7 @@ from study_kit import Studies
 from undula.cluster.local import LocalCluster
 from undula.report.certificate import certify, data_of
 from undula.report.summary import read_run
+from undula.storage import open_store
 from undula.study.records import TRIALS
 
 
@@ -56,10 +57,14 @@ def test_a_study_that_is_stopped_says_how_it_goes_on_and_is_no_success(
     assert {row["state"] for row in studies.table("stopped")} <= {"complete", "running", "waiting"}
 
 
-def test_a_warmup_that_never_ends_is_refused(studies: Studies) -> None:
+def test_what_cannot_be_trained_is_refused(studies: Studies) -> None:
     out, _ = (driver := studies.start(studies.file("slow", packed=1, warmups=[0, 1000]))).communicate(timeout=120)
     assert driver.returncode == 2
     assert "adamw-none-b12-lr0.001-w1000-s0 would warm up for 1,000 samples and train for 960" in out
+    open_store(str(studies.folder / "run")).write("job.json", b"{}")
+    out, _ = (driver := studies.start(studies.file("run", packed=1))).communicate(timeout=120)
+    assert driver.returncode == 2
+    assert "/run is a run's directory: give the study another name" in out
 
 
 def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studies) -> None:

@@ -16,6 +16,8 @@ from undula.state.ledger import LEDGER
 from undula.storage import Store
 
 JOB_FILE = "job.json"
+STUDY_FILE = "study.json"
+"""In a directory of runs that a study makes."""
 TENSORBOARD = "tensorboard"
 RAY = "ray"
 """Ray Train's own notes."""

@@ -70,27 +70,36 @@ class TrialProcess(Trainable):
     def setup(self, config: dict[str, Any], train: Callable[[Run], None] | None = None) -> None:
         assert train is not None
         self._train = train
-        self._begin(ray.cloudpickle.loads(config["order"]))
+        self._thread: threading.Thread | None = None
+        self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Another trial in the same process: its imports and its memory stay."""
         Alone.leave()
-        self._begin(ray.cloudpickle.loads(new_config["order"]), after=self._thread)
+        self._take(new_config)
         return True  # Tune would take any other answer for the new trial's failure
 
     def step(self) -> dict[str, Any]:
+        if not self._has_begun:
+            self._begin()
         news = self._news.get()
         return {**asdict(news), "done": news.state != "running"}
 
     def cleanup(self) -> None:
-        if self._is_packed:  # one with workers of its own ends with this process
+        if self._thread and self._order.is_packed:  # one with workers of its own ends with this process
             Alone.leave()
             self._thread.join(LEAVE_LIMIT_S)
 
-    def _begin(self, order: Order, after: threading.Thread | None = None) -> None:
+    def _take(self, config: dict[str, Any]) -> None:
+        self._order: Order = ray.cloudpickle.loads(config["order"])
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """At the first step, as Tune drops a process that is still starting where a former one has come free for its trial."""
+        self._has_begun = True
         self._news: SimpleQueue[News] = SimpleQueue()
-        self._is_packed = order.is_packed
-        listener = Listener(order.metric, self._news.put)
+        order, after = self._order, self._thread
+        listener = Listener(order.metric, self._news.put, Alone.leave if order.is_packed else None)
         start = train_here if order.is_packed else train_with_workers
         training = partial(start, self._train, order, listener)
         self._thread = threading.Thread(
@@ -100,29 +109,47 @@ class TrialProcess(Trainable):
 
 
 class Listener:
-    """Makes a trial's news of what its training tells; a loss that is not finite ends the trial."""
+    """Makes a trial's news of what its training tells; a loss that is not finite ends the trial.
 
-    def __init__(self, metric: str, tell: Callable[[News], None]):
+    Args:
+        metric: of the study.
+        tell: called with the news.
+        leave: ends a training in this process at its next step. Its trial ends when it has left, so that nothing is written after.
+    """
+
+    def __init__(self, metric: str, tell: Callable[[News], None], leave: Callable[[], None] | None = None):
         self._kind = EVENT_OF[metric]
         self._tell = tell
+        self._leave = leave
         self._last = News(0, inf, is_measured=False)
 
     def __call__(self, message: Message) -> None:
+        if self._last.state != "running":
+            return
         if isinstance(message, Status) and not isfinite(message.loss):
-            self._say(News(message.step, message.loss, False, "diverged", f"its training loss was {message.loss}"))
+            self._diverged(News(message.step, message.loss, False, message=f"its training loss was {message.loss}"))
         elif isinstance(message, Event) and message.kind == self._kind:
-            loss = float(message.data["loss"])
-            state, text = ("running", "") if isfinite(loss) else ("diverged", f"its loss was {loss}")
-            self._say(News(message.step or 0, loss, True, state, text))  # type: ignore[arg-type]
+            news = News(message.step or 0, loss := float(message.data["loss"]), is_measured=True)
+            if isfinite(loss):
+                self._last = news
+                self._tell(news)
+            else:
+                self._diverged(replace(news, message=f"its loss was {loss}"))
 
     def ended(self, error: str | None) -> None:
         """The training is over: by itself, or with an error in words."""
-        self._say(replace(self._last, is_measured=False, state="failed" if error else "complete", message=error or ""))
-
-    def _say(self, news: News) -> None:
         if self._last.state == "running":
-            self._last = news
-            self._tell(news)
+            state: State = "failed" if error else "complete"
+            self._tell(replace(self._last, is_measured=False, state=state, message=error or ""))
+        elif self._leave:
+            self._tell(self._last)
+
+    def _diverged(self, news: News) -> None:
+        self._last = replace(news, state="diverged")
+        if self._leave:
+            self._leave()
+        else:
+            self._tell(self._last)
 
 
 def _trained(training: Callable[[], None], listener: Listener, after: threading.Thread | None) -> None:

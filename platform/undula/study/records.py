@@ -13,13 +13,13 @@ from pydantic import TypeAdapter
 from undula.errors import RunError, StorageError
 from undula.plan.rules import RULES
 from undula.state.commit import CHECKPOINTS
+from undula.state.directory import STUDY_FILE
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord
 
 TRIALS = "trials"
-STUDY = "study.json"
 REPORT = "report"
 OUTCOME = "outcome.json"
 EVENT_OF = {"validation_loss": "validation", "training_loss": "loss"}
@@ -111,7 +111,7 @@ def _seconds(ledger: Ledger) -> tuple[float, float]:
 
 def write_study(study: Store, body: dict[str, Any]) -> None:
     """study.json: what was asked for."""
-    study.write(STUDY, json.dumps(body, indent=1).encode())
+    study.write(STUDY_FILE, json.dumps(body, indent=1).encode())
 
 
 def read_spec(study: Store) -> StudySpec:
@@ -121,12 +121,12 @@ def read_spec(study: Store) -> StudySpec:
         RunError: there is no study, or the file is damaged.
     """
     try:
-        return TypeAdapter(StudySpec).validate_python(json.loads(study.read(STUDY))["spec"])
+        return TypeAdapter(StudySpec).validate_python(json.loads(study.read(STUDY_FILE))["spec"])
     except StorageError:
         raise RunError(f"{study.url} holds no study: give the directory of one, or its name") from None
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())
-        raise RunError(f"{study.url}/{STUDY} is damaged ({text}): run the study again, which writes it anew") from None
+        raise RunError(f"{study.url}/{STUDY_FILE} is damaged ({text}): run the study again, which writes it anew") from None
 
 
 def forget_failures(study: Store, records: Iterable[TrialRecord]) -> int:
@@ -140,9 +140,9 @@ def forget_failures(study: Store, records: Iterable[TrialRecord]) -> int:
 def forget_study(study: Store) -> None:
     """Delete a study: what was put into its directory, and nothing else. RunError where the directory holds other things alone."""
     names = {entry.name.partition("/")[0] for entry in study.list()} - {".lock"}
-    if names and STUDY not in names:
+    if names and STUDY_FILE not in names:
         raise RunError(
             f"{study.url} holds {sorted(names)[0]!r} and no study: --fresh deletes studies alone; give another name"
         )
-    for name in (TRIALS, REPORT, STUDY):  # by the last it is still known for a study where this is cut short
+    for name in (TRIALS, REPORT, STUDY_FILE):  # by the last it is still known for a study where this is cut short
         study.delete(name)

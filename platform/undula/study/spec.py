@@ -34,6 +34,8 @@ class LogRange:
     def __post_init__(self) -> None:
         if self.low >= self.high:
             raise ValueError(f"low is {self.low:g}, not under high ({self.high:g}): exchange them")
+        if self.high < 1.01 * self.low:
+            raise ValueError(f"low is {self.low:g} and high {self.high:g}, which is one learning rate: give base_lrs")
 
     def values(self) -> tuple[float, ...]:
         """To six digits, so that a range which was widened by whole steps has the same rates where it was before."""

@@ -26,6 +26,8 @@ from undula.study.trials import Measurement, State, Trial, TrialRecord
 LOST_PROCESSES = 10
 """Times that a trial's process may be lost; nodes that Ray knows to have been preempted do not count."""
 MANY = 10**6
+ASKED_FOR = 16
+"""Trials at least that Ray knows to be waiting, so that a cluster which can grow does, and several of their processes start at once."""
 TUNE = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -62,7 +64,8 @@ def sweep(
     halving = _Halving(progress, started.by_id, samples_at) if spec.scheduler == "asha" else None
     for record in halving.lost if halving else ():
         keeper.end(record)
-    os.environ.update(TUNE)
+    cpus = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    os.environ.update({**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": str(max(ASKED_FOR, int(cpus)))})
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the keeper tells of lost processes
     trainable = tune.with_resources(
         tune.with_parameters(TrialProcess, train=train), dict(resources(workers, spec.packed))
@@ -96,8 +99,9 @@ def _room(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
         if spec.packed is not None:
             return spec.max_concurrent or MANY
         has = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        each = {"CPU": workers.cpus * workers.max, "GPU": workers.gpus * workers.max}
-        fits = min((int(has.get(name, 0.0) / amount + 1e-9) for name, amount in each.items() if amount), default=1)
+        each = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
+        trials = (has.get(name, 0.0) / (amount * workers.max) for name, amount in each.items() if amount)
+        fits = min((int(share + 1e-9) for share in trials), default=1)
         return min(max(fits, 1), spec.max_concurrent or MANY)  # one waits for a cluster that has too little yet
 
     return room

@@ -1,9 +1,11 @@
 """A trial's process: whatever becomes of its training, its trial hears of the end."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 
 from undula.data.spec import DataSpec
 from undula.elastic.fleet import Work
@@ -34,9 +36,13 @@ def order() -> Order:
     return Order(job, WorkersSpec(), None, "validation_loss", is_packed=True, work=Work(1, 0.0))
 
 
+def config() -> dict[str, Any]:
+    return {"order": ray.cloudpickle.dumps(order())}  # type: ignore[no-untyped-call]
+
+
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], TrialProcess]:
-    """A process that has begun a training, of which there is no more than a function of its listener."""
+    """A process with a trial whose training is no more than a function of its listener."""
 
     class Training:
         def __init__(self, train: Callable[[Any], None], job: Job, publish: Any):
@@ -54,8 +60,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
 
     def begun(train: Callable[[Any], None]) -> TrialProcess:
         made = TrialProcess.__new__(TrialProcess)
-        made._train = train
-        made._begin(order())
+        made.setup(config(), train)
         return made
 
     return begun
@@ -99,20 +104,25 @@ def test_a_storage_that_fails_for_a_while_fails_no_trial(trial: Begin) -> None:
 
 
 def test_the_next_trial_of_a_process_begins_when_the_former_one_has_left(trial: Begin) -> None:
-    import threading
-
-    import ray
-
     leaves, told = threading.Event(), []
 
     def train(publish: Any) -> None:
         told.append("begun")
+        publish(Event("validation", "", 0, {"loss": 1.0}))
         leaves.wait(10)
         told.append("left")
 
     made = trial(train)
-    assert made.reset_config({"order": ray.cloudpickle.dumps(order())})  # type: ignore[no-untyped-call]
-    assert told.count("begun") <= 1
+    assert made.step()["state"] == "running"
+    assert made.reset_config(config())
     leaves.set()
-    assert made.step()["state"] == "complete"
+    assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
     assert told == ["begun", "left", "begun", "left"]
+
+
+def test_a_process_that_is_never_asked_to_step_trains_nothing(trial: Begin) -> None:
+    """Tune drops a process that is still starting where another comes free for its trial: both would train the same run."""
+    begun = []
+    dropped = trial(lambda _publish: begun.append(1))
+    dropped.cleanup()
+    assert not begun

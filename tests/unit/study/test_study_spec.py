@@ -79,6 +79,10 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
             "base_lr_range: {low: 1, high: 0.1}\n",
             "study.yaml:4: base_lr_range.low is 1, not under high (0.1): exchange",
         ),
+        (
+            "base_lr_range: {low: 1, high: 1.001}\n",
+            "study.yaml:4: base_lr_range.low is 1 and high 1.001, which is one learning rate: give base_lrs",
+        ),
         ("base_lr_range: {low: 1, high: 2, points: 2}\n", "study.yaml:4: base_lr_range.points is 2: it should be "),
         (RATES + "seeds: []\n", "study.yaml:5: seeds is empty, which leaves nothing to train: give one or more"),
         (RATES + "rules: []\n", "study.yaml:5: rules is empty, which leaves nothing to train: give one or more"),

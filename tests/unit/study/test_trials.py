@@ -154,6 +154,16 @@ def test_a_loss_that_is_not_finite_is_divergence(messages: list[object], state: 
     assert ends == [state]
 
 
+def test_a_trial_that_diverged_in_this_process_has_ended_when_its_training_has_left() -> None:
+    told: list[object] = []
+    listener = Listener("validation_loss", told.append, lambda: told.append("leaves"))
+    for message in (measured(0, 3.0), measured(1, nan), measured(2, 1.0)):
+        listener(message)
+    assert told[1:] == ["leaves"]
+    listener.ended(None)
+    assert [news.state for news in told[2:]] == ["diverged"]  # type: ignore[attr-defined]
+
+
 def test_an_error_is_a_failure() -> None:
     assert heard(measured(0, 3.0), error="KeyError: 'x'")[-1].message == "KeyError: 'x'"
 
