@@ -27,10 +27,15 @@ from undula.errors import ClusterError
 VERSION = "0.28.1"
 STANDARD = (r"set\(CMAKE_CXX_STANDARD 14\)", "set(CMAKE_CXX_STANDARD 17)")
 INTERFACE = (r"(?s)(::InitializeForProcessSet\(.*?\.iface = )gloo_iface_;", r"\1global_context.gloo_iface_;")
+FIXED = (
+    r"(BayesianParameter::SetValue\((?:.|\n)*?ResetBayes\(\);\n  \}) else \{",
+    r"\1 else if (fixed_values_.find(variable) == fixed_values_.end()) {",
+)
 MENDS: Mapping[str, tuple[str, str]] = {
     "CMakeLists.txt": STANDARD,
     "horovod/torch/CMakeLists.txt": STANDARD,
     "horovod/common/gloo/gloo_context.cc": INTERFACE,
+    "horovod/common/parameter_manager.cc": FIXED,
 }
 """What is changed of the source: file, pattern, replacement."""
 CHOICES = {

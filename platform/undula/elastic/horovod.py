@@ -149,11 +149,12 @@ class InHorovodGroup(InProcessGroup):
 def begin(variables: Mapping[str, str]) -> None:
     """`hvd.init()` with these variables, in a process that may have been in groups before, beside others that have not.
 
-    Horovod 0.28.1 keeps its parameters from one `init` to the next, and spoils them (parameter_manager.cc, BayesianParameter::SetValue):
-    where the cycle time is fixed, a second `init` writes that one's default over the fusion threshold, 1 MiB in place of 128. Ranks
-    with the one and ranks with the other fuse different gradients, or write past the smaller buffer. So each process is alone in
-    a first group that does nothing, and all of a group have had their second `init`. With both of them fixed that one ends the
-    process, and what autotune found stays as well: such a process is in one group only.
+    Horovod 0.28.1 as it comes keeps its parameters from one `init` to the next, and spoils them (parameter_manager.cc,
+    BayesianParameter::SetValue): where the cycle time is fixed, a second `init` writes that one's default over the fusion threshold,
+    1 MiB in place of 128. Ranks with the one and ranks with the other fuse different gradients, or write past the smaller buffer. So
+    each process is alone in a first group that does nothing, and all of a group have had their second `init`. With both of them fixed
+    that one ends the process, and what autotune found stays as well: such a process is in one group only. `undula build-horovod` mends
+    the first two in the source; a Horovod that was built otherwise is not told apart from its own.
     """
     global _has_begun
     hvd: Any = import_module("horovod.torch")

@@ -68,8 +68,7 @@ class HorovodSpec:
     """Seconds that a rank waits for others, at the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS); a rank that is known
     to be lost is not waited for."""
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
-    """Gradients up to so many MiB together go in one message (HOROVOD_FUSION_THRESHOLD); by default 128, 1 where the cycle time is not
-    Horovod's own, or what autotune finds."""
+    """Gradients up to so many MiB together go in one message (HOROVOD_FUSION_THRESHOLD); by default 128, or what autotune finds."""
     cycle_time_ms: Annotated[float, Gt(0)] | None = None
     """Milliseconds between two looks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1 with GPUs or a
     fusion_threshold_mib and 5 otherwise, as each look takes time from the cores that train, or what autotune finds. With both given

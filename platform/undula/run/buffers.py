@@ -4,6 +4,9 @@ Every micro-batch starts from the buffers that the step began with; after the st
 what the micro-batches moved them by, weighted by samples, and counters have moved on by one.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,63 +24,76 @@ class BufferMean:
 
     def __init__(self, module: nn.Module, exact: bool = False):
         self._buffers = list(module.buffers())
+        by_type = sorted(filter(torch.is_floating_point, self._buffers), key=lambda buffer: str(buffer.dtype))
+        self._groups = [_Group(list(group), exact) for _, group in groupby(by_type, lambda buffer: buffer.dtype)]
         self._begin: list[Tensor] = []
-        self._moved: list[Tensor] = []
-        self._sums = ExactSum(self._buffers) if exact else None
-        self.is_needed = any(torch.is_floating_point(buffer) for buffer in self._buffers)
+        self.is_needed = bool(self._groups)
 
     def begin_step(self) -> None:
         self._begin = [buffer.clone() for buffer in self._buffers]
-        self._moved = [torch.zeros_like(buffer) for buffer in self._buffers]
-        if self._sums:
-            self._sums.clear()
+        for group in self._groups:
+            group.begin_step()
 
     def undo_step(self) -> None:
         """Back to the buffers that the unfinished step began with."""
-        for buffer, begin in zip(self._buffers, self._begin, strict=False):
-            buffer.copy_(begin)
+        if self._begin:
+            self.begin_micro_batch()
 
     def keep_step(self) -> None:
         """The step is committed: there is nothing to undo until the next one begins."""
         self._begin = []
 
     def begin_micro_batch(self) -> None:
-        for buffer, begin in zip(self._buffers, self._begin, strict=True):
-            buffer.copy_(begin)
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._begin)
 
     def end_micro_batch(self, samples: int) -> None:
-        if not samples:
-            return
-        for place, (buffer, begin) in enumerate(zip(self._buffers, self._begin, strict=True)):
-            if torch.is_floating_point(buffer):
-                # A constant buffer stays exactly what it is, infinities included.
-                moved = (buffer - begin).masked_fill_(buffer == begin, 0)
-                if self._sums:
-                    self._sums.add(place, moved * samples)
-                else:
-                    self._moved[place].add_(moved, alpha=samples)
+        if samples:
+            for group in self._groups:
+                group.end_micro_batch(samples)
+
+    def end_step(self, step_samples: int) -> None:
+        for group in self._groups:
+            group.end_step(step_samples)
+
+
+class _Group:
+    """Buffers of one type. A model has many small ones: they are reckoned with as one."""
+
+    def __init__(self, buffers: Sequence[Tensor], exact: bool):
+        self._buffers = buffers
+        self._sizes = [buffer.numel() for buffer in buffers]
+        self._sums = ExactSum(buffers) if exact else None
+
+    def begin_step(self) -> None:
+        self._begin = self._values()
+        self._moved = torch.zeros_like(self._begin)
+        if self._sums:
+            self._sums.clear()
+
+    def end_micro_batch(self, samples: int) -> None:
+        values = self._values()
+        # A constant buffer stays exactly what it is, infinities included.
+        moved = (values - self._begin).masked_fill_(values == self._begin, 0)
+        if self._sums:
+            for place, part in enumerate(torch.split(moved * samples, self._sizes)):
+                self._sums.add(place, part)
+        else:
+            self._moved.add_(moved, alpha=samples)
 
     def end_step(self, step_samples: int) -> None:
         if self._sums:
-            self._end_exactly(self._sums, step_samples)
+            self._sums.all_reduce()
+            sums = [value.flatten() for value in self._sums.values() if value is not None]
+            moved = torch.cat(sums) if sums else self._moved
         else:
-            self._end_in_floats(step_samples)
-
-    def _end_exactly(self, sums: ExactSum, step_samples: int) -> None:
-        sums.all_reduce()
-        for buffer, begin, moved in zip(self._buffers, self._begin, sums.values(), strict=True):
-            if moved is not None:
-                buffer.copy_(begin + moved / step_samples)
-
-    def _end_in_floats(self, step_samples: int) -> None:
-        for dtype in {buffer.dtype for buffer in self._buffers if torch.is_floating_point(buffer)}:
-            places = [place for place, buffer in enumerate(self._buffers) if buffer.dtype == dtype]
-            moved = torch.cat([self._moved[place].flatten() for place in places])
+            moved = self._moved
             if dist.get_world_size() > 1:
                 dist.all_reduce(moved)
-            moved.div_(step_samples)
-            begin = 0
-            for place in places:
-                buffer = self._buffers[place]
-                buffer.copy_(self._begin[place] + moved[begin : begin + buffer.numel()].view_as(buffer))
-                begin += buffer.numel()
+        ended = (self._begin + moved / step_samples).to(self._begin.dtype)
+        parts = torch.split(ended, self._sizes)
+        shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
+        torch._foreach_copy_(self._buffers, shaped)
+
+    def _values(self) -> Tensor:
+        return torch.cat([buffer.flatten() for buffer in self._buffers])
