@@ -1,10 +1,14 @@
 """What a job's driver does before it trains: connect to Ray, and send the script's own modules along."""
 
+import atexit
+import gc
 import logging
 import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -17,10 +21,19 @@ INTERRUPTED = 130
 """Exit status of a driver that was stopped from outside."""
 
 
-def connect() -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files."""
+@contextmanager
+def connected() -> Iterator[None]:
+    """Be connected to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files.
+
+    Raises:
+        ClusterError: there is none.
+    """
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
-    if not ray.is_initialized():
+    atexit.register(
+        gc.freeze
+    )  # or the interpreter's end looks for garbage among all that torch has, for more than a second
+    was_connected = ray.is_initialized()
+    if not was_connected:
         address = os.environ.get("RAY_ADDRESS", "")
         try:
             if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
@@ -32,6 +45,11 @@ def connect() -> None:
     keep_quiet()
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        if not was_connected:
+            ray.shutdown()  # at the interpreter's end it waits half a second for logs
 
 
 def ship_modules_beside_the_script() -> None:

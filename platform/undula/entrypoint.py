@@ -14,7 +14,7 @@ from pathlib import Path
 from ray.train import TrainingFailedError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from undula.driver import INTERRUPTED, connect, ship_modules_beside_the_script
+from undula.driver import INTERRUPTED, connected, ship_modules_beside_the_script
 from undula.elastic.failures import whole_story
 from undula.elastic.fleet import Work
 from undula.elastic.horovod import HorovodConfig
@@ -63,7 +63,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             print(f"{prepared.store.url} is finished: nothing to do; --fresh starts over")
             return
         stack.enter_context(held(prepared.store))
-        connect()
+        stack.enter_context(connected())
         hub = start_hub(prepared.store)
         if options.fresh:
             forget(prepared.store)

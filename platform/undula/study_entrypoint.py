@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from undula.data.mixture import load_data
-from undula.driver import INTERRUPTED, connect, ship_modules_beside_the_script
+from undula.driver import INTERRUPTED, connected, ship_modules_beside_the_script
 from undula.elastic.fleet import Work
 from undula.errors import RunError, SpecError
 from undula.plan.plan import Plan
@@ -21,7 +21,7 @@ from undula.storage import open_store
 from undula.study.live_table import StudyScreen
 from undula.study.page import verdict_lines, write_report
 from undula.study.process import Order
-from undula.study.progress import known
+from undula.study.progress import Progress, known
 from undula.study.records import TRIALS, forget_failures, forget_study, write_study
 from undula.study.sweep import sweep
 from undula.study.trials import Trial
@@ -144,21 +144,8 @@ def conduct(
             forget_study(study.store)
         progress = known(study.store, study.spec)
         study.check(progress.records)
-        connect()
-        if study.store.is_s3:  # which has no lock of its own: two drivers would train the same trials
-            study.hub = start_hub(study.store)
-        ship_modules_beside_the_script()
-        if failed := forget_failures(study.store, progress.records.values()):
-            print(f"{failed} trial{'s' if failed > 1 else ''} that failed: tried again", flush=True)
-            progress = known(study.store, study.spec)
-        write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree()})
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray makes an error of its own of a SystemExit
-        try:
-            with StudyScreen(study.spec, progress.records) as screen:
-                sweep(study.store, progress, train, study.order, study.base.spec.workers, study.samples_at, screen.tell)
-        except KeyboardInterrupt:
-            print(f"stopped from outside\nstudy directory: {study.url}\nthe same command goes on", flush=True)
-            raise SystemExit(INTERRUPTED) from None
+        with connected():
+            _train(study, progress, train)
         print("drawing the report ...", flush=True)
         records = list(known(study.store, study.spec).records.values())
         page = write_report(study.store, study.spec, records)
@@ -168,3 +155,20 @@ def conduct(
             ),
             flush=True,
         )
+
+
+def _train(study: Study, progress: Progress, train: Callable[[Run], None]) -> None:
+    if study.store.is_s3:  # which has no lock of its own: two drivers would train the same trials
+        study.hub = start_hub(study.store)
+    ship_modules_beside_the_script()
+    if failed := forget_failures(study.store, progress.records.values()):
+        print(f"{failed} trial{'s' if failed > 1 else ''} that failed: tried again", flush=True)
+        progress = known(study.store, study.spec)
+    write_study(study.store, {"spec": as_tree(study.spec), "job": study.base.tree()})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray makes an error of its own of a SystemExit
+    try:
+        with StudyScreen(study.spec, progress.records) as screen:
+            sweep(study.store, progress, train, study.order, study.base.spec.workers, study.samples_at, screen.tell)
+    except KeyboardInterrupt:
+        print(f"stopped from outside\nstudy directory: {study.url}\nthe same command goes on", flush=True)
+        raise SystemExit(INTERRUPTED) from None

@@ -4,7 +4,6 @@ Every micro-batch starts from the buffers that the step began with; after the st
 what the micro-batches moved them by, weighted by samples, and counters have moved on by one.
 """
 
-from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -60,7 +59,7 @@ class BufferMean:
 class _Group:
     """Buffers of one type. A model has many small ones: they are reckoned with as one."""
 
-    def __init__(self, buffers: Sequence[Tensor], exact: bool):
+    def __init__(self, buffers: list[Tensor], exact: bool):
         self._buffers = buffers
         self._sizes = [buffer.numel() for buffer in buffers]
         self._sums = ExactSum(buffers) if exact else None

@@ -34,7 +34,7 @@ def compute_deterministically() -> None:
 def _seed(key: int) -> None:
     # For each kind of device that is not in use torch.manual_seed formats the stack, which takes a millisecond together.
     torch.default_generator.manual_seed(_for_torch(key))
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(_for_torch(key))
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)

@@ -126,7 +126,9 @@ def read_spec(study: Store) -> StudySpec:
         raise RunError(f"{study.url} holds no study: give the directory of one, or its name") from None
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())
-        raise RunError(f"{study.url}/{STUDY_FILE} is damaged ({text}): run the study again, which writes it anew") from None
+        raise RunError(
+            f"{study.url}/{STUDY_FILE} is damaged ({text}): run the study again, which writes it anew"
+        ) from None
 
 
 def forget_failures(study: Store, records: Iterable[TrialRecord]) -> int:
