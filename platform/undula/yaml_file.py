@@ -41,8 +41,12 @@ def load_file(
     return validated(owner, tree, (), where), where
 
 
-class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does and PyYAML's 1.1 does not."""
+_SafeLoader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+"""libyaml's is eight times faster: a study reads its job once for each trial."""
+
+
+class _Yaml12Loader(_SafeLoader):  # type: ignore[valid-type, misc]
+    """One that reads 3e-4 as a number, as YAML 1.2 does and PyYAML's 1.1 does not."""
 
 
 _Yaml12Loader.add_implicit_resolver(
