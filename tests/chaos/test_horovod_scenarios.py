@@ -44,10 +44,13 @@ def before(step):
         raise OSError("a fault of the user's code")
 """
 ALWAYS_KILLED = """
-import os, signal
+import os, signal, time
+from pathlib import Path
 
 def before(step):
     if step.index == 12:
+        while not any(Path({ledger!r}).glob("steps-*")):
+            time.sleep(0.05)  # paces the looks
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -100,7 +103,8 @@ def test_the_limit_of_failures_ends_the_job_and_what_is_there_holds(spot: Nodes,
         spot.add()
     spot.await_all()
     settings = ("engine=horovod", "workers.max=2", "workers.max_failures=1", f"plan.max_steps={STEPS}")
-    job = command(text, str(tmp_path), "run", *settings, script=wrapped(tmp_path, ALWAYS_KILLED))
+    script = wrapped(tmp_path, ALWAYS_KILLED.format(ledger=f"{tmp_path}/run/ledger"))
+    job = command(text, str(tmp_path), "run", *settings, script=script)
     driver = start_driver(job, spot.cluster, print)
     chaos = Chaos(spot, open_store(f"{tmp_path}/run"), driver)
     assert chaos.run((), limit_s=200) == 1
