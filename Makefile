@@ -56,7 +56,7 @@ bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Tra
 	$(BIN)/python -m tests.baselines.bench_elastic
 	$(BIN)/python -m tests.baselines.bench_cost
 
-bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune alone; build/bench/study.json
+bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune alone; build/bench/study-*.json
 	$(BIN)/python -m tests.baselines.bench_study
 
 soak: .venv/ready-with-horovod  ## Longer tests: more seeds of random faults

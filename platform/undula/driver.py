@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import ray
@@ -54,8 +55,9 @@ def connected() -> Iterator[None]:
 
 def ship_modules_beside_the_script() -> None:
     """Send what the script imports from its own folder along with the train function: on a worker that folder may be elsewhere."""
-    folder = Path(sys.argv[0]).resolve().parent
+    folder = str(Path(sys.argv[0]).resolve().parent)
+    real = cache(os.path.realpath)  # of the thousands of modules that torch has, few lie in folders of their own
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__main__" and file and Path(file).resolve().parent == folder:
+        if name != "__main__" and file and real(Path(file).parent) == folder:
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]

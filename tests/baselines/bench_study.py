@@ -210,7 +210,8 @@ def main() -> None:
         for number in range(options.rounds):
             study = study_file(options.data, options.folder, f"round-{number}", options.samples)
             per_hour = {}
-            for name in CONTENDERS:
+            for place in range(len(CONTENDERS)):
+                name = CONTENDERS[(number + place) % len(CONTENDERS)]
                 with tempfile.TemporaryDirectory() as folder:
                     seconds = timed(command_of(name, study, folder, options), cluster)
                 per_hour[name] = 3600 * len(RATES) * len(BATCHES) / seconds

@@ -10,9 +10,10 @@ from study_kit import Studies
 from undula.cluster.local import local_cluster
 from undula.data.corpora import stdlib_text
 from undula.state.commit import find_commits
+from undula.state.directory import STUDY_FILE
 from undula.storage import open_store
 from undula.study.progress import known
-from undula.study.records import REPORT, STUDY, read_spec
+from undula.study.records import REPORT, read_spec
 
 
 def test_data_and_run_directory_on_s3(s3, text: str, session_jobs: Jobs, tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(s3, text: str, tm
         file = studies.file("on-s3", packed=1, base_lrs=[1e-2], overrides={"runs": s3.url("runs")})
         store = open_store(s3.url("runs/on-s3"))
         driver = studies.start(file)
-        while not store.exists(STUDY):
+        while not store.exists(STUDY_FILE):
             assert driver.poll() is None, driver.communicate()
             time.sleep(0.05)  # paces the looks
         out, _ = (other := studies.start(file)).communicate(timeout=120)
