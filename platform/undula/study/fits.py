@@ -95,7 +95,7 @@ def fit_pareto(
     reached = np.isfinite(steps)
     b, s = np.asarray(batches, dtype=np.float64)[reached], np.asarray(steps, dtype=np.float64)[reached]
     if len(np.unique(b)) < 3:
-        raise ValueError(f"{len(np.unique(b))} batch sizes got to the target: a critical batch takes three")
+        raise ValueError(f"{_batch_sizes(len(np.unique(b)))} got to the target: a critical batch takes three")
     critical, fewest = (float(found[0]) for found in _hyperbola(b, np.log(s)[None]))
     fitted = np.log(fewest) + np.log1p(critical / b)
     upper = (1 + confidence) / 2
@@ -176,8 +176,8 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
     left_out = tuple(entry for entry in optima if not entry.interior)
     if len({entry.batch for entry in used}) < 2:
         raise ValueError(
-            f"{len({entry.batch for entry in used})} batch sizes have their best learning rate inside the range "
-            f"that was tried: a power law takes two; widen the range"
+            f"the best learning rate of {_batch_sizes(len({entry.batch for entry in used}))} is inside the range that was tried: "
+            "a power law takes two; widen the range"
         )
     x, y = np.log([entry.batch for entry in used]), np.log([entry.rate for entry in used])
     away = x - x.mean()
@@ -188,3 +188,7 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
     reach = float(stdtrit(free, (1 + confidence) / 2) * error) if free else np.inf
     factor = float(np.exp(y.mean() - exponent * x.mean()))
     return PowerLaw(factor, exponent, Interval(exponent - reach, exponent + reach), used, left_out)
+
+
+def _batch_sizes(count: int) -> str:
+    return f"{count or 'no'} batch size{'' if count == 1 else 's'}"

@@ -94,7 +94,7 @@ def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
     edge = Optimum(2048, 0.1, 0.0, "highest")
     fit = fit_power_law([*inside, edge])
     assert (fit.exponent, fit.left_out) == (pytest.approx(1.0), (edge,))
-    with pytest.raises(ValueError, match=r"1 batch sizes .*: a power law takes two; widen the range"):
+    with pytest.raises(ValueError, match=r"of 1 batch size is .*: a power law takes two; widen the range"):
         fit_power_law([inside[0], edge])
 
 

@@ -173,7 +173,7 @@ def test_unfinished_trials_are_told_of(report: Path) -> None:
         (study(target=None), "The study has no target"),
         (study(batches=(16,)), "The study has one batch (16)"),
         (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch: lower ones are needed"),
-        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "0 batch sizes have their best learning rate inside the range"),
+        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "best learning rate of no batch sizes is inside the range"),
         (study(warmups=(0,)), "The study has one warmup (0 samples)"),
         (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is known to hold for LARS, SGD, and the optimizer is AdamW"),
     ],
