@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     script = script_of(loaded.file, options.script)
     job = loaded.job.spec
     paths = [f"overrides.{path}" for path in absolute_paths(job)]
-    study, job_file = as_seen_from(script, options.study), as_seen_from(script, loaded.file)
+    study, job_file = files_of(script, options.study, loaded.file)
     arguments = [
         "--study",
         study,
@@ -74,6 +74,12 @@ def _run(options: argparse.Namespace) -> int:
     mend = f"study directory: {url}\nsubmit it again under the name {loaded.spec.name} to go on"
     cpus = math.ceil(job.workers.max * job.workers.cpus)
     return submit_and_follow(options.address, cpus, script, arguments, mend)
+
+
+def files_of(script: Path, study: Path, job: Path) -> tuple[str, str]:
+    """A study's YAML and its job's, as a submitted script finds them: the job's is looked for beside the study's."""
+    seen = as_seen_from(script, study)
+    return seen, str(job.absolute()) if Path(seen).is_absolute() else as_seen_from(script, job)
 
 
 def _status(options: argparse.Namespace) -> int:
