@@ -1,5 +1,6 @@
 """A study on a cluster that loses a node half way: no trial fails, and each is the run that its plan says."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,14 @@ from study_kit import Studies
 
 from undula.report.certificate import certify, data_of
 from undula.report.summary import read_run
-from undula.study.records import TRIALS
+from undula.state.ledger import read_ledger
+from undula.storage import Store
+from undula.study.records import OUTCOME, TRIALS
 from undula.testing.nodes import Nodes
+
+
+def is_under_way(trial: Store) -> bool:
+    return len(read_ledger(trial).events) > 0 and not trial.exists(OUTCOME)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +24,7 @@ from undula.testing.nodes import Nodes
     [
         pytest.param({"packed": 1}, id="in-one-process"),
         pytest.param(
-            {"base_lrs": [1e-2], "seeds": [0, 1], "overrides": {"workers.max": 2}},
+            {"base_lrs": [1e-2], "seeds": [0, 1], "samples": 24000, "overrides": {"workers.max": 2}},
             id="with-workers",
             marks=pytest.mark.soak,
         ),
@@ -28,9 +35,12 @@ def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys
         spot.add()
     spot.await_all()
     studies = Studies(spot.cluster, text, tmp_path)
-    long = {"samples": 4800, "measurements": 10}
-    driver = studies.start(studies.file("lost", **long, **keys))
-    studies.await_outcomes(driver, "lost", 2)
+    driver = studies.start(studies.file("lost", **{"samples": 4800, "measurements": 10, **keys}))
+    studies.await_outcomes(driver, "lost", 1)
+    trials = studies.store("lost") / TRIALS
+    while not any(is_under_way(trials / entry.name.partition("/")[0]) for entry in trials.list()):
+        assert driver.poll() is None, driver.communicate()
+        time.sleep(0.2)  # paces the looks
     spot.kill(spot.nodes[-1])
     spot.add()
     out, _ = driver.communicate(timeout=240)
