@@ -30,9 +30,8 @@ def connected() -> Iterator[None]:
         ClusterError: there is none.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
-    atexit.register(
-        gc.freeze
-    )  # or the interpreter's end looks for garbage among all that torch has, for more than a second
+    # Or the interpreter's end looks for garbage among all that torch has, for more than a second.
+    atexit.register(gc.freeze)
     was_connected = ray.is_initialized()
     if not was_connected:
         address = os.environ.get("RAY_ADDRESS", "")

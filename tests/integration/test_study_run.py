@@ -25,6 +25,8 @@ def test_a_study_whose_driver_is_killed_twice_leaves_the_same_table(studies: Stu
     studies.run(studies.file("whole", packed=1))
     whole = studies.table("whole")
     assert [row["state"] for row in whole] == ["complete"] * 6
+    runs = [read_run(studies.store("whole") / TRIALS / row["name"]) for row in whole]
+    assert [sum(event.kind == "start" for event in run.events) for run in runs] == [1] * 6, "a trial was trained twice"
 
     file = studies.file("killed", packed=1)
     ended: dict[str, int] = {}
