@@ -29,7 +29,7 @@ from undula.study.drawing import (
 from undula.study.findings import Findings, GroupFindings, best_record
 from undula.study.fits import ParetoFit
 from undula.study.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
-from undula.study.rates import Fewest
+from undula.study.rates import Fewest, optimizer_words
 from undula.study.spec import Optimizer, StudySpec
 from undula.study.words import critical_words, is_bounded, span
 
@@ -63,25 +63,31 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "samples", "Samples to the target",
-            "Those of the trainings with the fewest steps. Up to the critical batch, with the band as its interval, a larger one costs few "
-            "samples more.",
+            "Those of the trainings with the fewest steps."
+            + (" Up to the critical batch, with the band as its interval, a larger one costs few samples more." if found.pareto else ""),
             partial(draw_to_target, found, spec, "samples"),
         ),
         (
             "pareto", "Steps against samples",
-            "The fit is (S / S_min − 1)(E / E_min − 1) = 1; dotted lines are S_min and E_min, the star is the critical batch.",
+            "Up and to the left, fewer steps for more samples; a number is a batch." + _pareto_note(found.pareto),
             partial(draw_pareto, found, spec),
         ),
         (
             "rates", "Loss against learning rate",
-            "After as many samples at each batch; bars are a standard deviation over seeds. A star is the vertex of a parabola through the "
-            "lowest loss and its neighbours.",
+            "After as many samples at each batch."
+            + (" Bars are a standard deviation over seeds." if len(spec.seeds) > 1 else "")
+            + (
+                " A star is the vertex of a parabola through the lowest loss and its neighbours."
+                if any(each.optimum and each.optimum.interior for each in found.main.batches)
+                else ""
+            ),
             partial(draw_rates, found, found.main, spec),
         ),
         (
             "best-rate", "Best learning rate against batch",
-            "Lines of rules begin at the base batch's best rate; the band is the interval of the exponent; "
-            "wide bars are the best rates of seeds.",
+            "Lines of rules begin at the base batch's best rate."
+            + (" The band is the fit's interval of 95 %." if any(isfinite(law.fit.level) for law in found.main.laws[:1]) else "")
+            + (" Wide bars are the best rates of seeds." if len(spec.seeds) > 1 else ""),
             partial(draw_best_rate, found, base),
         ),
         (
@@ -91,10 +97,14 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "noise", "Gradient noise scale over training",
-            "Of the best training at each batch; the band is the critical batch's interval.",
+            "Of the best training at each batch."
+            + (" The band is the critical batch's interval." if found.pareto else ""),
             partial(draw_noise, found),
         ),
-        ("map", "What diverged", "Bright is near the lowest loss of its batch.", partial(draw_map, found, found.main)),
+        (
+            "map", "Loss and divergence by batch and learning rate",
+            "Bright is near the lowest loss of its batch.", partial(draw_map, found, found.main),
+        ),
     ]  # fmt: skip
     for tuning in found.others:
         rule = tuning.rules[0]
@@ -111,11 +121,18 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         yield _made(f"{key}-{name}", title, note, f"{title}: {found.group.title}", make)
 
 
+def _pareto_note(fit: ParetoFit | None) -> str:
+    if fit is None:
+        return ""
+    star = ", the star is the critical batch" if is_bounded(fit) else ""
+    return f" The fit is (S / S_min − 1)(E / E_min − 1) = 1; dotted lines are S_min and E_min{star}."
+
+
 def warmup_figures(findings: Findings) -> Iterator[StudyFigure]:
     """The warmup ablation, one figure an optimizer."""
     note = "The lowest loss at each batch over learning rates, the mean over seeds, with a standard deviation."
     for optimizer in findings.spec.optimizers:
-        title = f"Loss against batch by warmup: {optimizer}"
+        title = f"Loss against batch by warmup: {optimizer_words(optimizer)}"
         yield _made(f"{optimizer}-warmup", title, note, title, partial(draw_warmups, findings, optimizer))
 
 

@@ -12,17 +12,18 @@ from typing import Literal
 import numpy as np
 
 from undula.plan.rules import RULES, RuleName, warning
-from undula.study.fits import RULE_EXPONENTS, Edge, Interval, ParetoFit, PowerLaw, fit_pareto
+from undula.study.fits import RULE_EXPONENTS, Bound, Interval, ParetoFit, PowerLaw, fit_pareto
 from undula.study.rates import (
+    SAME,
     AtBatch,
     Group,
     Outcome,
-    RatePoint,
     changes_rate_alone,
     exponent_of,
     factor_of,
     fit_exponent,
     groups_of,
+    loss_at,
     tune,
     tunings_of,
 )
@@ -64,6 +65,11 @@ class Law:
     def batches(self) -> str:
         return f"{self.low:,.0f}–{self.high:,.0f}"
 
+    @property
+    def tells_apart(self) -> bool:
+        """Whether the interval leaves out a power that a common rule claims; one that holds them all says nothing in favour of any."""
+        return not all(self.fit.interval.holds(power) for power in RULE_EXPONENTS.values())
+
     def rules(self, judgement: Judgement) -> list[RuleName]:
         return [each.rule for each in self.verdicts if each.judgement == judgement]
 
@@ -88,15 +94,28 @@ class Prediction:
     batch: int
     rate: float | None
     """From the base batch's optimum; None where there is none, or the rule measures and was not trained."""
+    bound: Bound | None
+    """Where the base batch's optimum is a bound, that of the rate."""
     tuned: float | None
     """The optimum at this batch."""
-    tuned_edge: Edge | None
+    tuned_bound: Bound | None
     loss: float | None
-    """Mean last loss with the base batch's best rate that was tried, under the rule; None where no such training is complete."""
+    """At that rate under the rule, mean over seeds: measured, or between two that were (`loss_at`). Of a rule that measures, of the
+    training with the base batch's best rate that was tried."""
     outcome: Outcome | None
-    """Of that training; None where there was none."""
+    """Of the trainings that the loss would be told from; None where there are none."""
     tuned_loss: float | None
     """The lowest at this batch that was measured."""
+
+    @property
+    def ratio(self) -> tuple[Bound | None, float] | None:
+        """The rate over the tuned one, as a bound where one of them is; None where both leave it open, or there is none."""
+        if self.rate is None or not self.tuned:
+            return None
+        of_tuned: Bound | None = {"≥": "≤", "≤": "≥"}.get(self.tuned_bound or "")  # type: ignore[assignment]
+        if self.bound and of_tuned and self.bound != of_tuned:
+            return None
+        return self.bound or of_tuned, self.rate / self.tuned
 
 
 @dataclass(frozen=True)
@@ -205,11 +224,15 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
     """
     if spec.target is None:
         return None, "the study has no target, so that there are no steps to count: give target"
+    if len(spec.batches) == 1:
+        return None, f"the study has one batch ({spec.batches[0]:,}), and steps are compared between three or more"
     reached = [(each.batch, each.fewest) for each in batches if each.fewest]
     used = [(batch, fewest) for batch, fewest in reached if fewest.edge in (None, "diverged")]
     records = [record for each in batches for point in each.points for record in point.records]
     if not reached and any(record.samples_to(spec.target) == 0 for record in records):
         return None, f"trainings are at the target of {spec.target:g} before their first step: lower target"
+    if not any(isfinite(record.loss) for record in records):
+        return None, "every training diverged" if _all_diverged(records) else "no training is complete"
     if not reached:
         return None, f"no training got to the target of {spec.target:g}: train for more samples, or raise target"
     steps = [float(np.exp(np.mean(np.log(fewest.steps)))) for _, fewest in used]
@@ -223,6 +246,10 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
             f"{error}; at {', '.join(at_end)} the fewest steps are those of a learning rate at the end of the range, which bound "
             f"the best: widen the range"
         )
+
+
+def _all_diverged(records: Sequence[TrialRecord]) -> bool:
+    return bool(records) and all(record.state == "diverged" for record in records)
 
 
 def late_noise(at: AtBatch) -> float | None:
@@ -255,25 +282,31 @@ def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tu
 
 def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | None) -> Prediction:
     """`own` has the rule's trainings at the batch, `tuned` those that show the best."""
-    kappa = own.batch / at_base.batch
-    from_base = at_base.lowest
-    factor = None if RULES[rule].is_measured else factor_of(rule, kappa)
-    trained: RatePoint | None = None
-    if from_base and factor is not None:
-        rate = from_base.rate * factor
-        trained = next((point for point in own.points if abs(point.rate / rate - 1) < 1e-3), None)
-    elif from_base:
-        same = (point for point in own.points if abs(point.base_rate / from_base.base_rate - 1) < 1e-3)
-        trained = next(same, None)
-        factor = trained.rate / from_base.rate if trained else None
-    optimum, best = (tuned.optimum, tuned.lowest) if tuned else (None, None)
+    base, best = at_base.optimum, tuned.lowest if tuned else None
+    if RULES[rule].is_measured:
+        rate, loss, outcome = _measured(at_base, own)
+    else:
+        rate = base.rate * factor_of(rule, own.batch / at_base.batch) if base else None
+        loss, outcome = loss_at(own.points, rate) if rate else (None, None)
+    optimum = tuned.optimum if tuned else None
     return Prediction(
         rule,
         own.batch,
-        at_base.optimum.rate * factor if at_base.optimum and factor is not None else None,
+        rate,
+        base.bound if base else None,
         optimum.rate if optimum else None,
-        optimum.edge if optimum else None,
-        trained.loss if trained and trained.outcome == "complete" else None,
-        trained.outcome if trained else None,
+        optimum.bound if optimum else None,
+        loss,
+        outcome,
         best.loss if best else None,
     )
+
+
+def _measured(at_base: AtBatch, own: AtBatch) -> tuple[float | None, float | None, Outcome | None]:
+    """Rate, loss and outcome of a rule that measures: of its training with the base batch's best rate that was tried."""
+    best, base = at_base.lowest, at_base.optimum
+    same = (point for point in own.points if best and abs(point.base_rate / best.base_rate - 1) < SAME)
+    if (trained := next(same, None)) is None or best is None:
+        return None, None, None
+    rate = base.rate * trained.rate / best.rate if base else None
+    return rate, trained.loss if trained.outcome == "complete" else None, trained.outcome

@@ -1,7 +1,8 @@
 """What is fitted to a study's results: the critical batch, the best learning rate and its power of the batch. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log
 from typing import Any, Literal
 
 import numpy as np
@@ -9,11 +10,14 @@ from scipy.special import ndtri, stdtrit
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Edge = Literal["lowest", "highest", "diverged"]
+Bound = Literal["≥", "≤"]
 
 RULE_EXPONENTS: Mapping[str, float] = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 """Rules that are a power of the batch, and their power."""
 BEYOND = 1e4
 """A critical batch is looked for so many times below the smallest batch, and above the largest."""
+APART = 1.3
+"""Times that two learning rates differ whose losses tell a slope: nearer ones differ by chance more than by it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Optimum:
     def interior(self) -> bool:
         return self.edge is None
 
+    @property
+    def bound(self) -> Bound | None:
+        """What the rate is of the best one, where it is a bound: `≥` says that the best is as high or higher."""
+        return None if self.edge is None else "≤" if self.edge == "lowest" else "≥"
+
 
 @dataclass(frozen=True)
 class PowerLaw:
@@ -72,6 +81,8 @@ class PowerLaw:
     used: tuple[Optimum, ...]
     left_out: tuple[Optimum, ...]
     """At the edge of their rates: bounds, not values."""
+    level: float = np.inf
+    """Half the interval of the log rate in the middle of the batches."""
 
 
 def fit_pareto(
@@ -129,14 +140,34 @@ def _hyperbola(batches: Floats, log_steps: Floats) -> tuple[Floats, Floats]:
     return critical, fewest
 
 
-def best_rate(batch: float, rates: Sequence[float], losses: Sequence[float], neighbours: int = 1) -> Optimum:
-    """The optimum of loss against log learning rate: the vertex of a parabola through the lowest loss and its neighbours.
+def about_lowest(rates: Sequence[float], lowest: int) -> tuple[slice, Edge | None]:
+    """The learning rates that tell where the optimum about the lowest loss is: those around it, out to the first that is APART times
+    away on either side. And the side on which there are none, or none but a near copy of the lowest, so that the best may lie beyond.
+
+    Args:
+        rates: ascending.
+        lowest: the place of the lowest loss.
+    """
+    place = np.log(np.asarray(rates) / rates[lowest])
+    left = max((at for at in range(lowest) if place[at] <= -log(APART)), default=0)
+    right = min((at for at in range(lowest, len(rates)) if place[at] >= log(APART)), default=len(rates) - 1)
+    below, above = -place[left], place[right]
+    edge: Edge | None = None
+    if below == 0 or below < min(log(APART), above / 4):
+        edge = "lowest"
+    elif above == 0 or above < min(log(APART), below / 4):
+        edge = "highest"
+    return slice(left, right + 1), edge
+
+
+def best_rate(batch: float, rates: Sequence[float], losses: Sequence[float]) -> Optimum:
+    """The optimum of loss against log learning rate: the vertex of a parabola, by least squares, through the lowest loss and those
+    around it (`about_lowest`).
 
     Args:
         batch: that all of them were trained with.
         rates: learning rates, all different.
         losses: one a rate; not finite where the training diverged.
-        neighbours: on either side that the parabola is fitted to; 1 goes through all three points.
 
     Raises:
         ValueError: no loss is finite.
@@ -146,21 +177,17 @@ def best_rate(batch: float, rates: Sequence[float], losses: Sequence[float], nei
     if not np.isfinite(loss).any():
         raise ValueError(f"every learning rate diverged at batch {batch:g}: lower ones are needed")
     lowest = int(np.argmin(np.where(np.isfinite(loss), loss, np.inf)))
-    edge: Edge | None = None
-    if lowest in (0, len(loss) - 1):
-        edge = "highest" if lowest else "lowest"
-    elif not np.isfinite(loss[[lowest - 1, lowest + 1]]).all():
+    measured = Optimum(batch, float(rate[lowest]), float(loss[lowest]), None)
+    about, edge = about_lowest(rate.tolist(), lowest)
+    if edge is None and not np.isfinite(loss[about]).all():
         edge = "diverged"
     if edge:
-        return Optimum(batch, float(rate[lowest]), float(loss[lowest]), edge)
-    about = slice(max(lowest - neighbours, 0), lowest + neighbours + 1)
-    finite = np.isfinite(loss[about])
-    x = np.log(rate[about][finite] / rate[lowest])
-    curvature, slope, level = np.polyfit(x, loss[about][finite], 2)
+        return replace(measured, edge=edge)
+    x = np.log(rate[about] / rate[lowest])
+    curvature, slope, level = np.polyfit(x, loss[about], 2)
     if curvature <= 0:  # a plateau
-        return Optimum(batch, float(rate[lowest]), float(loss[lowest]), None)
-    within = np.log(rate[[lowest - 1, lowest + 1]] / rate[lowest])
-    vertex = float(np.clip(-slope / (2 * curvature), *within))
+        return measured
+    vertex = float(np.clip(-slope / (2 * curvature), x[0], x[-1]))
     return Optimum(
         batch, float(rate[lowest] * np.exp(vertex)), float(level + slope * vertex + curvature * vertex**2), None
     )
@@ -187,7 +214,8 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
     error = np.sqrt(residuals @ residuals / free / (away @ away)) if free else np.inf
     reach = float(stdtrit(free, (1 + confidence) / 2) * error) if free else np.inf
     factor = float(np.exp(y.mean() - exponent * x.mean()))
-    return PowerLaw(factor, exponent, Interval(exponent - reach, exponent + reach), used, left_out)
+    level = reach * float(np.sqrt(away @ away / len(used)))
+    return PowerLaw(factor, exponent, Interval(exponent - reach, exponent + reach), used, left_out, level)
 
 
 def _batch_sizes(count: int) -> str:

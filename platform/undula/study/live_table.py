@@ -178,7 +178,7 @@ def as_rows(records: Iterable[TrialRecord], target: float | None) -> list[dict[s
             "name": record.trial.name,
             "state": record.state,
             "lr": record.lr,
-            "loss": _finite(record.loss),
+            "loss": _finite(record.last_loss),
             "samples": record.samples,
             "steps": record.curve[-1].step if record.curve else 0,
             "samples_to_target": None if target is None else _finite(record.samples_to(target)),

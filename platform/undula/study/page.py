@@ -13,6 +13,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from math import inf, isfinite
 from string import Template
 
 import pyarrow.csv as csv
@@ -26,6 +27,7 @@ from undula.study import report_tables as tables
 from undula.study.drawing import dark_counterparts
 from undula.study.figures import StudyFigure, group_figures, warmup_figures
 from undula.study.findings import Findings, GroupFindings, find
+from undula.study.rates import changes_rate_alone, optimizer_words
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
 from undula.study.words import critical_words, not_tested, sentences, span
@@ -178,7 +180,7 @@ def _under(findings: Findings) -> str:
     spec = findings.spec
     parts = (
         printable(spec.job),
-        " and ".join(spec.optimizers),
+        " and ".join(map(optimizer_words, spec.optimizers)),
         f"batches {min(spec.batches):,}–{max(spec.batches):,}"
         if len(spec.batches) > 1
         else f"batch {spec.batches[0]:,}",
@@ -195,23 +197,27 @@ def _tiles(findings: Findings, hourly: float | None) -> str:
     states: Counter[str] = Counter(record.state for record in records)
     told = ", ".join(f"{states[state]:,} {state}" for state in tables.STATES if states[state]) or "none"
     ended = sum(record.has_ended for record in records)
-    lowest = min((record for record in records if record.state == "complete"), key=lambda each: each.loss, default=None)
-    where = (
-        f"batch {lowest.trial.batch:,}, rate {number(lowest.lr, 3)}, {lowest.trial.optimizer}"
-        if lowest
-        else "none is complete"
-    )
+    lowest, where = _lowest(findings)
     worker_s, seconds = sum(each.worker_seconds for each in records), sum(each.seconds for each in records)
     first = findings.groups[0]
     law = first.main.laws[0] if first.main.laws else None
     of = first.group.title if len(findings.groups) > 1 else ""
     tiles = [
         ("trials", f"{ended:,}", f"of {len(records):,}: {told}"),
-        (spec.metric.replace("_", " "), number(lowest.loss) if lowest else tables.NONE, where),
+        (f"lowest {spec.metric.replace('_', ' ')}", number(lowest) if isfinite(lowest) else tables.NONE, where),
         (
             "best rate goes as",
             f"batch^{law.fit.exponent:.2f}" if law else tables.NONE,
-            " · ".join(filter(None, (of, f"{span(law.fit.interval)}, batches {law.batches}" if law else "no fit"))),
+            " · ".join(
+                filter(
+                    None,
+                    (
+                        of,
+                        f"{span(law.fit.interval)}, batches {law.batches}" if law else "no fit",
+                        "" if law is None or law.tells_apart else "does not tell rules apart",
+                    ),
+                )
+            ),
         ),
         (
             "critical batch",
@@ -235,6 +241,27 @@ def _tiles(findings: Findings, hourly: float | None) -> str:
         f'<div class="tile"><dt>{escape(dt)}</dt><dd>{escape(dd)}</dd><dd class="note">{escape(note)}</dd></div>'
         for dt, dd, note in tiles
     )
+
+
+def _lowest(findings: Findings) -> tuple[float, str]:
+    """The lowest mean over seeds, and what it was trained with; infinite where nothing is complete."""
+    spec = findings.spec
+    points = [
+        (found.group, tuning.rules, each.batch, each.lowest)
+        for found in findings.groups
+        for tuning in found.tunings
+        for each in tuning.batches
+        if each.lowest
+    ]
+    if not points:
+        return inf, "none is complete"
+    group, rules, batch, point = min(points, key=lambda each: each[3].loss)
+    parts = [f"batch {batch:,}", f"rate {number(point.rate, 3)}"]
+    parts += [optimizer_words(group.optimizer)] if len(spec.optimizers) > 1 else []
+    parts += [rules[0]] if batch != spec.batches[0] and not changes_rate_alone(rules[0], group.warmup) else []
+    parts += [f"warmup {group.warmup:,}"] if len(spec.warmup_axis) > 1 else []
+    parts += [f"mean of {counted(len(point.losses), 'seed')}"] if len(spec.seeds) > 1 else []
+    return point.loss, ", ".join(parts)
 
 
 def _foot(findings: Findings) -> str:

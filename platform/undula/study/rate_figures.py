@@ -1,7 +1,7 @@
 """Figures of learning rates: the loss against the rate, the best rate against the batch, what rules predict, and what diverged."""
 
 from collections.abc import Sequence
-from math import inf, isfinite, log10
+from math import inf, isfinite, log10, sqrt
 
 import matplotlib
 import numpy as np
@@ -32,13 +32,17 @@ from undula.study.drawing import (
     spread,
 )
 from undula.study.findings import GroupFindings, Tuning
-from undula.study.fits import Optimum, PowerLaw
+from undula.study.fits import Floats, Optimum, PowerLaw
 from undula.study.rates import AtBatch, RatePoint, factor_of
 from undula.study.spec import StudySpec
 from undula.study.words import span
 
+REACH = 8.0
+"""Times beyond the best rates, up to which the plot of best rates shows where rules go."""
 ROW = 0.024
 """Of the height of a plot, for the trainings of one batch that diverged."""
+PLOT_PT = 160.0
+"""Height of a plot, about; its width is more."""
 LEVELS = 14
 """Colours of the map of losses."""
 
@@ -53,7 +57,6 @@ def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
     figure, axes = new_axes()
     rates = [point.rate for each in shown for point in each.points]
     log_axis(axes.xaxis, min(rates), max(rates))
-    losses += [seen for each in shown for point in each.points if isfinite(seen := _last_seen(point))]
     rows_above = [each for each in shown if any(point.outcome == "diverged" for point in each.points)]
     top = _loss_axis(axes, losses, [each.optimum for each in shown if each.optimum], ROW * len(rows_above))
     for each in shown:
@@ -152,7 +155,18 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
     fitted = [law.fit.factor * batch**law.fit.exponent for batch in batches] if law else []
     at_base = next((optimum for each, optimum in optima if each.batch == base), None)
     low, high = min([*rates, *fitted]), max([*rates, *fitted])
-    log_axis(axes.yaxis, low, high, pad=0.12 if high > 3 * low else 0.3)
+    if at_base and at_base.interior:  # as far as rules' lines go, within reason
+        kappas = [min(batches) / base, max(batches) / base]
+        ends = [at_base.rate * factor_of(rule, kappa) for rule in _rules_with_lines(found) for kappa in kappas]
+        low, high = (
+            min([low, *(max(end, low / REACH) for end in ends)]),
+            max([high, *(min(end, high * REACH) for end in ends)]),
+        )
+    middle, half = (
+        sqrt(low * high),
+        max(sqrt(high / low), 2.0),
+    )  # where all are equal, the plot has a height all the same
+    log_axis(axes.yaxis, middle / half, middle * half, pad=0.08)
     axes.set_ylabel("best learning rate")
     keys = [_fit_line(axes, law.fit, batches)] if law else []
     for each, optimum in optima:
@@ -198,15 +212,23 @@ def _rules_with_lines(found: GroupFindings) -> list[RuleName]:
 def _fit_line(axes: Axes, fit: PowerLaw, batches: Sequence[int]) -> Line2D:
     x = np.geomspace(min(batches), max(batches), 60)
     if isfinite(fit.interval.high - fit.interval.low):
-        middle = np.exp(np.mean(np.log([each.batch for each in fit.used])))
-        level = fit.factor * middle**fit.exponent
-        sides = [level * (x / middle) ** power for power in (fit.interval.low, fit.interval.high)]
-        axes.fill_between(x, np.minimum(*sides), np.maximum(*sides), color=BAND, lw=0, zorder=1)
+        line = fit.factor * x**fit.exponent
+        below, above = _band(fit, x)
+        axes.fill_between(x, line * np.exp(below), line * np.exp(above), color=BAND, lw=0, zorder=1)
         label = f"batch^{fit.exponent:.2f} (95 % {span(fit.interval)})"
     else:
         label = f"batch^{fit.exponent:.2f} (no interval: two batches)"
-    (line,) = axes.plot(x, fit.factor * x**fit.exponent, color=INK, lw=1.2, zorder=2, label=label)
-    return line
+    (drawn,) = axes.plot(x, fit.factor * x**fit.exponent, color=INK, lw=1.2, zorder=2, label=label)
+    return drawn
+
+
+def _band(fit: PowerLaw, x: Floats) -> tuple[Floats, Floats]:
+    """The fit's interval about its log rate: of the level in the middle of the batches and of the slope, which are independent."""
+    away = np.log(x) - np.mean(np.log([each.batch for each in fit.used]))
+    down, up = fit.exponent - fit.interval.low, fit.interval.high - fit.exponent
+    above = np.hypot(fit.level, away * np.where(away > 0, up, down))
+    below = np.hypot(fit.level, away * np.where(away > 0, down, up))
+    return -below, above
 
 
 def _rule_lines(axes: Axes, base: Optimum, batches: Sequence[int], rules: Sequence[RuleName]) -> None:
@@ -261,11 +283,11 @@ def draw_predicted(found: GroupFindings, base: int) -> Figure:
         y = [each.rate / each.tuned for each in mine if each.rate and each.tuned]
         axes.plot([base, *(each.batch for each in mine)], [1, *y], color=color, ls=RULE_DASHES[rule], lw=1.2)
         for each, ratio in zip(mine, y, strict=True):
-            face = PAPER if each.tuned_edge else color
+            face = PAPER if each.tuned_bound or each.bound else color
             axes.plot([each.batch], [ratio], marker, color=color, mfc=face, mew=1.1, ms=5)
         keys.append(Line2D([], [], color=color, ls=RULE_DASHES[rule], marker=marker, ms=5, label=rule))
-    if any(each.tuned_edge for each in rows):
-        keys.append(_key("tuned rate is a bound", "o", SOFT, 5, hollow=True))
+    if any(each.tuned_bound or each.bound for each in rows):
+        keys.append(_key("a bound", "o", SOFT, 5, hollow=True))
     axes.set_ylabel("predicted over tuned learning rate")
     legend_above(figure, keys, columns=4)
     return figure
@@ -318,9 +340,15 @@ def _level(share: float) -> str:
 
 
 def _cell_size(batches: Sequence[AtBatch]) -> float:
-    """Area of a mark in square points, such that those of a column do not touch."""
-    most = max(max((len(each.points) for each in batches), default=1), len(batches), 1)
-    return float(np.clip((170 / most) ** 2 * 0.7, 9, 130))
+    """Area of a mark in square points, such that those of a column hardly touch, nor columns each other."""
+    rates = [np.log([point.rate for point in each.points]) for each in batches if each.points]
+    span = max(each.max() for each in rates) - min(each.min() for each in rates)
+    gaps = np.concatenate([np.diff(each) for each in rates])
+    gap = (
+        float(np.quantile(gaps, 0.25)) if len(gaps) else span
+    )  # some rates are all but equal, and may lie on each other
+    side = PLOT_PT * min(gap / span if span else 1.0, 1 / max(len(batches), 1))
+    return float(np.clip(side, 4, 11)) ** 2
 
 
 def _why_no_loss(batches: Sequence[AtBatch]) -> str:

@@ -12,12 +12,14 @@ from typing import Literal
 import numpy as np
 
 from undula.plan.rules import RULES, RuleName, Scaled
-from undula.study.fits import Edge, Floats, Interval, Optimum, PowerLaw, best_rate, fit_power_law
+from undula.study.fits import Edge, Floats, Interval, Optimum, PowerLaw, about_lowest, best_rate, fit_power_law
 from undula.study.spec import Optimizer, StudySpec
 from undula.study.trials import TrialRecord
 
 Outcome = Literal["complete", "stopped", "diverged", "failed", "unfinished"]
 RESAMPLES = 200
+SAME = 1e-3
+"""Relative difference of two learning rates that are one, but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,19 @@ class Group:
 
     @property
     def title(self) -> str:
-        return f"{self.optimizer}, " + (f"warmup {self.warmup:,} samples" if self.warmup else "no warmup")
+        return f"{optimizer_words(self.optimizer)}, " + (
+            f"warmup {self.warmup:,} samples" if self.warmup else "no warmup"
+        )
 
     @property
     def key(self) -> str:
         """Of its files."""
         return f"{self.optimizer}-w{self.warmup}"
+
+
+def optimizer_words(optimizer: Optimizer) -> str:
+    """`adamw`, or what `own` stands for."""
+    return "the job's optimizer" if optimizer == "own" else optimizer
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,17 @@ class RatePoint:
     def loss(self) -> float:
         """Mean over seeds; infinite unless the point is complete."""
         return sum(self.losses.values()) / len(self.losses) if self.outcome == "complete" else inf
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the loss is below the first ones that were measured."""
+        return self.loss < self.first_loss
+
+    @property
+    def first_loss(self) -> float:
+        """Mean of the first losses, over its trainings; infinite where there is none."""
+        firsts = [record.curve[0].loss for record in self.records if record.curve and isfinite(record.curve[0].loss)]
+        return sum(firsts) / len(firsts) if firsts else inf
 
     @property
     def deviation(self) -> float | None:
@@ -179,6 +199,9 @@ def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, .
 def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
     """What a batch's points say."""
     optimum, slack = optimum_of(batch, points)
+    complete = [point for point in points if point.outcome == "complete"]
+    if complete and not any(point.has_learned for point in complete):
+        optimum, slack = None, 0.0  # whichever of them is lowest is so by chance
     fewest = _fewest(points, target) if target is not None else None
     return AtBatch(batch, points, optimum, slack, _problem(batch, points, optimum), fewest)
 
@@ -193,17 +216,34 @@ def optimum_of(batch: float, points: Sequence[RatePoint]) -> tuple[Optimum | Non
     if not losses or not isfinite(min(losses)):
         return None, 0.0
     at = losses.index(min(losses))
-    about = tried[max(at - 1, 0) : at + 2]
-    if len(about) == 3 and any(point.outcome == "stopped" for point in about):
+    place, edge = about_lowest([point.rate for point in tried], at)
+    about, around = tried[place], losses[place]
+    if edge is None and any(point.outcome == "stopped" for point in about):
         diverged = any(point.outcome == "diverged" for point in about)
-        edge: Edge | None = "diverged" if diverged else None
-        return Optimum(batch, tried[at].rate, losses[at], edge), _half_gap(about)
-    around = losses[max(at - 1, 0) : at + 2]
-    if len(about) < 3:
-        edge = "lowest" if at == 0 else "highest"
-        return Optimum(batch, tried[at].rate, losses[at], edge), 0.0
-    flat = max(around) == min(around)
-    return best_rate(batch, [point.rate for point in about], around), _half_gap(about) if flat else 0.0
+        return Optimum(batch, tried[at].rate, losses[at], "diverged" if diverged else None), _half_gap(about)
+    flat = edge is None and max(around) == min(around)
+    return best_rate(batch, [point.rate for point in tried], losses), _half_gap(about) if flat else 0.0
+
+
+def loss_at(points: Sequence[RatePoint], rate: float) -> tuple[float | None, Outcome | None]:
+    """The loss of a learning rate: measured, or on the straight line in log rate between the two that were trained about it.
+
+    Returns:
+        the loss, and what came of the trainings that it would be told from: of the worse, where they differ. No loss where one of them is
+        not complete, and neither beyond the rates that were trained.
+    """
+    if same := next((point for point in points if abs(point.rate / rate - 1) < SAME), None):
+        return (same.loss if same.outcome == "complete" else None), same.outcome
+    ended = [point for point in points if point.outcome in ("complete", "stopped", "diverged")]
+    below = max((point for point in ended if point.rate < rate), key=lambda point: point.rate, default=None)
+    above = min((point for point in ended if point.rate > rate), key=lambda point: point.rate, default=None)
+    if below is None or above is None:
+        return None, None
+    for outcome in ("diverged", "stopped"):
+        if outcome in (below.outcome, above.outcome):
+            return None, outcome
+    share = log(rate / below.rate) / log(above.rate / below.rate)
+    return below.loss + share * (above.loss - below.loss), "complete"
 
 
 def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
@@ -227,7 +267,8 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
         drawn = _exponents_of_draws(used)
         if len(drawn):
             low, high = min(low, float(np.quantile(drawn, 0.025))), max(high, float(np.quantile(drawn, 0.975)))
-    return replace(fit, interval=Interval(low - open_by, high + open_by))
+    level = fit.level + sum(each.open for each in used) / len(used)
+    return replace(fit, interval=Interval(low - open_by, high + open_by), level=level)
 
 
 def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
@@ -310,6 +351,12 @@ def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -
     if optimum is None:
         if outcomes == {"diverged"}:
             return f"every learning rate diverged at batch {batch:,}: lower ones are needed"
+        if "complete" in outcomes:
+            firsts = [point.first_loss for point in points if isfinite(point.first_loss)]
+            return (
+                f"no training at batch {batch:,} ended below where it began ({sum(firsts) / len(firsts):.4g}): "
+                "other learning rates are needed, or more samples"
+            )
         return f"no training at batch {batch:,} is complete" if points else f"nothing was trained at batch {batch:,}"
     if optimum.edge == "diverged":
         return (

@@ -7,9 +7,11 @@ from math import inf, isfinite
 
 import pyarrow as pa
 
+from undula.plan.rules import RuleName
 from undula.report.cost import HOUR_S, dollars
 from undula.report.summary import duration, number, printable
-from undula.study.findings import Findings, GroupFindings, Verdict
+from undula.study.findings import Findings, GroupFindings, Law
+from undula.study.fits import Bound
 from undula.study.rates import AtBatch, RatePoint
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
@@ -27,7 +29,7 @@ SCHEMA = pa.schema(
         ("message", pa.string()),
     ]
 )  # fmt: skip
-"""Of trials.csv and trials.parquet. Null where there is no number: losses of trials that diverged, a target that was not reached."""
+"""Of trials.csv and trials.parquet. Null where there is no number: a last loss that is not finite, a target that was not reached."""
 
 
 def trial_table(spec: StudySpec, records: Iterable[TrialRecord], dollars_per_worker_hour: float | None) -> pa.Table:
@@ -39,7 +41,7 @@ def trial_table(spec: StudySpec, records: Iterable[TrialRecord], dollars_per_wor
 
 def _trial_row(spec: StudySpec, record: TrialRecord, hourly: float | None) -> dict[str, object]:
     trial = record.trial
-    losses = [point.loss for point in record.curve if isfinite(point.loss)] if record.state != "diverged" else []
+    losses = [point.loss for point in record.curve if isfinite(point.loss)]
     samples, steps = (
         (inf, inf) if spec.target is None else (record.samples_to(spec.target), record.steps_to(spec.target))
     )
@@ -53,7 +55,7 @@ def _trial_row(spec: StudySpec, record: TrialRecord, hourly: float | None) -> di
         "seed": trial.seed,
         "state": record.state,
         "lr": record.lr if isfinite(record.lr) else None,
-        "last_loss": record.loss if isfinite(record.loss) else None,
+        "last_loss": record.last_loss if isfinite(record.last_loss) else None,
         "best_loss": min(losses) if losses else None,
         "samples": record.samples,
         "steps": record.curve[-1].step if record.curve else 0,
@@ -135,10 +137,14 @@ def _point_cells(point: RatePoint | None, each: AtBatch) -> tuple[str, ...]:
         return (NONE,) * 5
     best = NONE
     if each.optimum:
-        bound = {"lowest": "≤ ", "highest": "≥ ", "diverged": "≥ "}[each.optimum.edge] if each.optimum.edge else ""
-        best = bound + number(each.optimum.rate)
+        best = bounded(each.optimum.rate, each.optimum.bound)
     deviation = NONE if point.deviation is None else number(point.deviation, 2)
     return number(point.rate), f"{len(point.losses)}", number(point.loss), deviation, best
+
+
+def bounded(rate: float | None, bound: Bound | None) -> str:
+    """`0.02`, or `≥ 0.02`."""
+    return NONE if rate is None else " ".join(filter(None, (bound, number(rate))))
 
 
 def cost_table(findings: Findings, hourly: float | None) -> str:
@@ -170,7 +176,7 @@ def verdict_table(found: GroupFindings) -> str:
     )
     body = ""
     for rule in rules:
-        cells = "".join(_judged(next((each for each in law.verdicts if each.rule == rule), None)) for _, law in laws)
+        cells = "".join(_judged(rule, law) for _, law in laws)
         body += f'<tr><td>{escape(rule)}</td><td class="n">{powers[rule]:g}</td>{cells}</tr>'
     return (
         '<div class="card scroll" tabindex="0"><table class="verdicts"><thead><tr><th>rule</th><th class="n">its power</th>'
@@ -178,9 +184,11 @@ def verdict_table(found: GroupFindings) -> str:
     )
 
 
-def _judged(verdict: Verdict | None) -> str:
-    judgement = verdict.judgement if verdict else "not tested"
-    return f'<td class="v-{judgement.replace(" ", "-")}">{judgement}</td>'
+def _judged(rule: RuleName, law: Law) -> str:
+    """A cell; what is not rejected is no success of the rule where no other is rejected either."""
+    judgement = next((each.judgement for each in law.verdicts if each.rule == rule), "not tested")
+    css = judgement.replace(" ", "-") if law.tells_apart else "not-tested"
+    return f'<td class="v-{css}">{judgement}</td>'
 
 
 def predictions_table(findings: Findings) -> str:
@@ -190,9 +198,9 @@ def predictions_table(findings: Findings) -> str:
             found.group.title,
             each.rule,
             f"{each.batch:,}",
-            number(each.rate),
-            (NONE if each.tuned is None else number(each.tuned)) + (" (a bound)" if each.tuned_edge else ""),
-            NONE if each.rate is None or not each.tuned else f"{each.rate / each.tuned:.2f}",
+            bounded(each.rate, each.bound),
+            bounded(each.tuned, each.tuned_bound),
+            NONE if each.ratio is None else " ".join(filter(None, (each.ratio[0], f"{each.ratio[1]:.2f}"))),
             number(each.loss) if each.loss is not None else each.outcome or "not trained",
             number(each.tuned_loss),
             NONE if each.loss is None or each.tuned_loss is None else f"{each.loss - each.tuned_loss:+.3g}",
@@ -201,7 +209,7 @@ def predictions_table(findings: Findings) -> str:
         for each in found.predictions
     ]
     return table(
-        ("trainings", "rule", "batch", "predicted rate", "tuned rate", "ratio", "loss with the rule", "lowest loss", "difference"),
+        ("trainings", "rule", "batch", "predicted rate", "best rate", "ratio", "loss there", "lowest loss", "difference"),
         rows,
         words=(0, 1),
         empty="Rules scale from one batch to another, and the study has one.",
@@ -235,7 +243,7 @@ def trials_table(findings: Findings) -> str:
                 f"{trial.warmup:,}",
                 f"{trial.seed}",
                 record.state,
-                number(record.loss) if isfinite(record.loss) else NONE,
+                number(record.last_loss) if isfinite(record.last_loss) else NONE,
                 f"{reached:,.0f}" if isfinite(reached) else NONE,
                 duration(record.seconds),
             )

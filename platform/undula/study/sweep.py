@@ -214,7 +214,8 @@ class _Keeper(_Unsaved, tune.Callback):
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
         ended = replace(found, state=record.state, message=record.message, curve=points)
         if ended.state == "complete" and ended.has_diverged:
-            ended = replace(ended, state="diverged", message="its loss ended above where it began")
+            first = ended.curve[0].loss
+            ended = replace(ended, state="diverged", message=f"its loss went from {first:.4g} to {ended.last_loss:.4g}")
         write_outcome(store, ended, self._progress.spec.keep_models)
         self._now(ended)
 

@@ -10,6 +10,8 @@ from undula.study.spec import Optimizer
 
 State = Literal["waiting", "running", "complete", "diverged", "stopped", "failed"]
 ENDED: tuple[State, ...] = ("complete", "diverged", "stopped", "failed")
+RISE = 0.5
+"""Of its first loss, by which a training ends above it where it diverged. One that learned nothing ends a hair above or below it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TrialRecord:
 
     trial: Trial
     state: State
-    """Stopped: by the study's scheduler, as it lagged behind. Diverged: its loss was not finite, or ended above where it began."""
+    """Stopped: by the study's scheduler, as it lagged behind. Diverged: its loss was not finite, or ended far above where it began."""
     lr: float
     """At the top of its schedule, after the rule; of a rule that measures, the highest there was."""
     curve: tuple[Measurement, ...] = ()
@@ -71,16 +73,22 @@ class TrialRecord:
 
     @property
     def loss(self) -> float:
-        """The last one; infinite where there is none, or the trial diverged."""
-        last = self.curve[-1].loss if self.curve and self.state != "diverged" else inf
+        """What the trial counts with: the last loss; infinite where there is none, or the trial diverged."""
+        return inf if self.state == "diverged" else self.last_loss
+
+    @property
+    def last_loss(self) -> float:
+        """As it was measured, of a trial that diverged too; infinite where it is no number."""
+        last = self.curve[-1].loss if self.curve else inf
         return last if isfinite(last) else inf
 
     @property
     def has_diverged(self) -> bool:
-        """Whether its losses say so: one is not finite, or the last is above the first."""
-        return bool(self.curve) and not (
-            all(isfinite(point.loss) for point in self.curve) and self.curve[-1].loss <= self.curve[0].loss
-        )
+        """Whether its losses say so: one is not finite, or the last is far above the first."""
+        if not self.curve:
+            return False
+        first, last = self.curve[0].loss, self.curve[-1].loss
+        return not all(isfinite(point.loss) for point in self.curve) or last - first > RISE * abs(first)
 
     @property
     def samples(self) -> int:

@@ -60,6 +60,12 @@ def _law_sentences(tuning: Tuning) -> list[str]:
         if not isfinite(interval.high - interval.low):
             told.append(f"{grows}, from two batches, which leave nothing to judge by: no rule is tested.")
             continue
+        if len(law.verdicts) > 1 and not law.tells_apart:
+            claims = ", ".join(map(_claim, law.verdicts))
+            told.append(
+                f"{grows} (95 % interval {span(interval)}). The interval holds {claims}: the data do not tell these rules apart."
+            )
+            continue
         parts = [
             f"{judgement}: {', '.join(_claim(each) for each in law.verdicts if each.judgement == judgement)}"
             for judgement in ("rejected", "not rejected")
@@ -127,7 +133,8 @@ def not_tested(findings: Findings) -> tuple[str, ...]:
     """What the study says nothing about, in sentences."""
     spec, records, groups = findings.spec, findings.records, findings.groups
     low, high = min(spec.batches), max(spec.batches)
-    told = [f"Batches outside {low:,}–{high:,}, other models, data and lengths of training than those of {spec.job}."]
+    outside = f"outside {low:,}–{high:,}" if low < high else f"other than {low:,}"
+    told = [f"Batches {outside}, other models, data and lengths of training than those of {spec.job}."]
     bounds = dict.fromkeys(
         f"{found.group.title}{'' if not place else ', ' + tuning.rules[0]}: {each.problem}"
         for found in groups
@@ -142,7 +149,9 @@ def not_tested(findings: Findings) -> tuple[str, ...]:
         told.append(
             f"{', '.join(measured)} by an exponent: their factors are measured, and only their losses are compared."
         )
-    if absent := [name for name in CLASSES if name not in spec.optimizers]:
+    if spec.optimizers == ("own",):
+        told.append("Optimizers other than the job's own.")
+    elif absent := [name for name in CLASSES if name not in spec.optimizers]:
         told.append(f"The optimizers {', '.join(absent)}.")
     if len(spec.warmup_axis) == 1:
         told.append(f"Warmups other than {spec.warmup_axis[0]:,} samples.")
