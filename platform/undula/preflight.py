@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,10 @@ from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.run.loop import Run
 from undula.run.modelstate import MODEL
-from undula.spec import LoadedSpec
+from undula.spec import LoadedSpec, changed_key
 from undula.state.commit import check_shapes, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.storage import Store, open_store
-from undula.yaml_file import flatten
-
-LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
-"""Keys that make the logical run: they cannot change while it is under way."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +191,3 @@ def _refuse_changes(store: Store, loaded: LoadedSpec, data: Data) -> None:
             f"{loaded.origins.get(key, 'default')}: {key} is {json.dumps(now)}, and {store.url} was begun with "
             f"{json.dumps(before)}: {mend}"
         )
-
-
-def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key of the logical run whose value differs between two resolved jobs, with both values."""
-    old, new = dict(flatten(before)), dict(flatten(now))
-    for key in sorted(old.keys() | new.keys()):
-        if key.startswith(LOGICAL) and old.get(key) != new.get(key):
-            return key, old.get(key), new.get(key)
-    return None

@@ -6,7 +6,7 @@ The parts belong to the packages that use them; this module only composes, loads
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,8 @@ from undula.state.spec import CheckpointSpec
 from undula.study.spec import StudySpec
 from undula.yaml_file import Where, flatten, load_file, refuse_unknown_keys, validated
 
+LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
+"""Keys that make the logical run: they cannot change while it is under way."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -150,14 +152,15 @@ class LoadedSpec:
 
 @dataclass(frozen=True)
 class LoadedStudy:
-    """A study, and the job that it trains, with the origin of each value of the study."""
+    """A study, and the job that it trains."""
 
     spec: StudySpec
     job: LoadedSpec
     """With the study's overrides."""
     file: Path
     """Of the job."""
-    origins: Mapping[str, str]
+    where: Where
+    """The study's values were given."""
     values: Mapping[str, Any]
     """Of the job, by dotted key, that are the study's."""
     config_type: type | None = None
@@ -168,12 +171,19 @@ class LoadedStudy:
         Raises:
             SpecError: they do not go together.
         """
-        overrides = as_overrides({**self.values, **values})
-        return load_spec(self.file, overrides, self.config_type, self.origins["name"].rpartition(":")[0])
+        sets = self.spec.sets
+
+        def origin(key: str) -> str:
+            return self.where([sets[key]]) if key in sets else self.where(["overrides", key])
+
+        return load_spec(self.file, as_overrides({**self.values, **values}), self.config_type, origin)
 
 
 def load_spec(
-    file: Path, overrides: Sequence[str] = (), config_type: type | None = None, origin: str = "command line"
+    file: Path,
+    overrides: Sequence[str] = (),
+    config_type: type | None = None,
+    origin: Callable[[str], str] = lambda _key: "command line",
 ) -> LoadedSpec:
     """The job in a YAML file, with `key.sub=value` overrides on top.
 
@@ -181,12 +191,12 @@ def load_spec(
         file: YAML of a JobSpec.
         overrides: `key.sub=value`, the value written as in YAML.
         config_type: dataclass of the script's own settings; `config` stays a mapping without it.
-        origin: of the overrides, for messages.
+        origin: of an override with such a key, for messages.
 
     Raises:
         SpecError: one sentence with the file and line, the key, what was given and what is accepted.
     """
-    spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin)
+    spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin, _mend_of_job)
     config: Any = _namespace(spec.config)
     if config_type is not None:
         refuse_unknown_keys(spec.config, config_type, ("config",), where)
@@ -205,7 +215,7 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
     Raises:
         SpecError: one sentence, as of `load_spec`, about the study or about its job.
     """
-    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches")
+    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches", mend=_mend_of_study)
     job_file = file.parent / spec.job
     if not job_file.is_file():
         raise SpecError(
@@ -213,9 +223,28 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
         )
     # A packed training is one process, whatever the job's workers are.
     values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(flatten(spec.overrides))}
-    job = load_spec(job_file, as_overrides(values), config_type, where(["overrides"]))
+    for key in values:
+        if key in spec.sets:
+            origin = where(["overrides", key])
+            raise SpecError(f"{origin}: overrides has {key}, which a study sets, by {spec.sets[key]}: leave it out")
+    job = load_spec(job_file, as_overrides(values), config_type, lambda key: where(["overrides", key]))
     _check_job(spec, job.spec, job_file, where)
-    return LoadedStudy(spec, job, job_file, where.origins, values, config_type)
+    return LoadedStudy(spec, job, job_file, where, values, config_type)
+
+
+def _mend_of_job(key: str) -> str | None:
+    """What to do about a key that a job does not have."""
+    if key in ("job", "batches"):
+        return "this is a study's YAML, which `undula study` trains"
+    return None
+
+
+def _mend_of_study(key: str) -> str | None:
+    if key == "data":
+        return "this is a job's YAML, which `undula run` trains; a study's names it with the key job"
+    if key in {each.name for each in dataclasses.fields(JobSpec)}:
+        return f"it is the job's: write overrides.{key}, or below overrides"
+    return None
 
 
 def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> None:
@@ -250,6 +279,15 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
             f"{where(['packed'])}: packed is {spec.packed}, which shares what a worker has, and workers of {job_file} has neither cpus "
             "nor gpus nor resources: give overrides: {workers.cpus: 1}"
         )
+
+
+def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first key of the logical run whose value differs between two resolved jobs, with both values."""
+    old, new = dict(flatten(before)), dict(flatten(now))
+    for key in sorted(old.keys() | new.keys()):
+        if key.startswith(LOGICAL) and old.get(key) != new.get(key):
+            return key, old.get(key), new.get(key)
+    return None
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -1,18 +1,24 @@
 """`undula study`: its commands, and what they print."""
 
 import argparse
+import difflib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from undula.errors import needs_extra
+from undula.errors import RunError, SpecError, needs_extra
 from undula.run_command import add_submission_arguments, as_seen_from, submit_and_follow
 from undula.storage import Store, open_store
+
+if TYPE_CHECKING:
+    from undula.spec import LoadedStudy
+    from undula.study.spec import StudySpec
 
 COMMANDS = ("run", "status", "report", "self-test")
 INTERVAL_S = 5.0
@@ -57,7 +63,11 @@ def add_study_commands(commands: Any, runs: str) -> None:
 def _run(options: argparse.Namespace) -> int:
     from undula.spec import absolute_paths, load_study, script_of
 
+    _refuse_no_file(options.study)
     loaded = load_study(options.study, options.overrides)
+    is_remote = options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
+    if not is_remote and _is_done(loaded, options.fresh):
+        return 0
     script = script_of(loaded.file, options.script)
     job = loaded.job.spec
     paths = [f"overrides.{path}" for path in absolute_paths(job)]
@@ -76,6 +86,37 @@ def _run(options: argparse.Namespace) -> int:
     return submit_and_follow(options.address, cpus, script, arguments, mend)
 
 
+def _refuse_no_file(study: Path) -> None:
+    """What is neither a file nor looks like the name of one may be meant as a command."""
+    if not study.exists() and not study.suffix:
+        close = difflib.get_close_matches(str(study), COMMANDS, n=1)
+        mend = f"did you mean {close[0]}?" if close else f"give a study's YAML, or one of {', '.join(COMMANDS)}"
+        raise SpecError(f"there is no file {study}, and no such command of `undula study`: {mend}")
+
+
+def _is_done(loaded: "LoadedStudy", fresh: bool) -> bool:
+    """Look at a study from here, before a cluster is started for it. Where all its trials have ended, its report is written.
+
+    Raises:
+        UndulaError: what is wrong with its trials.
+    """
+    from undula.state.directory import held
+    from undula.study.progress import Progress, known
+    from undula.study_job import Study
+
+    study = Study(loaded)
+    progress = Progress(study.spec) if fresh else known(study.store, study.spec)
+    study.check(progress.wanted())
+    records = [progress.records.get(trial) for trial in progress.wanted()]
+    if not all(record and record.has_ended and record.state != "failed" for record in records):
+        return False
+    with held(study.store):
+        study.begin()
+        print(f"all {len(records)} trials have ended: --fresh starts over\n")
+        _write_report(study.store, study.spec, None)
+    return True
+
+
 def files_of(script: Path, study: Path, job: Path) -> tuple[str, str]:
     """A study's YAML and its job's, as a submitted script finds them: the job's is looked for beside the study's."""
     seen = as_seen_from(script, study)
@@ -87,41 +128,59 @@ def _status(options: argparse.Namespace) -> int:
     from undula.study.live_table import as_rows, study_table
     from undula.study.progress import known
     from undula.study.records import read_spec
+    from undula.study.under_way import is_under_way
 
     store = _study_store(options.study, options.runs)
     screen = LiveScreen(sys.stdout)
     while True:
-        spec = read_spec(store)
+        spec, is_there = read_spec(store), is_under_way(store)
         records = list(known(store, spec).records.values())
+        if not is_there:
+            records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
         if options.json:
             print(json.dumps(as_rows(records, spec.target), indent=1))
             return 0
-        for line in study_table(spec, records).split("\n"):
+        is_over = not is_there or all(record.has_ended for record in records)
+        for line in study_table(spec, records, is_over, is_there).split("\n"):
             screen.show(line)
-        if not options.follow or all(record.has_ended for record in records):
+        if is_over and not all(record.has_ended for record in records):
+            print("its driver is not there, or is still starting: the command that began the study goes on with it")
+        if is_over or not options.follow:
             screen.close()
             return 0
         time.sleep(INTERVAL_S)
 
 
 def _study_store(study: str, runs: str) -> Store:
-    """The directory of a study: its path, or its name where it lies with the runs."""
-    beside = open_store(f"{runs}/{study}")
-    return beside if "/" not in study and not Path(study).exists() and beside.exists() else open_store(study)
+    """The directory of a study: its path, or its name where it lies with the runs.
+
+    Raises:
+        RunError: there is none of that name, and no such path.
+    """
+    beside, there = open_store(f"{runs}/{study}"), open_store(study)
+    if "/" in study or Path(study).exists():
+        return there
+    if not beside.exists():
+        raise RunError(f"there is no study {study} in {runs}, and no folder {study} here: give the study's directory")
+    return beside
 
 
 def _report(options: argparse.Namespace) -> int:
-    with needs_extra("study"):
-        from undula.study.page import verdict_lines, write_report
-    from undula.study.progress import known
     from undula.study.records import read_spec
 
     store = _study_store(options.study, options.runs)
-    spec = read_spec(store)
-    records = list(known(store, spec).records.values())
-    page = write_report(store, spec, records, dollars_per_worker_hour=options.worker_hour)
-    print("\n".join([*verdict_lines(spec, records), "", page]))
+    _write_report(store, read_spec(store), options.worker_hour)
     return 0
+
+
+def _write_report(store: Store, spec: "StudySpec", worker_hour: float | None) -> None:
+    with needs_extra("study"):
+        from undula.study.page import verdict_lines, write_report
+    from undula.study.progress import known
+
+    records = list(known(store, spec).records.values())
+    page = write_report(store, spec, records, dollars_per_worker_hour=worker_hour)
+    print("\n".join([*verdict_lines(spec, records), "", page]))
 
 
 def _self_test(options: argparse.Namespace) -> int:

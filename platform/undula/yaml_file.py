@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from undula.errors import SpecError
 
 
 def load_file(
-    owner: Any, file: Path, overrides: Sequence[str], what: str, keys: str, origin: str = "command line"
+    owner: Any,
+    file: Path,
+    overrides: Sequence[str],
+    what: str,
+    keys: str,
+    origin: Callable[[str], str] = lambda _key: "command line",
+    mend: Callable[[str], str | None] = lambda _key: None,
 ) -> tuple[Any, "Where"]:
     """What a file holds, as its owner's type, and where each value was given.
 
@@ -28,16 +34,17 @@ def load_file(
         owner: a checked dataclass.
         overrides: `key.sub=value`, the value written as in YAML.
         what, keys: for the message where the file holds something else.
-        origin: of the overrides, for messages.
+        origin: of an override with such a key, for messages.
+        mend: what to do about a key that the owner does not have, where more is known than its name.
 
     Raises:
         SpecError: one sentence.
     """
     tree, origins = _read_yaml(file, what, keys)
     for override in overrides:
-        _apply_override(tree, origins, override, origin)
+        _apply_override(tree, origins, override, origin(override.partition("=")[0]))
     where = Where(file, origins)
-    refuse_unknown_keys(tree, owner, (), where)
+    refuse_unknown_keys(tree, owner, (), where, mend)
     return validated(owner, tree, (), where), where
 
 
@@ -126,7 +133,9 @@ class Where:
         return str(self.file)
 
 
-def refuse_unknown_keys(tree: Any, owner: Any, path: tuple[str, ...], where: Where) -> None:
+def refuse_unknown_keys(
+    tree: Any, owner: Any, path: tuple[str, ...], where: Where, mend: Callable[[str], str | None] = lambda _key: None
+) -> None:
     """SpecError for the first key that the owner does not have."""
     if not (isinstance(tree, Mapping) and dataclasses.is_dataclass(owner)):
         return
@@ -135,8 +144,8 @@ def refuse_unknown_keys(tree: Any, owner: Any, path: tuple[str, ...], where: Whe
         here = (*path, str(key))
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            mend = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
-            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {mend}")
+            usual = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {mend(str(key)) or usual}")
         for part in _dataclasses_in(known[key]):
             for item in value if isinstance(value, list) else [value]:
                 refuse_unknown_keys(item, part, here, where)

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from undula.errors import RunError, UndulaError
 from undula.report.goodput import goodput
-from undula.state.directory import JOB_FILE
+from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.ledger import Event, Ledger, read_ledger, steps_done
 from undula.storage import Store
 
@@ -141,6 +141,8 @@ class Mark:
 def read_run(store: Store) -> RecordedRun:
     """Read a run directory. Raises RunError where it is none, or is damaged."""
     if not store.exists(JOB_FILE):
+        if store.exists(STUDY_FILE):
+            raise RunError(f"{store.url} is a study: `undula study status` tells of it, and each of its trials/NAME is a run")
         raise RunError(f"{store.url} has no {JOB_FILE}: give the directory of a run that `undula run` has started")
     try:
         job = _job_record(json.loads(store.read(JOB_FILE)))

@@ -3,7 +3,7 @@
 import json as json_format
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -35,9 +35,9 @@ from undula.report.summary import (
     validation_curve,
     without_nan,
 )
-from undula.state.directory import JOB_FILE
+from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.ledger import LEDGER, Event
-from undula.storage import Store
+from undula.storage import Entry, Store
 
 EVENTS_SHOWN = 12
 ROUTINE = ("checkpoint", "validation", "loss", "snapshot")
@@ -75,7 +75,9 @@ def print_runs(
     now = time.time() if now is None else now
     summaries: dict[str, RunSummary] = {}
     reasons: dict[str, str] = {}
-    for folder in _run_folders(store_of_runs):
+    entries = store_of_runs.list()
+    studies = _folders_with(entries, STUDY_FILE)
+    for folder in _folders_with(entries, JOB_FILE, LEDGER):
         try:
             run = read_run(store_of_runs / folder)
             summaries[folder] = summarize(run.ledger, run.job, now)
@@ -87,10 +89,13 @@ def print_runs(
         _print_json([*rows, *({"run": folder, "error": reason} for folder, reason in reasons.items())])
         return
     console = console or Console()
-    if not summaries and not reasons:
+    if not (summaries or reasons or studies):
         console.print(Text(f"no runs below {store_of_runs.url}"))
         return
-    console.print(_runs_table([(folder, summaries[folder]) for folder in newest_first], list(reasons), now))
+    if summaries or reasons:
+        console.print(_runs_table([(folder, summaries[folder]) for folder in newest_first], list(reasons), now))
+    for folder in studies:
+        console.print(Text(f"{printable(folder)} is a study: undula study status {printable(folder)}"))
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
 
@@ -355,10 +360,10 @@ def _ago(when: float | None, now: float) -> str:
     return "just now" if now - when < 5 else f"{int((now - when) // size)} {unit} ago"
 
 
-def _run_folders(store: Store) -> list[str]:
-    """Folders right below the store that hold a run, whole or not."""
-    parts = [entry.name.split("/", 2) for entry in store.list()]
-    return sorted({part[0] for part in parts if len(part) > 1 and part[1] in (JOB_FILE, LEDGER)})
+def _folders_with(entries: Iterable[Entry], *names: str) -> list[str]:
+    """Folders right below a store that hold one of the names: those of runs, whole or not, or of studies."""
+    parts = [entry.name.split("/", 2) for entry in entries]
+    return sorted({part[0] for part in parts if len(part) > 1 and part[1] in names})
 
 
 def _scale(values: Floats, interval: tuple[float, ...], cells: int) -> Floats:

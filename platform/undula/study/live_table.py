@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from undula.study.spec import StudySpec
-from undula.study.trials import ENDED, State, Trial, TrialRecord
+from undula.study.trials import State, Trial, TrialRecord
 
 INTERVAL_S = 5.0
-WIDTH = 100
+MIN_WIDTH, MAX_WIDTH = 80, 200
 ROWS = 24
+LOST: tuple[State, ...] = ("stopped", "diverged", "failed")
 _BAR = 8
 
 
@@ -44,10 +45,12 @@ def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | Non
     return left / max(sum(record.state == "running" for record in records), 1)
 
 
-def summary(spec: StudySpec, records: Sequence[TrialRecord]) -> str:
-    """`34 of 96 trials, 2 running, 12:07 left`"""
+def summary(spec: StudySpec, records: Sequence[TrialRecord], is_under_way: bool = True) -> str:
+    """`34 of 96 trials, 2 running, 12:07 left`, or `34 of 96 trials, not under way`"""
     ended, running = sum(record.has_ended for record in records), sum(record.state == "running" for record in records)
     parts = [f"{ended} of {len(records)} trials"]
+    if not is_under_way and ended < len(records):
+        return f"{parts[0]}, not under way"
     if running:
         parts.append(f"{running} running")
     if (left := seconds_left(spec, records)) is not None and ended < len(records):
@@ -62,44 +65,46 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def study_table(spec: StudySpec, records: Iterable[TrialRecord], is_last: bool = False) -> str:
+def study_table(
+    spec: StudySpec, records: Iterable[TrialRecord], is_last: bool = False, is_under_way: bool = True
+) -> str:
     """Lines of text, a row for each batch with each optimizer, rule and warmup: how far it is, and its best learning rate so far."""
     records = list(records)
+    shown_states = [state for state in LOST if any(record.state == state for record in records)]
     cells: dict[tuple[Any, ...], list[TrialRecord]] = {}
     for record in records:
         trial = record.trial
         cells.setdefault((trial.optimizer, trial.rule, trial.warmup, trial.batch), []).append(record)
-    table = Table(box=box.HEAVY_HEAD, width=WIDTH)
+    table = Table(box=box.HEAVY_HEAD, min_width=MIN_WIDTH)
     varying = [len({key[place] for key in cells}) > 1 for place in range(3)]
     for name, is_shown in zip(("optimizer", "rule", "warmup"), varying, strict=True):
         if is_shown:
             table.add_column(name, no_wrap=True)
-    for name in ("batch", "", "trials", "running", "off", "best rate", "loss"):
+    for name in ("batch", "", "trials", "running", *shown_states, "best rate", "loss"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     if spec.target is not None:
         table.add_column(f"steps to {spec.target:g}", justify="right", no_wrap=True)
     for key, group in list(cells.items())[:ROWS]:
         shown = [str(value) for value, is_shown in zip(key[:3], varying, strict=True) if is_shown]
-        table.add_row(*shown, str(key[3]), *_row(spec, group))
+        table.add_row(*shown, str(key[3]), *_row(spec, group, shown_states))
     text = io.StringIO()
-    Console(file=text, width=WIDTH, no_color=True).print(table)
+    Console(file=text, width=MAX_WIDTH, no_color=True).print(table)
     *lines, bottom = text.getvalue().rstrip("\n").split("\n")
     more = f", {len(cells) - ROWS} rows are not shown" if len(cells) > ROWS else ""
-    foot = f"{'┗' if is_last else '└'}─ {spec.name}: {summary(spec, records)}{more} "
+    foot = f"{'┗' if is_last else '└'}─ {spec.name}: {summary(spec, records, is_under_way)}{more} "
     return "\n".join([*lines, foot + bottom[len(foot) :]])
 
 
-def _row(spec: StudySpec, group: Sequence[TrialRecord]) -> list[str]:
-    count = {state: sum(record.state == state for record in group) for state in (*ENDED, "running")}
+def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[State]) -> list[str]:
+    count = {state: sum(record.state == state for record in group) for state in (*shown_states, "running")}
     done = sum(share_done(spec, record) for record in group) / len(group)
     bar = "█" * round(done * _BAR) + "░" * (_BAR - round(done * _BAR))
-    off = [f"{count[state]} {state}" for state in ("stopped", "diverged", "failed") if count[state]]
     best = best_of(group)
     row: list[str] = [
         bar,
         f"{sum(record.has_ended for record in group)}/{len(group)}",
         str(count["running"] or ""),
-        ", ".join(off),
+        *(str(count[state] or "") for state in shown_states),
         f"{best[0]:.3g}" if best else "",
         f"{best[1]:.4f}" if best else "",
     ]

@@ -18,6 +18,7 @@ from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord
+from undula.study.under_way import UNDER_WAY_FILE
 
 TRIALS = "trials"
 REPORT = "report"
@@ -123,7 +124,9 @@ def read_spec(study: Store) -> StudySpec:
     try:
         return TypeAdapter(StudySpec).validate_python(json.loads(study.read(STUDY_FILE))["spec"])
     except StorageError:
-        raise RunError(f"{study.url} holds no study: give the directory of one, or its name") from None
+        raise RunError(
+            f"{study.url} holds no study: give the directory of one, or the name of one in ~/undula/runs"
+        ) from None
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())
         raise RunError(
@@ -146,5 +149,10 @@ def forget_study(study: Store) -> None:
         raise RunError(
             f"{study.url} holds {sorted(names)[0]!r} and no study: --fresh deletes studies alone; give another name"
         )
-    for name in (TRIALS, REPORT, STUDY_FILE):  # by the last it is still known for a study where this is cut short
+    for name in (
+        TRIALS,
+        REPORT,
+        UNDER_WAY_FILE,
+        STUDY_FILE,
+    ):  # by the last it is still known for a study where this is cut short
         study.delete(name)

@@ -79,7 +79,8 @@ class StudySpec:
     search: Literal["grid", "random", "adaptive"] = "grid"
     """All trainings; so many drawn of them; or each where those before promise most."""
     trials: Positive | None = None
-    """How many, for a random search; most for each batch with its optimizer, rule and warmup, for an adaptive one."""
+    """How many, for a random search; most for each batch with its optimizer, rule and warmup, for an adaptive one. These two need it,
+    and a grid has as many as it has."""
     scheduler: Literal["asha", "none"] = "none"
     """Whether trainings that lag behind are stopped early, compared with other learning rates of the same batch, optimizer, rule, warmup
     and seed (ASHA, Li et al. 2020, arXiv:1810.05934)."""
@@ -153,6 +154,27 @@ class StudySpec:
     def warmup_axis(self) -> tuple[int, ...]:
         """The warmups that are tried; no warmup stands for a job's that is not known."""
         return self.warmups or (0,)
+
+    @property
+    def sets(self) -> Mapping[str, str]:
+        """The job's keys that a study sets for each training, and its own key for each."""
+        keys = {
+            "name": "name",
+            "plan.global_batch": "batches",
+            "plan.seed": "seeds",
+            "schedule.base_lr": "base_lr_range" if self.base_lr_range else "base_lrs",
+            "schedule.base_batch": "batches",
+            "schedule.batch_rule": "rules",
+            "validation.every_steps": "measurements",
+            "checkpoint.keep": "keep_models",
+        }
+        if self.samples:
+            keys |= {"plan.epochs": "samples", "plan.max_steps": "samples"}
+        if self.warmups:
+            keys |= {f"schedule.warmup_{unit}": "warmups" for unit in ("samples", "epochs", "steps")}
+        if self.optimizers != ("own",):
+            keys["config.optimizer.name"] = "optimizers"
+        return keys
 
     def pairs(self) -> tuple[tuple[Optimizer, RuleName], ...]:
         """Optimizers and the rules that go with them: what is trained of their product."""

@@ -99,11 +99,21 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     write_run(store / "newer", "[bold]newer[/bold]", began=1900.0)
     (store / "broken").write("ledger/steps-000001-00000.parquet", b"junk")
     (store / "elsewhere").write("notes.txt", b"no run")
+    (store / "rates").write("study.json", b"{}")
+    write_run(store / "rates/trials/one", "one")
     text = shown(120, print_runs, store)
     assert text.index("newer") < text.index("older") < text.index("broken")
     assert "has no job.json" in text
     assert "elsewhere" not in text
+    assert "rates is a study: undula study status rates" in text
     assert "\x1b" not in text
+
+
+def test_a_study_is_not_shown_as_a_run(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.write("study.json", b"{}")
+    with pytest.raises(RunError, match="is a study: `undula study status` tells of it"):
+        print_run(store)
 
 
 def test_list_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from study_records import quadratic_records, trials_of
 
 from undula.plan.rules import RULES
-from undula.study.findings import Findings, find, judge, law_of
+from undula.study.findings import Findings, Prediction, find, judge, law_of
 from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
 from undula.study.rates import (
     Group,
@@ -21,6 +21,7 @@ from undula.study.rates import (
     changes_rate_alone,
     exponent_of,
     fit_exponent,
+    loss_at,
     optimum_of,
     rate_points,
     tunings_of,
@@ -274,6 +275,54 @@ def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
     assert linear.tuned == pytest.approx(0.4, rel=1e-3)
 
 
+def test_a_loss_at_a_rate_that_was_not_trained_lies_between_those_that_were() -> None:
+    found = points(16, (0.1, 2.0, "complete"), (0.4, 1.0, "complete"), (1.6, nan, "diverged"), (6.4, 5.0, "complete"))
+    assert loss_at(found, 0.1) == (2.0, "complete")
+    assert loss_at(found, 0.2) == (pytest.approx(1.5), "complete")
+    assert loss_at(found, 0.8) == loss_at(found, 1.6) == (None, "diverged")
+    assert loss_at(found, 0.05) == loss_at(found, 9) == (None, None)
+
+
+def test_a_rule_is_charged_with_the_loss_at_the_rate_that_it_asks_for() -> None:
+    spec = study(batches=(16, 64), target=None, base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
+    records = [each for batch in (16, 64) for each in valley(batch, 0.1, spec.rates)]
+    asked = {each.rule: each for each in find(spec, records).groups[0].predictions}
+    assert asked["none"].loss == pytest.approx(1.0, abs=0.1)
+    assert asked["sqrt"].loss == pytest.approx(1 + np.log(2) ** 2, abs=0.1)
+    assert asked["linear"].loss == pytest.approx(1 + np.log(4) ** 2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "tuned_bound", "ratio"),
+    [(None, None, (None, 2.0)), (None, "≥", ("≤", 2.0)), (None, "≤", ("≥", 2.0)), ("≥", None, ("≥", 2.0)), ("≥", "≤", ("≥", 2.0)),
+     ("≥", "≥", None)],
+)  # fmt: skip
+def test_a_ratio_of_bounds_is_a_bound(bound: Any, tuned_bound: Any, ratio: Any) -> None:
+    assert Prediction("linear", 64, 0.2, bound, 0.1, tuned_bound, None, None, None).ratio == ratio
+
+
+def test_trainings_that_learned_nothing_have_no_optimum() -> None:
+    found = at_batch(16, points(16, (0.1, 9.1, "complete"), (0.2, 9.05, "complete"), (0.4, 9.2, "complete")), None)
+    assert found.optimum is None
+    assert found.problem.startswith("no training at batch 16 ended below where it began (9): other learning rates")
+
+
+def test_an_interval_that_holds_every_rule_tells_none_apart() -> None:
+    used = (Optimum(16, 1, 1, None), Optimum(64, 1, 1, None), Optimum(1024, 1, 1, None))
+    powers: Any = dict(POWERS)
+    assert not law_of(PowerLaw(1, 0.5, Interval(-15, 16), used, ()), powers).tells_apart
+    assert law_of(PowerLaw(1, 0.5, Interval(0.2, 16), used, ()), powers).tells_apart
+    spec = study(base_lrs=tuple(np.geomspace(0.001, 100, 21)), base_lr_range=None, target=None)
+    best = dict(zip(spec.batches, (0.01, 3.0, 0.02, 5.0, 0.03), strict=True))
+    records = [
+        each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
+    ]
+    told = sentences(find(spec, records).groups[0])
+    assert told[0].endswith(
+        "The interval holds linear (1), sqrt (0.5), none (0): the data do not tell these rules apart."
+    )
+
+
 # Bad input: a sentence in place of each finding that is not there.
 
 
@@ -291,6 +340,10 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that are not finished"),
         (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), lambda each: each, "is the highest that was tried: higher ones are needed"),
         (study(target=None), lambda each: each, "No critical batch: the study has no target"),
+        (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "No critical batch: every training diverged."),
+        (study(batches=(16,)), lambda each: each, "No critical batch: the study has one batch (16)"),
+        (study(batches=(16,)), lambda each: each, "Batches other than 16,"),
+        (study(optimizers=("own",)), lambda each: each, "Optimizers other than the job's own."),
         (study(seeds=(0,)), lambda each: each, "Chance between seeds"),
     ],
 )  # fmt: skip

@@ -109,11 +109,33 @@ def test_two_points_reject_nothing() -> None:
 def test_optimum_of_a_parabola_is_found_between_the_rates(best: float, curvature: float, floor: float) -> None:
     rates = np.logspace(-5, 0, 21)
     losses = floor + curvature * (np.log10(rates) - best) ** 2
-    for neighbours in (1, 2):
-        found = best_rate(64, rates.tolist(), losses.tolist(), neighbours)
-        assert found.interior
-        assert np.log10(found.rate) == pytest.approx(best, abs=1e-3)
-        assert found.loss == pytest.approx(floor, abs=1e-5)
+    found = best_rate(64, rates.tolist(), losses.tolist())
+    assert found.interior
+    assert np.log10(found.rate) == pytest.approx(best, abs=1e-3)
+    assert found.loss == pytest.approx(floor, abs=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    best=st.floats(-2.5, -1.5),
+    copy=st.floats(1.001, 1.2),
+    noise=st.lists(st.floats(-0.02, 0.02), min_size=14, max_size=14),
+)
+def test_rates_that_are_nearly_equal_do_not_move_the_optimum_away(best: float, copy: float, noise: list[float]) -> None:
+    """As a rule's and none's: through two of them alone, a parabola follows their noise."""
+    rates = np.sort(np.concatenate([grid := np.logspace(-4, 0, 7), grid * copy]))
+    losses = 1 + 0.5 * (np.log10(rates) - best) ** 2 + np.array(noise)
+    found = best_rate(64, rates.tolist(), losses.tolist())
+    assert found.interior
+    assert abs(np.log10(found.rate) - best) < 0.5
+    assert found.loss > losses.min() - 0.1
+
+
+def test_a_near_copy_beyond_the_lowest_loss_does_not_bracket_it() -> None:
+    assert best_rate(64, [0.098, 0.1, 0.2, 0.4], [1.01, 1.0, 2.0, 3.0]).edge == "lowest"
+    assert best_rate(64, [0.1, 0.2, 0.4, 0.41], [3.0, 2.0, 1.0, 1.01]).edge == "highest"
+    assert best_rate(64, [0.1, 0.11, 0.12], [2.0, 1.0, 2.0]).interior, "a range may be narrow"
+    assert best_rate(64, [0.1, 0.2, 2.0], [2.0, 1.0, 2.0]).interior, "and its steps wide"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_trials_are_the_same_in_csv_and_parquet(report: Path) -> None:
     assert done["dollars"] == pytest.approx(done["worker_seconds"] / 3600 * 0.5)
     diverged = [row for row in rows if row["state"] == "diverged"]
     assert diverged
-    assert {(row["last_loss"], row["best_loss"], row["steps_to_target"]) for row in diverged} == {(None, None, None)}
+    assert {(row["last_loss"], row["best_loss"], row["steps_to_target"]) for row in diverged} == {(None, 5.0, None)}
 
 
 def test_text_of_others_cannot_become_markup(report: Path) -> None:

@@ -51,8 +51,8 @@ def test_study_is_read_with_its_job(load: Load) -> None:
     assert (study.spec.batches, study.spec.rates, study.spec.seeds) == ((32, 64, 128), (1e-3, 3e-3), (1, 2))
     assert (study.spec.metric, study.spec.target) == ("validation_loss", 2.4)
     assert study.job.spec.name == "job"
-    assert study.origins["seeds"] == "command line"
-    assert study.origins["batches"].endswith("study.yaml:3")
+    assert study.where(["seeds"]) == "command line"
+    assert study.where(["batches"]).endswith("study.yaml:3")
 
 
 def test_range_of_rates_has_equal_ratios_and_both_ends(load: Load) -> None:
@@ -132,6 +132,31 @@ def test_overrides_are_the_job_s_and_are_checked_as_its_own(load: Load, refused:
     )
     sentence = refused(RATES + "overrides: {plan.virtual_wokers: 8}\n")
     assert sentence.startswith("study.yaml:5: unknown key plan.virtual_wokers: did you mean virtual_workers?")
+    below = "overrides:\n  data.validation: /other\n  plan:\n    virtual_wokers: 8\n"
+    assert refused(RATES + below).startswith("study.yaml:8: unknown key plan.virtual_wokers")
+    assert refused(RATES, "overrides.plan.virtual_wokers=8").startswith("command line: unknown key plan.virtual_wokers")
+
+
+def test_what_a_study_sets_cannot_be_overridden(load: Load, refused: Refused) -> None:
+    assert refused(RATES + "overrides: {plan.global_batch: 8}\n") == (
+        "study.yaml:5: overrides has plan.global_batch, which a study sets, by batches: leave it out"
+    )
+    assert "by samples" in refused(RATES + "samples: 64\noverrides: {plan: {epochs: 2}}\n")
+    assert load(RATES + "overrides: {plan: {epochs: 2}}\n").job.spec.plan.epochs == 2
+
+
+def test_a_key_of_the_job_s_is_told_where_it_goes(refused: Refused) -> None:
+    assert refused(RATES, "runs=/runs") == (
+        "command line: unknown key runs: it is the job's: write overrides.runs, or below overrides"
+    )
+    text = "name: job\ndata: {train: /data}\n"
+    assert refused("", text=text).startswith("study.yaml:2: unknown key data: this is a job's YAML, which `undula run`")
+
+
+def test_what_a_trial_cannot_have_is_said_where_the_study_gives_it(load: Load) -> None:
+    study = load(RATES)
+    with pytest.raises(SpecError, match=r"study\.yaml:4: schedule\.base_lr is -1\.0"):
+        study.job_with({"schedule.base_lr": -1.0})
 
 
 def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> None:

@@ -1,5 +1,7 @@
 """Trials: when a target was reached, what is read of them, and what is told while they train."""
 
+import json
+import time
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -12,11 +14,13 @@ from undula.errors import RunError
 from undula.run.messages import Status
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
+from undula.study import under_way
 from undula.study.live_table import as_rows, best_of, seconds_left, study_table
 from undula.study.process import Listener, News
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord, reached
+from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, is_under_way, said_under_way
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
 TRIAL = Trial(10, 0.1, "none", 0, "own", 0)
@@ -43,8 +47,11 @@ def test_a_trial_that_diverged_has_no_steps_to_a_target() -> None:
     assert record(3, 0.5, nan, state="diverged").steps_to(1) == inf
 
 
-def test_a_curve_that_ends_above_its_beginning_has_diverged() -> None:
-    assert record(3, 1, 4).has_diverged
+def test_a_curve_that_ends_far_above_its_beginning_has_diverged() -> None:
+    assert record(3, 1, 5).has_diverged
+    assert not record(3, 1, 4).has_diverged, "it learned too little, or too late"
+    assert record(-3, -2, -1).has_diverged
+    assert not record(-3, -2, -2.9).has_diverged
     assert record(3, nan, 1).has_diverged
     assert not record(3, 4, 2).has_diverged
     assert not record().has_diverged
@@ -189,6 +196,44 @@ def test_the_table_fits_and_its_frame_tells_where_it_begins_and_ends() -> None:
     assert "study: 1 of 3 trials, 1 running" in lines[-1]
 
 
+def test_the_table_has_a_column_for_each_way_in_which_trials_were_lost() -> None:
+    spec = replace(SPEC, optimizers=("adamw", "sgd"), rules=("none", "sqrt"), warmups=(0, 1000))
+    states = ("complete", "diverged", "diverged", "stopped")
+    records = [record(3, 0.5, state=state, lr=0.1 * (at + 1)) for at, state in enumerate(states)]
+    text = study_table(spec, [*records, replace(records[0], trial=replace(TRIAL, optimizer="adamw", rule="sqrt"))])
+    head, row = text.split("\n")[1], text.split("\n")[3]
+    assert all(name in head for name in ("optimizer", "rule", "stopped", "diverged", "best rate", "steps to 1"))
+    assert "failed" not in head
+    assert [cell.strip() for cell in row.split("│")][6:9] == ["", "1", "2"]
+
+
+def test_a_study_without_a_driver_has_no_time_left() -> None:
+    records = [record(3, 0.5), record(3, state="waiting", batch=20)]
+    assert "study: 1 of 2 trials, not under way" in study_table(SPEC, records, is_under_way=False)
+    assert "study: 1 of 1 trials" in study_table(SPEC, records[:1], is_under_way=False)
+    assert "not under way" not in study_table(SPEC, records[:1], is_under_way=False)
+
+
+def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "INTERVAL_S", 0.01)
+    store = Store(str(tmp_path))
+    assert not is_under_way(store)
+    with said_under_way(store):
+        assert is_under_way(store)
+        store.write(UNDER_WAY_FILE, json.dumps({"time": time.time() - 2 * SILENCE_S}).encode())
+        until = time.monotonic() + 20
+        while not is_under_way(store) and time.monotonic() < until:
+            time.sleep(0.005)
+        assert is_under_way(store), "it says so again and again"
+    assert not is_under_way(store)
+    store.write(UNDER_WAY_FILE, json.dumps({"time": time.time() - 2 * SILENCE_S}).encode())
+    assert not is_under_way(store), "one that was killed"
+    store.write(UNDER_WAY_FILE, b"{")
+    assert not is_under_way(store)
+
+
 def test_rows_have_no_number_that_json_lacks() -> None:
     row, *_ = as_rows([record(3, inf, state="diverged")], 1.0)
     assert (row["loss"], row["steps_to_target"], row["state"]) == (None, None, "diverged")
+    row, *_ = as_rows([record(3, 9, state="diverged")], 1.0)
+    assert row["loss"] == 9

@@ -1,0 +1,111 @@
+"""A study with its job, before anything starts: what is wrong with its trials is said at once, and what is done is not begun again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_text import write_text
+
+from undula.cli import main
+from undula.errors import ManifestError, RunError, SpecError, StorageError
+from undula.spec import load_study
+from undula.state.directory import JOB_FILE
+from undula.study.records import TRIALS, write_outcome
+from undula.study.search import wanted
+from undula.study.trials import Measurement, TrialRecord
+from undula.study_job import Study
+
+JOB = {"schedule": {"warmup_samples": 64}, "plan": {"global_batch": 8, "max_steps": 20}}
+
+StudyOf = Callable[..., Study]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def study(tmp_path: Path, text: str) -> StudyOf:
+    """A study of some keys."""
+
+    def made(**keys: Any) -> Study:
+        data = {"train": f"{text}/train", "validation": f"{text}/validation"}
+        (tmp_path / "job.yaml").write_text(json.dumps({"name": "job", "data": data, "runs": str(tmp_path), **JOB}))
+        (tmp_path / "job.py").touch()
+        values = {"name": "rates", "job": "job.yaml", "batches": [8, 16], "base_lrs": [0.1, 0.2], **keys}
+        lines = [f"{key}: {json.dumps(value)}" for key, value in values.items()]
+        (tmp_path / "study.yaml").write_text("\n".join(lines))
+        return Study(load_study(tmp_path / "study.yaml"))
+
+    return made
+
+
+def begin(study: Study) -> None:
+    """As if its trials had been trained."""
+    study.begin()
+    for trial in wanted(study.spec, {}):
+        store, curve = study.store / TRIALS / trial.name, (Measurement(0, 0, 3.0), Measurement(160, 20, 1.0))
+        store.write(JOB_FILE, json.dumps({"spec": study.job(trial).tree()}).encode())
+        write_outcome(store, TrialRecord(trial, "complete", trial.base_lr, curve), False)
+
+
+def check(study: Study) -> None:
+    study.check(wanted(study.spec, {}))
+
+
+def test_what_the_study_leaves_open_is_the_job_s(study: StudyOf) -> None:
+    made = study()
+    assert (made.spec.samples, made.spec.warmups) == (160, (64,))
+    check(made)
+
+
+def test_a_warmup_that_is_longer_than_a_training_is_told_where_it_comes_from(study: StudyOf) -> None:
+    with pytest.raises(SpecError, match=r"study\.yaml:5: own-none-b8-lr0\.1-w999-s0 would warm up for 999 samples"):
+        check(study(warmups=[999]))
+    with pytest.raises(SpecError, match=r"study\.yaml:2: .*job\.yaml: .* warm up for 64 samples .* give warmups"):
+        check(study(samples=32))
+
+
+def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
+    overrides = {"gradient.noise_every_steps": 8, "plan.micro_batch": 4, "plan.virtual_workers": 1}
+    with pytest.raises(SpecError, match=r"a step is one: .*\(this is of the trial own-none-b4-lr0\.1-w64-s0\)"):
+        check(study(batches=[8, 4], overrides=overrides))
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"samples": 320}, r"study\.yaml:5: .*/rates was begun with samples 160, and it is 320 now: restore it"),
+        ({"batches": [16, 8]}, r"study\.yaml:3: .*/rates was begun with batches \[8\], and it is \[16\] now"),
+        ({"metric": "training_loss"}, r"study\.yaml:5: .* was begun with metric \"validation_loss\""),
+        ({"overrides": {"plan.micro_batch": 2}}, r"has trained own-none-b8-lr0\.1-w64-s0 with plan\.micro_batch null, and it is 2"),
+    ],
+)  # fmt: skip
+def test_a_study_goes_on_as_what_it_was_begun_as(study: StudyOf, keys: dict[str, Any], sentence: str) -> None:
+    begin(study())
+    with pytest.raises(RunError, match=sentence):
+        check(study(**keys))
+    check(study(batches=[8, 16, 32], base_lrs=[0.1, 0.2, 0.4], seeds=[0, 1], target=2.0))
+
+
+def test_data_that_cannot_be_read_is_told_with_its_key(study: StudyOf) -> None:
+    with pytest.raises((StorageError, ManifestError), match=r"study\.yaml:5: data\.train: "):
+        study(overrides={"data.train": "/none/such"})
+
+
+def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
+    study: StudyOf, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    begin(made := study())
+    study(target=2.0)
+    with pytest.raises(SystemExit) as exit:
+        main(["study", str(tmp_path / "study.yaml")])
+    assert exit.value.code == 0
+    out = capsys.readouterr().out
+    assert "all 4 trials have ended: --fresh starts over" in out
+    assert "starting" not in out
+    assert "target of 2" in Path(made.store.path("report/index.html")).read_text().replace("target 2", "target of 2")
