@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from undula.cli import main
-from undula.plan.plan import Plan
-from undula.spec import as_tree, load_study
+from undula.spec import as_tree
 from undula.storage import Store
 from undula.study.records import TRIALS, write_outcome, write_study
 from undula.study.spec import StudySpec
