@@ -142,7 +142,9 @@ def read_run(store: Store) -> RecordedRun:
     """Read a run directory. Raises RunError where it is none, or is damaged."""
     if not store.exists(JOB_FILE):
         if store.exists(STUDY_FILE):
-            raise RunError(f"{store.url} is a study: `undula study status` tells of it, and each of its trials/NAME is a run")
+            raise RunError(
+                f"{store.url} is a study: `undula study status` tells of it, and each of its trials/NAME is a run"
+            )
         raise RunError(f"{store.url} has no {JOB_FILE}: give the directory of a run that `undula run` has started")
     try:
         job = _job_record(json.loads(store.read(JOB_FILE)))
