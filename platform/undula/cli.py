@@ -257,7 +257,9 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "train a job at many batch sizes and learning rates, and say what the data support"
     study = commands.add_parser(
-        "study", help=text, usage="undula study [-h] STUDY.yaml | status | report | self-test ..."
+        "study",
+        help=text,
+        usage="undula study [-h] STUDY.yaml [key=value ...] [--fresh] | status | report | self-test ...",
     )
     add_study_commands(study.add_subparsers(required=True, metavar="WHAT"), DEFAULT_RUNS)
 

@@ -35,7 +35,12 @@ def add_study_commands(commands: Any, runs: str) -> None:
     """Of the command line; `runs` is where a study that is given by name lies."""
     run = commands.add_parser("run", help="submit a study to the Ray cluster at hand, or to a local one, and follow it")
     run.add_argument("study", type=Path, metavar="STUDY.yaml")
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="override a value of the study's YAML")
+    run.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a value of the study's YAML; overrides.KEY=value is one of its job",
+    )
     add_submission_arguments(run)
     run.add_argument("--fresh", action="store_true", help="forget what the study's directory holds and start over")
     run.set_defaults(command=_run)
@@ -106,7 +111,7 @@ def _is_done(loaded: "LoadedStudy", fresh: bool) -> bool:
 
     study = Study(loaded)
     progress = Progress(study.spec) if fresh else known(study.store, study.spec)
-    study.check(progress.wanted())
+    study.check(progress.wanted(), fresh)
     records = [progress.records.get(trial) for trial in progress.wanted()]
     if not all(record and record.has_ended and record.state != "failed" for record in records):
         return False

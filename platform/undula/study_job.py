@@ -82,21 +82,26 @@ class Study:
         """study.json says from now on what is asked for."""
         write_study(self.store, {"spec": as_tree(self.spec), "job": self.base.tree()})
 
-    def check(self, trials: Iterable[Trial]) -> None:
+    def check(self, trials: Iterable[Trial], fresh: bool = False) -> None:
         """What can be known to be wrong with trials. Those that are there must be what they were begun as; axes may become longer.
+
+        Args:
+            trials: which.
+            fresh: what is there will be forgotten.
 
         Raises:
             SpecError: the job refuses a trial's values.
             RunError: the first key that has another value than in a trial that is there.
         """
-        self._refuse_other_study()
+        if not fresh:
+            self._refuse_other_study()
         for trial in trials:
             try:
                 loaded = self.job(trial)
             except SpecError as error:
                 raise SpecError(f"{error} (this is of the trial {trial.name})") from None
             self._refuse_long_warmup(trial, loaded)
-            record, now = job_record(self.store / TRIALS / trial.name), loaded.tree()
+            record, now = {} if fresh else job_record(self.store / TRIALS / trial.name), loaded.tree()
             if record and self._loaded.config_type is None:  # the script's own defaults are not known here
                 record["spec"]["config"] = now["config"]
             if record and (change := changed_key(record["spec"], now)):

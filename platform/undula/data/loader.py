@@ -6,10 +6,11 @@ from typing import Any
 
 from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction
-from undula.data.mixture import Data, Mixture, load_data, rank_stream
-from undula.data.mixture import Stream as SampleStream
+from undula.data.mixture import Data, Mixture, load_data
 from undula.data.rows import Batch, Samples, concatenated
 from undula.data.spec import DataSpec, MixPart
+from undula.data.streams import Stream as SampleStream
+from undula.data.streams import rank_stream
 from undula.errors import ManifestError
 from undula.plan.plan import Plan, PlanSpec, assign
 

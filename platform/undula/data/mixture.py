@@ -1,17 +1,11 @@
-"""Several data sets mixed by weight: what they have in common, and the stream that draws on each at its own pace."""
+"""The data of a job: one data set, or several mixed by weight, and what these have in common."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from json import dumps
 
-import numpy as np
-
 from undula.data.manifest import Column, Manifest, load_manifest
-from undula.data.maps import SampleFunction
-from undula.data.rank_stream import RankStream
-from undula.data.rows import Samples, concatenated
 from undula.data.spec import DataSpec
 from undula.errors import ManifestError, SpecError
 from undula.plan.keys import key64
@@ -76,61 +70,8 @@ class Mixture:
             raise SpecError(f"{manifest.url} in data.mix: {error}") from error
 
 
-class MixedStream:
-    """Samples of some virtual workers of a mix; takes what RankStream takes, with a Mixture in place of the manifest."""
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        plan: Plan,
-        positions: Mapping[int, range],
-        spec: DataSpec,
-        function: SampleFunction | None = None,
-    ):
-        mixture.select(spec.columns)
-        self._mix = Mix(mixture.weights, plan.spec.seed)
-        self._positions = {v: todo.start for v, todo in positions.items()}
-        self._first_ids = np.cumsum([0, *(manifest.num_rows for manifest in mixture.manifests)])
-        counts = {v: (self._mix.counts(v, todo.start), self._mix.counts(v, todo.stop)) for v, todo in positions.items()}
-        self._streams = [
-            RankStream(
-                manifest,
-                mixture.part_plan(plan.spec, number),
-                {v: range(int(start[number]), int(stop[number])) for v, (start, stop) in counts.items()},
-                _shared(spec, mixture.weights[number] / sum(mixture.weights)),
-                function,
-            )
-            for number, manifest in enumerate(mixture.manifests)
-        ]
-
-    def open(self) -> None:
-        for stream in self._streams:
-            stream.open()
-
-    def take(self, virtual_worker: int, count: int) -> Samples:
-        """The next `count` samples of a virtual worker."""
-        sources = self._mix.sources(virtual_worker, self._positions[virtual_worker], count)
-        self._positions[virtual_worker] += count
-        parts = []
-        for number in np.unique(sources):
-            samples = self._streams[number].take(virtual_worker, int((sources == number).sum()))
-            parts.append(replace(samples, ids=samples.ids + self._first_ids[number]))
-        came_from = np.argsort(sources, kind="stable")  # place in the mix of each sample of the parts, end to end
-        return concatenated(parts).at(np.argsort(came_from, kind="stable"))
-
-    def any_rows(self, count: int) -> Samples:
-        """Up to `count` rows, for a rank whose share of a short step is empty."""
-        return self._streams[0].any_rows(count)
-
-    def close(self) -> None:
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stack.callback(stream.close)
-
-
 Data = Manifest | Mixture
 """What a job reads."""
-Stream = RankStream | MixedStream
 
 
 def load_data(spec: DataSpec) -> Data:
@@ -139,30 +80,3 @@ def load_data(spec: DataSpec) -> Data:
         assert spec.train is not None
         return load_manifest(spec.train)
     return Mixture(tuple(load_manifest(part.url) for part in spec.mix), tuple(part.weight for part in spec.mix))
-
-
-def rank_stream(
-    data: Data,
-    plan: Plan,
-    virtual_workers: range,
-    spec: DataSpec,
-    start: int = 0,
-    function: SampleFunction | None = None,
-) -> Stream:
-    """The samples of a rank's virtual workers from step `start` on."""
-    positions = {v: range(plan.position(start, v), plan.position(plan.total_steps, v)) for v in virtual_workers}
-    if isinstance(data, Mixture):
-        return MixedStream(data, plan, positions, spec, function)
-    return RankStream(data, plan, positions, spec, function)
-
-
-def _shared(spec: DataSpec, share: float) -> DataSpec:
-    """What one data set of a mix may hold ahead."""
-    part = replace(
-        spec,
-        head_mib=int(spec.head_mib * share),
-        prefetch_mib=max(int(spec.prefetch_mib * share), 1),
-        read_tasks=max(round(spec.read_tasks * share), 1),
-    )
-    assert isinstance(part, DataSpec)
-    return part

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
-from undula.data.mixture import Stream, load_data, rank_stream
+from undula.data.mixture import load_data
 from undula.data.rows import Batch
+from undula.data.streams import Stream, rank_stream
 from undula.errors import StorageError
 from undula.plan.plan import Plan, assign
 from undula.run.buffers import BufferMean

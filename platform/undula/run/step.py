@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from undula.data.mixture import Stream
 from undula.data.rows import Batch
+from undula.data.streams import Stream
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.run.clock import Mark, mark_on

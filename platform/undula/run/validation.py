@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction
-from undula.data.mixture import rank_stream
 from undula.data.rows import Batch
+from undula.data.streams import rank_stream
 from undula.plan.plan import Plan, PlanSpec
 from undula.run.handover import process
 from undula.run.job import Job

@@ -12,7 +12,8 @@ import ray
 import ray.train
 import ray.train.torch
 
-from undula.data.mixture import load_data, rank_stream
+from undula.data.mixture import load_data
+from undula.data.streams import rank_stream
 from undula.errors import StorageError, UndulaError
 from undula.plan.plan import Plan
 from undula.run.handover import LeaveGroup, process

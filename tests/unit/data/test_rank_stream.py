@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.data.manifest import Manifest
-from undula.data.mixture import rank_stream
 from undula.data.rank_stream import RankStream
 from undula.data.rows import Samples
 from undula.data.spec import DataSpec
+from undula.data.streams import rank_stream
 from undula.data.write import write_shards
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec, assign

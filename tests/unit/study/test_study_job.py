@@ -88,6 +88,8 @@ def test_a_study_goes_on_as_what_it_was_begun_as(study: StudyOf, keys: dict[str,
     begin(study())
     with pytest.raises(RunError, match=sentence):
         check(study(**keys))
+    other = study(**keys)
+    other.check(wanted(other.spec, {}), fresh=True)
     check(study(batches=[8, 16, 32], base_lrs=[0.1, 0.2, 0.4], seeds=[0, 1], target=2.0))
 
 
