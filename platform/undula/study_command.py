@@ -35,12 +35,8 @@ def add_study_commands(commands: Any, runs: str) -> None:
     """Of the command line; `runs` is where a study that is given by name lies."""
     run = commands.add_parser("run", help="submit a study to the Ray cluster at hand, or to a local one, and follow it")
     run.add_argument("study", type=Path, metavar="STUDY.yaml")
-    run.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="override a value of the study's YAML; overrides.KEY=value is one of its job",
-    )
+    text = "override a value of the study's YAML; overrides.KEY=value is one of its job"
+    run.add_argument("overrides", nargs="*", metavar="key=value", help=text)
     add_submission_arguments(run)
     run.add_argument("--fresh", action="store_true", help="forget what the study's directory holds and start over")
     run.set_defaults(command=_run)

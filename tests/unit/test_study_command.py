@@ -1,5 +1,7 @@
 """The command line of studies."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,10 @@ def test_what_is_no_command_and_no_file_is_told_the_nearest(capsys: pytest.Captu
     assert status == 2
     assert "there is no file statsu, and no such command of `undula study`: did you mean status?" in text
     assert "give a study's YAML" in said(capsys, "study", "nonsense")[1]
+
+
+def test_a_study_is_looked_at_without_ray() -> None:
+    """Which reads its token settings when it is imported: before the local cluster is there, they are not."""
+    code = "import sys; import undula.study.page, undula.study.progress, undula.study_job; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"
