@@ -16,9 +16,9 @@ from small_text import CONTEXT
 
 from undula.cluster.local import LocalCluster
 from undula.storage import Store, open_store
-from undula.study.live_table import as_rows
 from undula.study.progress import known
 from undula.study.records import OUTCOME, TRIALS, read_spec
+from undula.study.trials import trial_row
 
 STUDY: Mapping[str, Any] = {
     "job": str(LANGUAGE_MODEL.with_suffix(".yaml")),
@@ -81,8 +81,8 @@ class Studies:
         """Every trial, without what the clock says."""
         store = self.store(name)
         spec = read_spec(store)
-        rows = as_rows(known(store, spec).records.values(), spec.target)
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+        rows = [trial_row(record, spec.target) for record in known(store, spec).records.values()]
+        return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
 
     def outcomes(self, name: str) -> dict[str, int]:
         """Trials that have ended, and when that was written."""

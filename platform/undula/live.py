@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from undula.run.messages import Line, Message, Status
+from undula.run.messages import Line, Message, Status, clock
 
 INTERVAL_S = 1.0
 STATUS_PREFIX = "step "
@@ -22,15 +22,8 @@ def status_line(status: Status) -> str:
     width = len(str(status.total_steps))
     return (
         f"{STATUS_PREFIX}{status.step:>{width}}/{status.total_steps}  loss {status.loss:.4f}  lr {status.lr:.2e}  "
-        f"{status.samples_per_s:,.0f} samples/s  {workers}  {duration(status.seconds_left)} left"
+        f"{status.samples_per_s:,.0f} samples/s  {workers}  {clock(status.seconds_left)} left"
     )
-
-
-def duration(seconds: float) -> str:
-    """`0:41`, `12:07` or `3:02:15`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class LiveScreen:

@@ -222,8 +222,11 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
             f"{where(['job'])}: job is {json.dumps(spec.job)}, and there is no file {job_file}: give a job's YAML"
         )
     # A packed training is one process, whatever the job's workers are.
-    values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(flatten(spec.overrides))}
+    given = flatten(spec.overrides)
+    values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(given)}
     for key in values:
+        if [each for each, _ in given].count(key) > 1:
+            raise SpecError(f"{where(['overrides'])}: overrides has {key} twice: keep one")
         if key in spec.sets:
             origin = where(["overrides", key])
             raise SpecError(f"{origin}: overrides has {key}, which a study sets, by {spec.sets[key]}: leave it out")

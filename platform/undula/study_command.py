@@ -126,9 +126,10 @@ def files_of(script: Path, study: Path, job: Path) -> tuple[str, str]:
 
 def _status(options: argparse.Namespace) -> int:
     from undula.live import LiveScreen
-    from undula.study.live_table import as_rows, study_table
+    from undula.study.live_table import study_table
     from undula.study.progress import known
     from undula.study.records import read_spec
+    from undula.study.trials import trial_row
     from undula.study.under_way import is_under_way
 
     store = _study_store(options.study, options.runs)
@@ -139,7 +140,7 @@ def _status(options: argparse.Namespace) -> int:
         if not is_there:
             records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
         if options.json:
-            print(json.dumps(as_rows(records, spec.target), indent=1))
+            print(json.dumps([trial_row(record, spec.target) for record in records], indent=1))
             return 0
         is_over = not is_there or all(record.has_ended for record in records)
         for line in study_table(spec, records, is_over, is_there).split("\n"):

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from undula.live import LiveScreen, duration, message_lines, status_line
-from undula.run.messages import Line, Status
+from undula.live import LiveScreen, message_lines, status_line
+from undula.run.messages import Line, Status, clock
 from undula.state.ledger import Event
 
 
@@ -24,7 +24,7 @@ def test_a_status_says_where_the_run_stands() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (10935, "3:02:15")])
 def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_of_several_statuses_the_last_is_shown_and_of_other_messages_all() -> None:

@@ -31,6 +31,13 @@ class Line:
 Message: TypeAlias = Status | Event | Line
 
 
+def clock(seconds: float) -> str:
+    """`0:41`, `12:07` or `3:02:15`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
 class Publisher(Protocol):
     """Takes messages for the driver; never waits and never fails."""
 

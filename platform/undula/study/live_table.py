@@ -4,7 +4,6 @@ import io
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from math import inf, isfinite
 from typing import Any, TextIO
 
@@ -12,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from undula.run.messages import clock
 from undula.study.spec import StudySpec
 from undula.study.trials import State, Trial, TrialRecord
 
@@ -54,15 +54,8 @@ def summary(spec: StudySpec, records: Sequence[TrialRecord], is_under_way: bool 
     if running:
         parts.append(f"{running} running")
     if (left := seconds_left(spec, records)) is not None and ended < len(records):
-        parts.append(f"{duration(left)} left")
+        parts.append(f"{clock(left)} left")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`0:41`, `12:07` or `3:02:15`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def study_table(
@@ -131,7 +124,7 @@ def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str
     told: dict[State, str] = {"complete": f"loss {record.loss:.4f}", "stopped": f"after {record.samples:,} samples"}
     text = told.get(record.state, record.message)
     name = record.trial.name
-    return f"{ended}/{len(records)}  {name}  {record.state}  {text}  {duration(record.seconds)}".rstrip()
+    return f"{ended}/{len(records)}  {name}  {record.state}  {text}  {clock(record.seconds)}".rstrip()
 
 
 class StudyScreen:
@@ -173,27 +166,3 @@ class StudyScreen:
     def _print(self, text: str) -> None:
         with self._lock:
             print(text, file=self._out, flush=True)
-
-
-def as_rows(records: Iterable[TrialRecord], target: float | None) -> list[dict[str, Any]]:
-    """Each trial as plain values, for a program; None where there is none."""
-    return [
-        {
-            **asdict(record.trial),
-            "name": record.trial.name,
-            "state": record.state,
-            "lr": record.lr,
-            "loss": _finite(record.last_loss),
-            "samples": record.samples,
-            "steps": record.curve[-1].step if record.curve else 0,
-            "samples_to_target": None if target is None else _finite(record.samples_to(target)),
-            "steps_to_target": None if target is None else _finite(record.steps_to(target)),
-            "seconds": record.seconds,
-            "message": record.message,
-        }
-        for record in records
-    ]
-
-
-def _finite(value: float) -> float | None:
-    return value if isfinite(value) else None

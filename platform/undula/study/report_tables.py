@@ -14,7 +14,7 @@ from undula.study.findings import Findings, GroupFindings, Law
 from undula.study.fits import Bound
 from undula.study.rates import AtBatch, RatePoint
 from undula.study.spec import StudySpec
-from undula.study.trials import TrialRecord
+from undula.study.trials import TrialRecord, trial_row
 from undula.study.words import span
 
 TRIALS_SHOWN = 300
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         ("message", pa.string()),
     ]
 )  # fmt: skip
-"""Of trials.csv and trials.parquet. Null where there is no number: a last loss that is not finite, a target that was not reached."""
+"""Of trials.csv and trials.parquet: what `trial_row` says, and the cost."""
 
 
 def trial_table(spec: StudySpec, records: Iterable[TrialRecord], dollars_per_worker_hour: float | None) -> pa.Table:
@@ -40,32 +40,8 @@ def trial_table(spec: StudySpec, records: Iterable[TrialRecord], dollars_per_wor
 
 
 def _trial_row(spec: StudySpec, record: TrialRecord, hourly: float | None) -> dict[str, object]:
-    trial = record.trial
-    losses = [point.loss for point in record.curve if isfinite(point.loss)]
-    samples, steps = (
-        (inf, inf) if spec.target is None else (record.samples_to(spec.target), record.steps_to(spec.target))
-    )
-    return {
-        "name": trial.name,
-        "optimizer": trial.optimizer,
-        "rule": trial.rule,
-        "batch": trial.batch,
-        "base_lr": trial.base_lr,
-        "warmup_samples": trial.warmup,
-        "seed": trial.seed,
-        "state": record.state,
-        "lr": record.lr if isfinite(record.lr) else None,
-        "last_loss": record.last_loss if isfinite(record.last_loss) else None,
-        "best_loss": min(losses) if losses else None,
-        "samples": record.samples,
-        "steps": record.curve[-1].step if record.curve else 0,
-        "samples_to_target": samples if isfinite(samples) else None,
-        "steps_to_target": int(steps) if isfinite(steps) else None,
-        "seconds": record.seconds,
-        "worker_seconds": record.worker_seconds,
-        "dollars": None if hourly is None else record.worker_seconds / HOUR_S * hourly,
-        "message": record.message,
-    }
+    cost = None if hourly is None else record.worker_seconds / HOUR_S * hourly
+    return {**trial_row(record, spec.target), "dollars": cost}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: Iterable[int] = (0,), empty: str = "") -> str:

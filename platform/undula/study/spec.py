@@ -123,7 +123,10 @@ class StudySpec:
         for key, values in axes.items():
             if not values:
                 raise ValueError(f"{key} is empty, which leaves nothing to train: give one or more")
-            if twice := [value for value in values if values.count(value) > 1]:
+            told = [
+                f"{value:.6g}" if isinstance(value, float) else str(value) for value in values
+            ]  # as names of trials do
+            if twice := [text for text in told if told.count(text) > 1]:
                 raise ValueError(f"{key} has {twice[0]} twice: keep one")
 
     def _refuse_rules(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
-from typing import Literal
+from typing import Any, Literal
 
 from undula.plan.rules import RuleName
 from undula.study.spec import Optimizer
@@ -105,6 +105,37 @@ class TrialRecord:
         """The same in whole steps of this trial's batch."""
         samples = self.samples_to(target)
         return float(ceil(samples / self.trial.batch)) if isfinite(samples) else inf
+
+
+def trial_row(record: TrialRecord, target: float | None) -> dict[str, Any]:
+    """A trial as plain values, for programs; None where there is no number: a last loss that is not finite, a target not reached."""
+    trial = record.trial
+    losses = [point.loss for point in record.curve if isfinite(point.loss)]
+    steps = None if target is None else _finite(record.steps_to(target))
+    return {
+        "name": trial.name,
+        "optimizer": trial.optimizer,
+        "rule": trial.rule,
+        "batch": trial.batch,
+        "base_lr": trial.base_lr,
+        "warmup_samples": trial.warmup,
+        "seed": trial.seed,
+        "state": record.state,
+        "lr": _finite(record.lr),
+        "last_loss": _finite(record.last_loss),
+        "best_loss": min(losses, default=None),
+        "samples": record.samples,
+        "steps": record.curve[-1].step if record.curve else 0,
+        "samples_to_target": None if target is None else _finite(record.samples_to(target)),
+        "steps_to_target": None if steps is None else int(steps),
+        "seconds": record.seconds,
+        "worker_seconds": record.worker_seconds,
+        "message": record.message,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def reached(curve: Sequence[Measurement], target: float) -> float:

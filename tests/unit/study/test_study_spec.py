@@ -95,6 +95,15 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
             RATES + "optimizers: [sgd, adamw]\nrules: [adascale]\n",
             "study.yaml:5: optimizers has adamw, with which no rule of rules goes: leave it out, or add one",
         ),
+        ("base_lrs: [0.1, 0.10000001]\n", "study.yaml:4: base_lrs has 0.1 twice: keep one"),
+        (
+            RATES + "overrides: {plan: {seed: 1}, plan.micro_batch: 2}\n",
+            "study.yaml:5: overrides has plan.seed, which a study sets",
+        ),
+        (
+            RATES + "overrides: {plan: {micro_batch: 1}, plan.micro_batch: 2}\n",
+            "study.yaml:5: overrides has plan.micro_batch twice",
+        ),
         (RATES + "rules: [square]\n", 'study.yaml:5: rules.0 is "square": it should be '),
         (RATES + "search: random\n", "study.yaml: trials is missing: search: random takes a number of them"),
         (RATES + "trials: 8\n", "study.yaml:5: trials is 8, and a grid has as many as it has: leave it out, or give"),

@@ -15,11 +15,11 @@ from undula.run.messages import Status
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
 from undula.study import under_way
-from undula.study.live_table import as_rows, best_of, seconds_left, study_table
+from undula.study.live_table import best_of, seconds_left, study_table
 from undula.study.process import Listener, News
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
-from undula.study.trials import Measurement, Trial, TrialRecord, reached
+from undula.study.trials import Measurement, Trial, TrialRecord, reached, trial_row
 from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, is_under_way, said_under_way
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
@@ -233,7 +233,7 @@ def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch
 
 
 def test_rows_have_no_number_that_json_lacks() -> None:
-    row, *_ = as_rows([record(3, inf, state="diverged")], 1.0)
-    assert (row["loss"], row["steps_to_target"], row["state"]) == (None, None, "diverged")
-    row, *_ = as_rows([record(3, 9, state="diverged")], 1.0)
-    assert row["loss"] == 9
+    row = trial_row(record(3, inf, state="diverged"), 1.0)
+    assert (row["last_loss"], row["best_loss"], row["steps_to_target"], row["state"]) == (None, 3, None, "diverged")
+    assert trial_row(record(3, 9, state="diverged"), 1.0)["last_loss"] == 9
+    assert trial_row(record(), None)["best_loss"] is None
