@@ -19,11 +19,11 @@ class Progress:
     records: dict[Trial, TrialRecord] = field(default_factory=dict)
 
     def losses(self) -> Mapping[Trial, float]:
-        """Of those that have ended: what the search decides by."""
+        """Of those that have ended: what the search decides by. A trial that failed says nothing, and the search waits for it there."""
         return {
             trial: record.loss if record.state == "complete" else inf
             for trial, record in self.records.items()
-            if record.has_ended
+            if record.has_ended and record.state != "failed"
         }
 
     def wanted(self) -> tuple[Trial, ...]:

@@ -9,7 +9,7 @@ from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Trial
 
 Losses = Mapping[Trial, float]
-"""Of the trials that have ended; infinite where a trial diverged, failed or was stopped."""
+"""Of the trials that have ended; infinite where a trial diverged or was stopped."""
 
 
 def wanted(spec: StudySpec, losses: Losses) -> tuple[Trial, ...]:

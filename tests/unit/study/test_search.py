@@ -1,14 +1,16 @@
 """Which trials a study wants."""
 
+from dataclasses import replace
 from math import inf, log
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undula.study.progress import Progress
 from undula.study.search import bracket, rate_at, wanted
 from undula.study.spec import LogRange, StudySpec
-from undula.study.trials import Trial
+from undula.study.trials import Measurement, State, Trial, TrialRecord
 
 RANGE = LogRange(0.01, 1.0, 9)
 
@@ -89,6 +91,21 @@ def test_adaptive_search_ends_with_an_interior_optimum_and_does_not_depend_on_th
 def test_adaptive_search_trains_no_more_than_it_may() -> None:
     losses = run_adaptively(study(search="adaptive", trials=5, seeds=(0, 1), batches=(8000, 16000)), 100)
     assert all(sum(trial.batch == batch for trial in losses) <= 5 for batch in (8000, 16000))
+
+
+def test_adaptive_search_waits_for_a_trial_that_failed_and_for_no_other_batch() -> None:
+    """Its script may be mended, and a rate that was never trained is not a bad one."""
+    progress = Progress(study(search="adaptive", trials=60, batches=(16, 64)))
+    while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
+        for trial in todo:
+            state: State = "failed" if trial.batch == 16 else "complete"
+            progress.records[trial] = TrialRecord(trial, state, trial.base_lr, (Measurement(0, 0, loss_of(trial)),))
+    trained = [trial.batch for trial in progress.records]
+    assert trained.count(16) == 3
+    assert trained.count(64) > 3
+    for trial, record in progress.records.items():
+        progress.records[trial] = replace(record, state="complete")
+    assert len(progress.wanted()) > len(trained)
 
 
 def test_lattice_has_the_range_s_rates() -> None:
