@@ -107,6 +107,10 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
     *parents, leaf = key.split(".")
     branch = tree
     for depth, parent in enumerate(parents):
+        rest = ".".join([*parents[depth:], leaf])
+        if rest in branch:  # where a mapping's own keys are dotted, as a study's overrides may be
+            parents, leaf = parents[:depth], rest
+            break
         branch = branch.setdefault(parent, {})
         if not isinstance(branch, dict):
             raise SpecError(f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}")

@@ -146,6 +146,13 @@ def test_overrides_are_the_job_s_and_are_checked_as_its_own(load: Load, refused:
     assert refused(RATES, "overrides.plan.virtual_wokers=8").startswith("command line: unknown key plan.virtual_wokers")
 
 
+def test_the_command_line_is_above_an_override_however_it_is_written(load: Load) -> None:
+    for written in ("{plan: {micro_batch: 1}}", "{plan.micro_batch: 1}"):
+        study = load(RATES + f"overrides: {written}\n", "overrides.plan.micro_batch=2")
+        assert study.job.spec.plan.micro_batch == 2
+        assert study.job.origins["plan.micro_batch"] == "command line"
+
+
 def test_what_a_study_sets_cannot_be_overridden(load: Load, refused: Refused) -> None:
     assert refused(RATES + "overrides: {plan.global_batch: 8}\n") == (
         "study.yaml:5: overrides has plan.global_batch, which a study sets, by batches: leave it out"
