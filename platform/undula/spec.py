@@ -235,15 +235,15 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
     return LoadedStudy(spec, job, job_file, where, values, config_type)
 
 
-def _mend_of_job(key: str) -> str | None:
+def _mend_of_job(tree: Mapping[str, Any], key: str) -> str | None:
     """What to do about a key that a job does not have."""
-    if key in ("job", "batches"):
+    if "job" in tree and "batches" in tree:
         return "this is a study's YAML, which `undula study` trains"
     return None
 
 
-def _mend_of_study(key: str) -> str | None:
-    if key == "data":
+def _mend_of_study(tree: Mapping[str, Any], key: str) -> str | None:
+    if "data" in tree and "batches" not in tree:
         return "this is a job's YAML, which `undula run` trains; a study's names it with the key job"
     if key in {each.name for each in dataclasses.fields(JobSpec)}:
         return f"it is the job's: write overrides.{key}, or below overrides"

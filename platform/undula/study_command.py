@@ -4,7 +4,6 @@ import argparse
 import difflib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from undula.errors import RunError, SpecError, needs_extra
 from undula.run_command import add_submission_arguments, as_seen_from, submit_and_follow
+from undula.state.directory import STUDY_FILE, held
 from undula.storage import Store, open_store
 
 if TYPE_CHECKING:
@@ -62,12 +62,13 @@ def add_study_commands(commands: Any, runs: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from undula.cluster.local import cluster_at_hand
     from undula.spec import absolute_paths, load_study, script_of
 
     _refuse_no_file(options.study)
     loaded = load_study(options.study, options.overrides)
-    is_remote = options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
-    if not is_remote and _is_done(loaded, options.fresh):
+    # A cluster that is there may see other files than this machine does.
+    if not (options.address or cluster_at_hand()) and _is_done(loaded, options.fresh):
         return 0
     script = script_of(loaded.file, options.script)
     job = loaded.job.spec
@@ -101,20 +102,18 @@ def _is_done(loaded: "LoadedStudy", fresh: bool) -> bool:
     Raises:
         UndulaError: what is wrong with its trials.
     """
-    from undula.state.directory import held
     from undula.study.progress import Progress, known
     from undula.study_job import Study
 
     study = Study(loaded)
     progress = Progress(study.spec) if fresh else known(study.store, study.spec)
-    study.check(progress.wanted(), fresh)
-    records = [progress.records.get(trial) for trial in progress.wanted()]
-    if not all(record and record.has_ended and record.state != "failed" for record in records):
+    study.check(progress.wanted(), fresh, knows_defaults=False)
+    if not progress.is_done:
         return False
     with held(study.store):
         study.begin()
-        print(f"all {len(records)} trials have ended: --fresh starts over\n")
-        _write_report(study.store, study.spec, None)
+        print(f"all {len(progress.records)} trials have ended: --fresh starts over\n")
+        _publish(study.store, study.spec)
     return True
 
 
@@ -132,7 +131,7 @@ def _status(options: argparse.Namespace) -> int:
     from undula.study.trials import trial_row
     from undula.study.under_way import is_under_way
 
-    store = _study_store(options.study, options.runs)
+    store = study_store(options.study, options.runs)
     screen = LiveScreen(sys.stdout)
     while True:
         spec, is_there = read_spec(store), is_under_way(store)
@@ -153,14 +152,14 @@ def _status(options: argparse.Namespace) -> int:
         time.sleep(INTERVAL_S)
 
 
-def _study_store(study: str, runs: str) -> Store:
+def study_store(study: str, runs: str) -> Store:
     """The directory of a study: its path, or its name where it lies with the runs.
 
     Raises:
         RunError: there is none of that name, and no such path.
     """
     beside, there = open_store(f"{runs}/{study}"), open_store(study)
-    if "/" in study or Path(study).exists():
+    if "/" in study or there.exists(STUDY_FILE) or (not beside.exists() and there.exists()):
         return there
     if not beside.exists():
         raise RunError(f"there is no study {study} in {runs}, and no folder {study} here: give the study's directory")
@@ -170,19 +169,17 @@ def _study_store(study: str, runs: str) -> Store:
 def _report(options: argparse.Namespace) -> int:
     from undula.study.records import read_spec
 
-    store = _study_store(options.study, options.runs)
-    _write_report(store, read_spec(store), options.worker_hour)
+    store = study_store(options.study, options.runs)
+    _publish(store, read_spec(store), options.worker_hour)
     return 0
 
 
-def _write_report(store: Store, spec: "StudySpec", worker_hour: float | None) -> None:
+def _publish(store: Store, spec: "StudySpec", worker_hour: float | None = None) -> None:
     with needs_extra("study"):
-        from undula.study.page import verdict_lines, write_report
+        from undula.study.page import publish
     from undula.study.progress import known
 
-    records = list(known(store, spec).records.values())
-    page = write_report(store, spec, records, dollars_per_worker_hour=worker_hour)
-    print("\n".join([*verdict_lines(spec, records), "", page]))
+    print("\n".join(publish(store, spec, list(known(store, spec).records.values()), worker_hour)))
 
 
 def _self_test(options: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from undula.driver import INTERRUPTED, connected, ship_modules_beside_the_script
 from undula.elastic.fleet import Work
-from undula.errors import RunError
 from undula.plan.plan import Plan
 from undula.preflight import check_job, describe
 from undula.run.hub import start_hub
@@ -17,13 +16,13 @@ from undula.run.loop import Run
 from undula.spec import load_study
 from undula.state.directory import JOB_FILE, held, identity
 from undula.study.live_table import StudyScreen
-from undula.study.page import verdict_lines, write_report
+from undula.study.page import publish
 from undula.study.process import Order
 from undula.study.progress import Progress, known
 from undula.study.records import TRIALS, forget_failures, forget_study
 from undula.study.sweep import sweep
 from undula.study.trials import Trial
-from undula.study.under_way import said_under_way
+from undula.study.under_way import refuse_another_driver, said_under_way
 from undula.study_job import Study
 
 
@@ -38,31 +37,28 @@ def conduct(
     study = Study(load_study(file, overrides, config))
     check_job(study.base)
     with held(study.store):
-        if study.store.exists(JOB_FILE):
-            raise RunError(f"{study.url} is a run's directory: give the study another name")
-        if fresh:
-            forget_study(study.store)
-        progress = known(study.store, study.spec)
-        study.check(progress.records)
-        study.begin()
-        if any(not record.has_ended or record.state == "failed" for record in progress.records.values()):
+        progress = Progress(study.spec) if fresh else known(study.store, study.spec)
+        study.check(progress.wanted(), fresh)
+        if progress.is_done:
+            study.begin()
+        else:
             with connected():
-                _train(study, progress, train)
-        print("drawing the report ...", flush=True)
+                _train(study, train, fresh)
+        print("drawing the report ...\n", flush=True)
         records = list(known(study.store, study.spec).records.values())
-        page = write_report(study.store, study.spec, records)
-        print(
-            "\n".join(
-                ["", *verdict_lines(study.spec, records), "", f"report: {page}", f"study directory: {study.url}"]
-            ),
-            flush=True,
-        )
+        print("\n".join([*publish(study.store, study.spec, records), f"study directory: {study.url}"]), flush=True)
 
 
-def _train(study: Study, progress: Progress, train: Callable[[Run], None]) -> None:
-    # Kept, as its name refuses a second driver on S3, which has no lock of its own.
+def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
+    if study.store.is_s3:  # which has no lock of its own
+        refuse_another_driver(study.store)
+    # Kept, as its name refuses a second driver of this cluster.
     _hub = start_hub(study.store) if study.store.is_s3 else None
     ship_modules_beside_the_script()
+    if fresh:
+        forget_study(study.store)
+    study.begin()
+    progress = known(study.store, study.spec)
     if failed := forget_failures(study.store, progress.records.values()):
         print(f"{failed} trial{'s' if failed > 1 else ''} that failed: tried again", flush=True)
         progress = known(study.store, study.spec)

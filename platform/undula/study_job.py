@@ -1,7 +1,7 @@
 """A study with its job: what each trial is trained with, and what can be known to be wrong before anything starts."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from undula.data.mixture import load_data
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.spec import LoadedSpec, LoadedStudy, as_tree, changed_key
-from undula.state.directory import STUDY_FILE, job_record
+from undula.state.directory import JOB_FILE, STUDY_FILE, job_record
 from undula.storage import open_store
 from undula.study.records import TRIALS, read_spec, write_study
 from undula.study.trials import Trial
@@ -82,17 +82,20 @@ class Study:
         """study.json says from now on what is asked for."""
         write_study(self.store, {"spec": as_tree(self.spec), "job": self.base.tree()})
 
-    def check(self, trials: Iterable[Trial], fresh: bool = False) -> None:
+    def check(self, trials: Iterable[Trial], fresh: bool = False, knows_defaults: bool = True) -> None:
         """What can be known to be wrong with trials. Those that are there must be what they were begun as; axes may become longer.
 
         Args:
             trials: which.
             fresh: what is there will be forgotten.
+            knows_defaults: whether the job's `config` has the script's own defaults; else its keys are compared that are given.
 
         Raises:
             SpecError: the job refuses a trial's values.
             RunError: the first key that has another value than in a trial that is there.
         """
+        if self.store.exists(JOB_FILE):
+            raise RunError(f"{self.url} is a run's directory: give the study another name")
         if not fresh:
             self._refuse_other_study()
         for trial in trials:
@@ -102,8 +105,8 @@ class Study:
                 raise SpecError(f"{error} (this is of the trial {trial.name})") from None
             self._refuse_long_warmup(trial, loaded)
             record, now = {} if fresh else job_record(self.store / TRIALS / trial.name), loaded.tree()
-            if record and self._loaded.config_type is None:  # the script's own defaults are not known here
-                record["spec"]["config"] = now["config"]
+            if record and not knows_defaults:
+                now["config"] = _filled(now["config"], record["spec"]["config"])
             if record and (change := changed_key(record["spec"], now)):
                 raise RunError(self._changed(f"has trained {trial.name} with", *change))
 
@@ -140,3 +143,12 @@ class Study:
             f"{self.url} {verb} {key} {json.dumps(before)}, and it is {json.dumps(now)} now: restore it, give the study another name, "
             "or start over with --fresh"
         )
+
+
+def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree with what it leaves out as in another."""
+    filled = dict(defaults)
+    for key, value in given.items():
+        below = filled.get(key)
+        filled[key] = _filled(value, below) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return filled

@@ -26,7 +26,7 @@ def load_file(
     what: str,
     keys: str,
     origin: Callable[[str], str] = lambda _key: "command line",
-    mend: Callable[[str], str | None] = lambda _key: None,
+    mend: Callable[[Mapping[str, Any], str], str | None] = lambda _tree, _key: None,
 ) -> tuple[Any, "Where"]:
     """What a file holds, as its owner's type, and where each value was given.
 
@@ -35,7 +35,7 @@ def load_file(
         overrides: `key.sub=value`, the value written as in YAML.
         what, keys: for the message where the file holds something else.
         origin: of an override with such a key, for messages.
-        mend: what to do about a key that the owner does not have, where more is known than its name.
+        mend: what to do about a tree with a key that the owner does not have, where more is known than the key's name.
 
     Raises:
         SpecError: one sentence.
@@ -44,7 +44,7 @@ def load_file(
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
     where = Where(file, origins)
-    refuse_unknown_keys(tree, owner, (), where, mend)
+    refuse_unknown_keys(tree, owner, (), where, lambda key: mend(tree, key))
     return validated(owner, tree, (), where), where
 
 

@@ -1,5 +1,6 @@
 """The command line of studies."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,13 @@ import pytest
 
 from undula.cli import main
 from undula.spec import as_tree
+from undula.state.ledger import Event, LedgerWriter
 from undula.storage import Store
 from undula.study.records import TRIALS, write_outcome, write_study
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord
 from undula.study.under_way import said_under_way
-from undula.study_command import files_of, with_study_command
+from undula.study_command import files_of, study_store, with_study_command
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,17 @@ def test_status_says_whether_a_study_is_under_way(study: Store, capsys: pytest.C
         assert status == 0
         assert "rates: 1 of 2 trials, not under way" in text
         assert "the command that began the study goes on with it" in text
+    store = study / TRIALS / TRIALS_OF_IT[1].name
+    ledger = LedgerWriter(store, 1)
+    ledger.event(Event("start", "started", 0, {"world_size": 1}))
+    ledger.close()
+    assert [row["state"] for row in json.loads(said(capsys, "study", "status", study.url, "--json")[1])] == [
+        "complete",
+        "waiting",
+    ]
     with said_under_way(study):
+        _, rows = said(capsys, "study", "status", study.url, "--json")
+        assert [row["state"] for row in json.loads(rows)] == ["complete", "running"]
         _, text = said(capsys, "study", "status", study.url)
     assert "not under way" not in text
     assert "rates: 1 of 2 trials" in text
@@ -91,3 +103,13 @@ def test_a_study_is_looked_at_without_ray() -> None:
     code = "import sys; import undula.study.page, undula.study.progress, undula.study_job; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def test_a_folder_of_the_same_name_does_not_hide_a_study(
+    study: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "rates").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert study_store("rates", str(tmp_path)).url == study.url
+    monkeypatch.chdir(tmp_path)
+    assert study_store("rates", "/none").url == "rates"

@@ -29,7 +29,7 @@ from undula.study.drawing import (
 from undula.study.findings import Findings, GroupFindings, best_record
 from undula.study.fits import ParetoFit
 from undula.study.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
-from undula.study.rates import Fewest, optimizer_words
+from undula.study.rates import Fewest, is_open, optimizer_words
 from undula.study.spec import Optimizer, StudySpec
 from undula.study.words import critical_words, is_bounded, span
 
@@ -85,7 +85,7 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "best-rate", "Best learning rate against batch",
-            "Lines of rules begin at the base batch's best rate."
+            "Lines of rules begin at the base batch's best rate, where it is no bound."
             + (" The band is the fit's interval of 95 %." if any(isfinite(law.fit.level) for law in found.main.laws[:1]) else "")
             + (" Wide bars are the best rates of seeds." if len(spec.seeds) > 1 else ""),
             partial(draw_best_rate, found, base),
@@ -175,9 +175,9 @@ def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
         if len(seeds) > 1:
             axes.plot([batch] * len(seeds), seeds, "o", color=colors[batch], ms=2.4, alpha=0.6, zorder=3)
         mean = each.mean_samples if in_samples else each.mean_steps
-        face = PAPER if each.edge in ("lowest", "highest") else colors[batch]
+        face = PAPER if is_open(each) else colors[batch]
         axes.plot([batch], [mean], "o", color=colors[batch], mfc=face, mew=1.3, ms=6, zorder=4)
-    if any(each.edge in ("lowest", "highest") for _, each in rows):
+    if any(is_open(each) for _, each in rows):
         keys.append(Line2D([], [], ls="", marker="o", color=INK, mfc=PAPER, ms=5, label="a bound"))
     axes.set_ylabel(f"{what} to a {spec.metric.replace('_', ' ')} of {spec.target:g}")
     legend_above(figure, keys, columns=3)
@@ -235,7 +235,7 @@ def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
             )
             keys.append(Line2D([], [], ls="", marker="*", color=INK, ms=9, label=_critical_label(fit)))
     for batch, each in rows:
-        face = PAPER if each.edge in ("lowest", "highest") else colors[batch]
+        face = PAPER if is_open(each) else colors[batch]
         axes.plot([each.mean_steps], [each.mean_samples], "o", color=colors[batch], mfc=face, mew=1.3, ms=6, zorder=4)
         under = fit is not None and each.mean_steps < fit.fewest_steps * (1 + fit.critical_batch / batch)
         offset, side = ((-5, -9), "right") if under else ((5, 4), "left")

@@ -4,7 +4,7 @@ Every verdict follows from an interval of 95 %: a rule is rejected if its power 
 as that of two batches is, or if there is none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
@@ -23,6 +23,7 @@ from undula.study.rates import (
     factor_of,
     fit_exponent,
     groups_of,
+    is_open,
     loss_at,
     tune,
     tunings_of,
@@ -31,6 +32,8 @@ from undula.study.spec import CLASSES, StudySpec
 from undula.study.trials import TrialRecord
 
 Judgement = Literal["rejected", "not rejected", "not tested"]
+INVERSE: Mapping[Bound, Bound] = {"≥": "≤", "≤": "≥", "~": "~"}
+"""Of a bound, that of one over it."""
 ENOUGH_TO_PART = 5
 """Optima inside their range from which on the lower and the upper half of the batches are looked at by themselves, too."""
 
@@ -112,7 +115,7 @@ class Prediction:
         """The rate over the tuned one, as a bound where one of them is; None where both leave it open, or there is none."""
         if self.rate is None or not self.tuned:
             return None
-        of_tuned: Bound | None = {"≥": "≤", "≤": "≥"}.get(self.tuned_bound or "")  # type: ignore[assignment]
+        of_tuned = self.tuned_bound and INVERSE[self.tuned_bound]
         if self.bound and of_tuned and self.bound != of_tuned:
             return None
         return self.bound or of_tuned, self.rate / self.tuned
@@ -227,7 +230,7 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
     if len(spec.batches) == 1:
         return None, f"the study has one batch ({spec.batches[0]:,}), and steps are compared between three or more"
     reached = [(each.batch, each.fewest) for each in batches if each.fewest]
-    used = [(batch, fewest) for batch, fewest in reached if fewest.edge in (None, "diverged")]
+    used = [(batch, fewest) for batch, fewest in reached if not is_open(fewest)]
     records = [record for each in batches for point in each.points for record in point.records]
     if not reached and any(record.samples_to(spec.target) == 0 for record in records):
         return None, f"trainings are at the target of {spec.target:g} before their first step: lower target"

@@ -9,11 +9,13 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-Edge = Literal["lowest", "highest", "diverged"]
-Bound = Literal["≥", "≤"]
+Edge = Literal["lowest", "highest", "diverged", "alone"]
+"""Why rates do not bracket the best: it is the lowest or the highest of them, the next higher one diverged, or it stands alone."""
+Bound = Literal["≥", "≤", "~"]
 
 RULE_EXPONENTS: Mapping[str, float] = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 """Rules that are a power of the batch, and their power."""
+BOUNDS: Mapping[Edge, Bound] = {"lowest": "≤", "highest": "≥", "diverged": "≥", "alone": "~"}
 BEYOND = 1e4
 """A critical batch is looked for so many times below the smallest batch, and above the largest."""
 APART = 1.3
@@ -58,7 +60,9 @@ class Optimum:
     loss: float
     """The fit's, where there is one; else the lowest."""
     edge: Edge | None
-    """Where the lowest loss was at an end of the rates that were tried, so that the best may lie beyond; or beside one that diverged."""
+    """Where the rates that were tried do not bracket it, so that the best may lie beyond."""
+    open: float = 0.0
+    """Half the distance in log rate within which it may lie, where it is inside and no parabola was fitted."""
 
     @property
     def interior(self) -> bool:
@@ -66,8 +70,8 @@ class Optimum:
 
     @property
     def bound(self) -> Bound | None:
-        """What the rate is of the best one, where it is a bound: `≥` says that the best is as high or higher."""
-        return None if self.edge is None else "≤" if self.edge == "lowest" else "≥"
+        """What the best rate is to this one, where it is no value: higher, but for a step of the rates; lower; or either."""
+        return None if self.edge is None else BOUNDS[self.edge]
 
 
 @dataclass(frozen=True)
@@ -140,56 +144,70 @@ def _hyperbola(batches: Floats, log_steps: Floats) -> tuple[Floats, Floats]:
     return critical, fewest
 
 
-def about_lowest(rates: Sequence[float], lowest: int) -> tuple[slice, Edge | None]:
+def about_lowest(rates: Sequence[float], lowest: int, diverged: Sequence[bool]) -> tuple[slice, Edge | None]:
     """The learning rates that tell where the optimum about the lowest loss is: those around it, out to the first that is APART times
-    away on either side. And the side on which there are none, or none but a near copy of the lowest, so that the best may lie beyond.
+    away on either side. And why they do not bracket it, where on a side there is none, none but a near copy of the lowest, or one that
+    diverged.
 
     Args:
         rates: ascending.
         lowest: the place of the lowest loss.
+        diverged: one a rate.
     """
-    place = np.log(np.asarray(rates) / rates[lowest])
-    left = max((at for at in range(lowest) if place[at] <= -log(APART)), default=0)
-    right = min((at for at in range(lowest, len(rates)) if place[at] >= log(APART)), default=len(rates) - 1)
+    place, apart = np.log(np.asarray(rates) / rates[lowest]), log(APART) - 1e-3
+    left = max((at for at in range(lowest) if place[at] <= -apart), default=0)
+    right = min((at for at in range(lowest, len(rates)) if place[at] >= apart), default=len(rates) - 1)
     below, above = -place[left], place[right]
-    edge: Edge | None = None
-    if below == 0 or below < min(log(APART), above / 4):
+    is_below = below > 0 and below >= min(apart, above / 4) and not any(diverged[left:lowest])
+    is_above = above > 0 and above >= min(apart, below / 4) and not any(diverged[lowest + 1 : right + 1])
+    edge: Edge | None = "alone"
+    if is_below and is_above:
+        edge = None
+    elif is_below:
+        edge = "diverged" if any(diverged[lowest + 1 : right + 1]) else "highest"
+    elif is_above and not any(diverged[left:lowest]):
         edge = "lowest"
-    elif above == 0 or above < min(log(APART), below / 4):
-        edge = "highest"
     return slice(left, right + 1), edge
 
 
-def best_rate(batch: float, rates: Sequence[float], losses: Sequence[float]) -> Optimum:
+def best_rate(
+    batch: float, rates: Sequence[float], losses: Sequence[float], lost: Sequence[bool] | None = None
+) -> Optimum:
     """The optimum of loss against log learning rate: the vertex of a parabola, by least squares, through the lowest loss and those
-    around it (`about_lowest`).
+    around it (`about_lowest`). Where no parabola goes through them the optimum is the lowest loss, and open between its neighbours.
 
     Args:
         batch: that all of them were trained with.
         rates: learning rates, all different.
         losses: one a rate; not finite where the training diverged.
+        lost: one a rate: whether the training lost, and its loss is no point of a parabola.
 
     Raises:
         ValueError: no loss is finite.
     """
     order = np.argsort(rates)
     rate, loss = np.asarray(rates, dtype=np.float64)[order], np.asarray(losses, dtype=np.float64)[order]
-    if not np.isfinite(loss).any():
+    behind = np.asarray(lost if lost is not None else [False] * len(rates), dtype=bool)[order]
+    counted = np.isfinite(loss) & ~behind
+    if not counted.any():
         raise ValueError(f"every learning rate diverged at batch {batch:g}: lower ones are needed")
-    lowest = int(np.argmin(np.where(np.isfinite(loss), loss, np.inf)))
-    measured = Optimum(batch, float(rate[lowest]), float(loss[lowest]), None)
-    about, edge = about_lowest(rate.tolist(), lowest)
-    if edge is None and not np.isfinite(loss[about]).all():
-        edge = "diverged"
+    lowest = int(np.argmin(np.where(counted, loss, np.inf)))
+    about, edge = about_lowest(rate.tolist(), lowest, (~counted & ~behind).tolist())
+    measured = Optimum(batch, float(rate[lowest]), float(loss[lowest]), edge)
     if edge:
-        return replace(measured, edge=edge)
-    x = np.log(rate[about] / rate[lowest])
-    curvature, slope, level = np.polyfit(x, loss[about], 2)
-    if curvature <= 0:  # a plateau
         return measured
-    vertex = float(np.clip(-slope / (2 * curvature), x[0], x[-1]))
-    return Optimum(
-        batch, float(rate[lowest] * np.exp(vertex)), float(level + slope * vertex + curvature * vertex**2), None
+    x = np.log(rate[about] / rate[lowest])
+    between = replace(measured, open=float(x[-1] - x[0]) / 4)
+    if behind[about].any():
+        return between
+    curvature, slope, level = np.polyfit(x, loss[about], 2)
+    vertex = -slope / (2 * curvature) if curvature > 0 else np.inf
+    if not x[0] < vertex < x[-1]:  # a plateau, or noise
+        return between
+    return replace(
+        measured,
+        rate=float(rate[lowest] * np.exp(vertex)),
+        loss=float(level + slope * vertex + curvature * vertex**2),
     )
 
 

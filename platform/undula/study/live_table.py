@@ -73,10 +73,9 @@ def study_table(
     for name, is_shown in zip(("optimizer", "rule", "warmup"), varying, strict=True):
         if is_shown:
             table.add_column(name, no_wrap=True)
-    for name in ("batch", "", "trials", "running", *shown_states, "best rate", "loss"):
+    steps = [f"steps to {spec.target:g}"] if spec.target is not None else []
+    for name in ("batch", "", "trials", "running", "best rate", "loss", *steps, *shown_states):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    if spec.target is not None:
-        table.add_column(f"steps to {spec.target:g}", justify="right", no_wrap=True)
     for key, group in list(cells.items())[:ROWS]:
         shown = [str(value) for value, is_shown in zip(key[:3], varying, strict=True) if is_shown]
         table.add_row(*shown, str(key[3]), *_row(spec, group, shown_states))
@@ -93,18 +92,17 @@ def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[S
     done = sum(share_done(spec, record) for record in group) / len(group)
     bar = "█" * round(done * _BAR) + "░" * (_BAR - round(done * _BAR))
     best = best_of(group)
-    row: list[str] = [
+    row = [
         bar,
         f"{sum(record.has_ended for record in group)}/{len(group)}",
         str(count["running"] or ""),
-        *(str(count[state] or "") for state in shown_states),
         f"{best[0]:.3g}" if best else "",
         f"{best[1]:.4f}" if best else "",
     ]
     if spec.target is not None:
         fewest = min((record.steps_to(spec.target) for record in group), default=inf)
         row.append(f"{fewest:,.0f}" if isfinite(fewest) else "")
-    return row
+    return [*row, *(str(count[state] or "") for state in shown_states)]
 
 
 def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:

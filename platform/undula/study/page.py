@@ -67,6 +67,12 @@ def write_report(
     return f"{there.url}/index.html"
 
 
+def publish(store: Store, spec: StudySpec, records: Sequence[TrialRecord], hourly: float | None = None) -> list[str]:
+    """Write the report; what to print of it: the verdict in words, and where it is."""
+    page = write_report(store, spec, records, dollars_per_worker_hour=hourly)
+    return [*verdict_lines(spec, records), "", f"report: {page}"]
+
+
 def verdict_lines(spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
     """The verdict in words, for a terminal; the same that the page says."""
     findings = find(spec, records)

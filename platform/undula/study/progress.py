@@ -26,6 +26,12 @@ class Progress:
             if record.has_ended and record.state != "failed"
         }
 
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train, nor to try again."""
+        records = [self.records.get(trial) for trial in self.wanted()]
+        return all(record and record.has_ended and record.state != "failed" for record in records)
+
     def wanted(self) -> tuple[Trial, ...]:
         return wanted(self.spec, self.losses())
 

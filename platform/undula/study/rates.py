@@ -17,6 +17,7 @@ from undula.study.spec import Optimizer, StudySpec
 from undula.study.trials import TrialRecord
 
 Outcome = Literal["complete", "stopped", "diverged", "failed", "unfinished"]
+ENDED: tuple[Outcome, ...] = ("complete", "stopped", "diverged")
 RESAMPLES = 200
 SAME = 1e-3
 """Relative difference of two learning rates that are one, but for rounding."""
@@ -111,8 +112,6 @@ class AtBatch:
     """By rate."""
     optimum: Optimum | None
     """By the last loss; None where no training is complete."""
-    open: float
-    """Half the distance in log rate within which the optimum may lie, where no parabola was fitted; else 0."""
     problem: str
     """Why there is no optimum, or why it is a bound: a sentence."""
     fewest: Fewest | None
@@ -136,7 +135,7 @@ class AtBatch:
 
     def rates_by_seed(self) -> tuple[float, ...]:
         """The best rate of each seed by itself, where it lies inside the range."""
-        found = (optimum_of(self.batch, _with_seeds(self.points, (seed,)))[0] for seed in self.seeds)
+        found = (optimum_of(self.batch, _with_seeds(self.points, (seed,))) for seed in self.seeds)
         return tuple(each.rate for each in found if each and each.interior)
 
 
@@ -198,31 +197,21 @@ def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, .
 
 def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
     """What a batch's points say."""
-    optimum, slack = optimum_of(batch, points)
-    complete = [point for point in points if point.outcome == "complete"]
-    if complete and not any(point.has_learned for point in complete):
-        optimum, slack = None, 0.0  # whichever of them is lowest is so by chance
+    optimum = optimum_of(batch, points)
     fewest = _fewest(points, target) if target is not None else None
-    return AtBatch(batch, points, optimum, slack, _problem(batch, points, optimum), fewest)
+    return AtBatch(batch, points, optimum, _problem(batch, points, optimum), fewest)
 
 
-def optimum_of(batch: float, points: Sequence[RatePoint]) -> tuple[Optimum | None, float]:
-    """The optimum, and half the distance in log rate in which it may lie where no parabola could be fitted.
+def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
+    """The best rate of a batch; None where no training is complete, or none has learned: whichever is lowest then is so by chance.
 
-    A neighbour that was stopped lost, so that the optimum is inside, but its loss is no point of a parabola.
+    A neighbour that was stopped, or learned nothing, lost, so that the optimum is inside, but its loss is no point of a parabola.
     """
-    tried = [point for point in points if point.outcome in ("complete", "stopped", "diverged")]
-    losses = [point.loss for point in tried]
-    if not losses or not isfinite(min(losses)):
-        return None, 0.0
-    at = losses.index(min(losses))
-    place, edge = about_lowest([point.rate for point in tried], at)
-    about, around = tried[place], losses[place]
-    if edge is None and any(point.outcome == "stopped" for point in about):
-        diverged = any(point.outcome == "diverged" for point in about)
-        return Optimum(batch, tried[at].rate, losses[at], "diverged" if diverged else None), _half_gap(about)
-    flat = edge is None and max(around) == min(around)
-    return best_rate(batch, [point.rate for point in tried], losses), _half_gap(about) if flat else 0.0
+    tried = [point for point in points if point.outcome in ENDED]
+    if not any(point.has_learned for point in tried):
+        return None
+    lost = [point.outcome == "stopped" or (point.outcome == "complete" and not point.has_learned) for point in tried]
+    return best_rate(batch, [point.rate for point in tried], [point.loss for point in tried], lost)
 
 
 def loss_at(points: Sequence[RatePoint], rate: float) -> tuple[float | None, Outcome | None]:
@@ -234,7 +223,7 @@ def loss_at(points: Sequence[RatePoint], rate: float) -> tuple[float | None, Out
     """
     if same := next((point for point in points if abs(point.rate / rate - 1) < SAME), None):
         return (same.loss if same.outcome == "complete" else None), same.outcome
-    ended = [point for point in points if point.outcome in ("complete", "stopped", "diverged")]
+    ended = [point for point in points if point.outcome in ENDED]
     below = max((point for point in ended if point.rate < rate), key=lambda point: point.rate, default=None)
     above = min((point for point in ended if point.rate > rate), key=lambda point: point.rate, default=None)
     if below is None or above is None:
@@ -259,16 +248,16 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
     """
     fit = fit_power_law([each.optimum for each in batches if each.optimum])
     used = [each for each in batches if each.optimum and each.optimum.interior]
+    gaps = np.array([optimum.open for optimum in fit.used])
     away = np.log([each.batch for each in used])
     away = away - away.mean()
-    open_by = float(np.abs(away) @ np.array([each.open for each in used]) / (away @ away))
+    open_by = float(np.abs(away) @ gaps / (away @ away))
     low, high = fit.interval.low, fit.interval.high
     if min(len(each.seeds) for each in used) > 1 and len(used) > 2:
         drawn = _exponents_of_draws(used)
         if len(drawn):
             low, high = min(low, float(np.quantile(drawn, 0.025))), max(high, float(np.quantile(drawn, 0.975)))
-    level = fit.level + sum(each.open for each in used) / len(used)
-    return replace(fit, interval=Interval(low - open_by, high + open_by), level=level)
+    return replace(fit, interval=Interval(low - open_by, high + open_by), level=fit.level + float(gaps.mean()))
 
 
 def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
@@ -279,7 +268,7 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
         optima = []
         for each in used:
             drawn = _with_seeds(each.points, rng.choice(each.seeds, len(each.seeds)).tolist())
-            optimum, _slack = optimum_of(each.batch, drawn)
+            optimum = optimum_of(each.batch, drawn)
             optima += [optimum] if optimum and optimum.interior else []
         if len(optima) > 1:
             x, y = np.log([each.batch for each in optima]), np.log([each.rate for each in optima])
@@ -295,10 +284,6 @@ def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RateP
         if losses or point.outcome != "complete":
             found.append(replace(point, losses=dict(enumerate(losses))))
     return found
-
-
-def _half_gap(about: Sequence[RatePoint]) -> float:
-    return log(about[-1].rate / about[0].rate) / 4
 
 
 def _asked_rate(record: TrialRecord, base: int) -> float:
@@ -331,19 +316,23 @@ def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
 
 
 def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
-    tried = [point for point in points if point.outcome in ("complete", "stopped", "diverged")]
+    tried = [point for point in points if point.outcome in ENDED]
+    rates, diverged = [point.rate for point in tried], [point.outcome == "diverged" for point in tried]
     best: Fewest | None = None
     for at, point in enumerate(tried):
         ended = [record for record in point.records if record.state in ("complete", "stopped")]
         steps = tuple(record.steps_to(target) for record in ended)
         if point.outcome == "diverged" or not steps or not all(0 < each < inf for each in steps):
             continue
-        beside = [each.outcome for each in tried[max(at - 1, 0) : at + 2]]
-        edge: Edge | None = "lowest" if at == 0 else "highest" if at == len(tried) - 1 else None
-        edge = "diverged" if edge is None and "diverged" in beside else edge
+        _about, edge = about_lowest(rates, at, diverged)
         found = Fewest(point.rate, steps, tuple(record.samples_to(target) for record in ended), edge)
         best = found if best is None or found.mean_steps < best.mean_steps else best
     return best
+
+
+def is_open(fewest: Fewest) -> bool:
+    """Whether a rate that was not tried may take fewer steps by more than what one beside divergence leaves open."""
+    return fewest.edge not in (None, "diverged")
 
 
 def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -> str:
@@ -363,10 +352,15 @@ def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -
             f"at batch {batch:,} the best learning rate that was tried ({optimum.rate:.4g}) is beside one that diverged: "
             f"more between the two are needed"
         )
+    if optimum.edge == "alone":
+        return (
+            f"at batch {batch:,} the rates about the best learning rate that was tried ({optimum.rate:.4g}) do not bracket it: "
+            f"lower and higher ones are needed"
+        )
     if optimum.edge:
         side = "higher" if optimum.edge == "highest" else "lower"
         return (
-            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is the {optimum.edge} that was tried: "
+            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is at the {optimum.edge} end of those that were tried: "
             f"{side} ones are needed"
         )
     return ""

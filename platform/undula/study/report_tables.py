@@ -162,9 +162,10 @@ def verdict_table(found: GroupFindings) -> str:
 
 def _judged(rule: RuleName, law: Law) -> str:
     """A cell; what is not rejected is no success of the rule where no other is rejected either."""
-    judgement = next((each.judgement for each in law.verdicts if each.rule == rule), "not tested")
-    css = judgement.replace(" ", "-") if law.tells_apart else "not-tested"
-    return f'<td class="v-{css}">{judgement}</td>'
+    judgement: str = next((each.judgement for each in law.verdicts if each.rule == rule), "not tested")
+    if judgement == "not rejected" and not law.tells_apart:
+        return '<td class="v-not-tested">not told apart</td>'
+    return f'<td class="v-{judgement.replace(" ", "-")}">{judgement}</td>'
 
 
 def predictions_table(findings: Findings) -> str:

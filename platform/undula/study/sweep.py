@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 from time import monotonic
 from typing import Any
 
@@ -214,8 +214,10 @@ class _Keeper(_Unsaved, tune.Callback):
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
         ended = replace(found, state=record.state, message=record.message, curve=points)
         if ended.state == "complete" and ended.has_diverged:
-            first = ended.curve[0].loss
-            ended = replace(ended, state="diverged", message=f"its loss went from {first:.4g} to {ended.last_loss:.4g}")
+            losses = [point.loss for point in ended.curve]
+            odd = next((loss for loss in losses if not isfinite(loss)), None)
+            told = f"its loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if odd is None else f"its loss was {odd}"
+            ended = replace(ended, state="diverged", message=told)
         write_outcome(store, ended, self._progress.spec.keep_models)
         self._now(ended)
 

@@ -11,7 +11,8 @@ from undula.study.spec import Optimizer
 State = Literal["waiting", "running", "complete", "diverged", "stopped", "failed"]
 ENDED: tuple[State, ...] = ("complete", "diverged", "stopped", "failed")
 RISE = 0.5
-"""Of its first loss, by which a training ends above it where it diverged. One that learned nothing ends a hair above or below it."""
+"""Of its first loss, or of what it came down by, by which a training ends above that where it diverged. One that learned nothing ends
+a hair above or below it."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ class TrialRecord:
         """Whether its losses say so: one is not finite, or the last is far above the first."""
         if not self.curve:
             return False
-        first, last = self.curve[0].loss, self.curve[-1].loss
-        return not all(isfinite(point.loss) for point in self.curve) or last - first > RISE * abs(first)
+        losses = [point.loss for point in self.curve]
+        if not all(map(isfinite, losses)):
+            return True
+        size = max(abs(losses[0]), losses[0] - min(losses))
+        return size > 0 and losses[-1] - losses[0] > RISE * size
 
     @property
     def samples(self) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from undula.errors import StorageError
+from undula.errors import RunError, StorageError
 from undula.storage import Store
 
 UNDER_WAY_FILE = "under-way.json"
@@ -42,8 +42,30 @@ def said_under_way(study: Store) -> Iterator[None]:
 
 def is_under_way(study: Store) -> bool:
     """Whether the study's driver has been heard of in the last minute."""
+    return time.time() - _heard(study) < SILENCE_S
+
+
+def refuse_another_driver(study: Store) -> None:
+    """Wait until a driver that may have been killed a moment ago would have said something.
+
+    Raises:
+        RunError: it has.
+    """
+    if not is_under_way(study):
+        return
+    before, deadline = _heard(study), time.monotonic() + 3 * INTERVAL_S
+    print(f"looking for {3 * INTERVAL_S:.0f} s whether the study's last driver is still there ...", flush=True)
+    while time.monotonic() < deadline:
+        if _heard(study) > before:
+            raise RunError(
+                f"{study.url} is being trained by another driver: wait for it, stop it, or give another name"
+            )
+        time.sleep(INTERVAL_S / 20)  # paces the looks
+
+
+def _heard(study: Store) -> float:
+    """When the driver was heard of, in seconds since the epoch; 0 where it never was."""
     try:
-        heard = float(json.loads(study.read(UNDER_WAY_FILE))["time"])
+        return float(json.loads(study.read(UNDER_WAY_FILE))["time"])
     except (StorageError, ValueError, KeyError, TypeError):
-        return False
-    return time.time() - heard < SILENCE_S
+        return 0.0

@@ -60,10 +60,10 @@ def _law_sentences(tuning: Tuning) -> list[str]:
         if not isfinite(interval.high - interval.low):
             told.append(f"{grows}, from two batches, which leave nothing to judge by: no rule is tested.")
             continue
-        if len(law.verdicts) > 1 and not law.tells_apart:
-            claims = ", ".join(map(_claim, law.verdicts))
+        if law.verdicts and not law.tells_apart:
             told.append(
-                f"{grows} (95 % interval {span(interval)}). The interval holds {claims}: the data do not tell these rules apart."
+                f"{grows} (95 % interval {span(interval)}), which holds linear (1), sqrt (0.5) and none (0): the data do not tell rules "
+                "apart."
             )
             continue
         parts = [

@@ -196,19 +196,24 @@ def test_a_rule_that_runs_into_divergence_is_told_of_where_its_fit_ends() -> Non
 
 
 def test_a_stopped_training_is_no_optimum_and_makes_its_neighbour_inside() -> None:
-    optimum, slack = optimum_of(16, points(16, (0.1, 0.2, "stopped"), (0.2, 1.0, "complete"), (0.4, 2.0, "complete")))
-    assert optimum == Optimum(16, 0.2, 1.0, None)
-    assert slack == pytest.approx(np.log(2) / 2)
+    optimum = optimum_of(16, points(16, (0.1, 0.2, "stopped"), (0.2, 1.0, "complete"), (0.4, 2.0, "complete")))
+    assert optimum == Optimum(16, 0.2, 1.0, None, open=pytest.approx(np.log(2) / 2))
+
+
+def test_a_training_that_learned_nothing_brackets_and_bends_no_parabola() -> None:
+    optimum = optimum_of(16, points(16, (0.1, 1.0, "complete"), (0.2, 0.5, "complete"), (0.4, 13.0, "complete")))
+    assert optimum == Optimum(16, 0.2, 0.5, None, open=pytest.approx(np.log(2) / 2))
 
 
 @pytest.mark.parametrize(
     ("beside", "edge"),
-    [(("diverged", "complete"), "diverged"), (("stopped", "diverged"), "diverged"), (("failed", "complete"), "lowest"),
-     (("complete", "waiting"), "highest"), (("complete", "failed"), "highest")],
+    [(("complete", "diverged"), "diverged"), (("stopped", "diverged"), "diverged"), (("failed", "complete"), "lowest"),
+     (("complete", "waiting"), "highest"), (("complete", "failed"), "highest"), (("failed", "failed"), "alone"),
+     (("failed", "diverged"), "alone"), (("diverged", "complete"), "alone"), (("diverged", "diverged"), "alone")],
 )  # fmt: skip
 def test_an_optimum_beside_nothing_that_lost_is_a_bound(beside: tuple[State, State], edge: str) -> None:
     found = points(16, (0.1, 2.0, beside[0]), (0.2, 1.0, "complete"), (0.4, 3.0, beside[1]))
-    optimum, _ = optimum_of(16, found)
+    optimum = optimum_of(16, found)
     assert optimum
     assert (optimum.rate, optimum.edge) == (0.2, edge)
 
@@ -295,10 +300,43 @@ def test_a_rule_is_charged_with_the_loss_at_the_rate_that_it_asks_for() -> None:
 @pytest.mark.parametrize(
     ("bound", "tuned_bound", "ratio"),
     [(None, None, (None, 2.0)), (None, "≥", ("≤", 2.0)), (None, "≤", ("≥", 2.0)), ("≥", None, ("≥", 2.0)), ("≥", "≤", ("≥", 2.0)),
-     ("≥", "≥", None)],
+     ("≥", "≥", None), (None, "~", ("~", 2.0)), ("~", "~", ("~", 2.0)), ("~", "≥", None)],
 )  # fmt: skip
 def test_a_ratio_of_bounds_is_a_bound(bound: Any, tuned_bound: Any, ratio: Any) -> None:
     assert Prediction("linear", 64, 0.2, bound, 0.1, tuned_bound, None, None, None).ratio == ratio
+
+
+def test_the_rule_of_a_bound_is_a_bound() -> None:
+    spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
+    for best, bound in ((0.01, "≤"), (4.0, "≥")):
+        records = [each for batch in (16, 64) for each in valley(batch, best, spec.rates)]
+        linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+        assert (linear.bound, linear.tuned_bound) == (bound, bound)
+        assert linear.ratio is None
+    alone = [each for batch in (16, 64) for each in valley(batch, 0.1, (0.1,))]
+    assert next(iter(find(spec, alone).groups[0].predictions)).bound == "~"
+
+
+def test_a_fewest_beside_its_own_near_copy_is_at_an_end() -> None:
+    found = points(16, (0.1, 4.5, "complete"), (0.2, 3.0, "complete"), (0.4, 0.1, "complete"), (0.401, 3.0, "complete"))
+    fewest = at_batch(16, found, 4.6).fewest
+    assert fewest
+    assert (fewest.rate, fewest.edge) == (0.4, "highest")
+
+
+def test_a_fit_knows_its_level_as_well_as_its_slope() -> None:
+    spec = study(batches=(16, 64, 256), base_lr_range=LogRange(0.001, 10, 13), target=None)
+    levels = []
+    for scatter in (1.05, 1.5):
+        best = {16: 0.05, 64: 0.05 * scatter, 256: 0.05}
+        records = [each for batch, rate in best.items() for each in valley(batch, rate, spec.rates)]
+        levels.append(find(spec, records).groups[0].main.laws[0].fit.level)
+    # Student's for one residual's freedom: 12.7 s / sqrt(3), with s^2 = 2/3 of the middle's square.
+    assert levels[1] == pytest.approx(12.706 * np.log(1.5) * (2 / 3) ** 0.5 / 3**0.5, rel=0.05)
+    assert levels[0] < levels[1] / 5
+    stopped = [each if each.state == "complete" and abs(each.lr - 0.05) < 0.02 else replace(each, state="stopped")
+               for batch in spec.batches for each in valley(batch, 0.0464, spec.rates)]  # fmt: skip
+    assert find(spec, stopped).groups[0].main.laws[0].fit.level > 0.3, "what the grid leaves open"
 
 
 def test_trainings_that_learned_nothing_have_no_optimum() -> None:
@@ -318,9 +356,7 @@ def test_an_interval_that_holds_every_rule_tells_none_apart() -> None:
         each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
     ]
     told = sentences(find(spec, records).groups[0])
-    assert told[0].endswith(
-        "The interval holds linear (1), sqrt (0.5), none (0): the data do not tell these rules apart."
-    )
+    assert told[0].endswith("which holds linear (1), sqrt (0.5) and none (0): the data do not tell rules apart.")
 
 
 # Bad input: a sentence in place of each finding that is not there.
@@ -338,7 +374,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "every learning rate diverged at batch 16: lower ones are needed"),
         (study(), lambda each: replace(each, state="failed", curve=(), message="gone"), "no training at batch 16 is complete"),
         (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that are not finished"),
-        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), lambda each: each, "is the highest that was tried: higher ones are needed"),
+        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), lambda each: each, "is at the highest end of those that were tried: higher"),
         (study(target=None), lambda each: each, "No critical batch: the study has no target"),
         (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "No critical batch: every training diverged."),
         (study(batches=(16,)), lambda each: each, "No critical batch: the study has one batch (16)"),

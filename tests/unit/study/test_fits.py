@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from undula.study.fits import RULE_EXPONENTS, Optimum, best_rate, fit_pareto, fit_power_law
+from undula.study.fits import (
+    APART,
+    RULE_EXPONENTS,
+    Edge,
+    Optimum,
+    about_lowest,
+    best_rate,
+    fit_pareto,
+    fit_power_law,
+)
 
 BATCHES = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -131,9 +140,34 @@ def test_rates_that_are_nearly_equal_do_not_move_the_optimum_away(best: float, c
     assert found.loss > losses.min() - 0.1
 
 
+def test_a_grid_of_the_smallest_step_that_tells_has_one_neighbour_on_a_side() -> None:
+    rates = [0.01 * APART**step for step in range(12)]
+    spans = [about_lowest(rates, at, [False] * 12)[0] for at in range(1, 11)]
+    assert [(each.start, each.stop) for each in spans] == [(at - 1, at + 2) for at in range(1, 11)]
+
+
+def test_where_no_parabola_fits_the_optimum_is_open_between_its_neighbours() -> None:
+    concave = best_rate(64, [0.1, 0.19, 0.2, 0.21, 0.4], [1.0, 3.0, 0.9, 3.0, 1.0])
+    assert (concave.rate, concave.loss, concave.edge) == (0.2, 0.9, None)
+    assert concave.open == pytest.approx(np.log(4) / 4)
+    outside = best_rate(64, [0.1, 0.19, 0.2, 0.4], [1.0, 3.0, 0.99, 2.0])
+    assert (outside.rate, outside.open > 0) == (0.2, True)
+    assert best_rate(64, [0.1, 0.2, 0.4], [2.0, 1.0, 2.0]).open == 0
+
+
+def test_a_bound_says_on_which_side_the_best_is() -> None:
+    edges: list[tuple[Edge | None, str | None]] = [
+        ("lowest", "≤"), ("highest", "≥"), ("diverged", "≥"), ("alone", "~"), (None, None),
+    ]  # fmt: skip
+    assert [Optimum(64, 0.1, 1.0, edge).bound for edge, _ in edges] == [bound for _, bound in edges]
+
+
 def test_a_near_copy_beyond_the_lowest_loss_does_not_bracket_it() -> None:
     assert best_rate(64, [0.098, 0.1, 0.2, 0.4], [1.01, 1.0, 2.0, 3.0]).edge == "lowest"
     assert best_rate(64, [0.1, 0.2, 0.4, 0.41], [3.0, 2.0, 1.0, 1.01]).edge == "highest"
+    assert best_rate(64, [0.1, 0.2, 0.21], [1.0, 0.5, np.inf]).edge == "diverged"
+    assert best_rate(64, [0.19, 0.2, 0.4], [0.6, 0.5, np.inf]).edge == "alone"
+    assert best_rate(64, [0.1], [1.0]).edge == "alone"
     assert best_rate(64, [0.1, 0.11, 0.12], [2.0, 1.0, 2.0]).interior, "a range may be narrow"
     assert best_rate(64, [0.1, 0.2, 2.0], [2.0, 1.0, 2.0]).interior, "and its steps wide"
 
@@ -146,6 +180,8 @@ def test_a_near_copy_beyond_the_lowest_loss_does_not_bracket_it() -> None:
         ([4.0, 3.0, 2.0, np.inf], 0.4, "diverged"),
         ([4.0, 3.0, 2.0, np.nan], 0.4, "diverged"),
         ([3.0, 2.0, 2.0, 3.0], np.sqrt(0.2 * 0.4), None),
+        ([np.inf, 2.0, 3.0, 4.0], 0.2, "alone"),
+        ([np.inf, 2.0, np.inf, np.inf], 0.2, "alone"),
         ([2.0, 2.0, 2.0, 3.0], 0.1, "lowest"),
     ],
 )

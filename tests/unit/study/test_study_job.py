@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from small_text import write_text
 
+from undula import study_command
 from undula.cli import main
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.spec import load_study
 from undula.state.directory import JOB_FILE
-from undula.study.records import TRIALS, write_outcome
+from undula.study.records import TRIALS, read_spec, write_outcome
 from undula.study.search import wanted
-from undula.study.trials import Measurement, TrialRecord
+from undula.study.trials import Measurement, State, TrialRecord
+from undula.study_entrypoint import conduct
 from undula.study_job import Study
 
 JOB = {"schedule": {"warmup_samples": 64}, "plan": {"global_batch": 8, "max_steps": 20}}
@@ -90,6 +92,37 @@ def test_a_study_goes_on_as_what_it_was_begun_as(study: StudyOf, keys: dict[str,
         check(study(**keys))
     other = study(**keys)
     other.check(wanted(other.spec, {}), fresh=True)
+
+
+def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
+    begin(made := study(overrides={"config.model": {"width": 4}}))
+    changed = study(overrides={"config.model": {"width": 8}})
+    for knows_defaults in (True, False):
+        with pytest.raises(RunError, match=r"with config\.model\.width 4, and it is 8 now"):
+            changed.check(wanted(changed.spec, {}), knows_defaults=knows_defaults)
+    trial = wanted(made.spec, {})[0]
+    tree = made.job(trial).tree()
+    tree["config"]["model"]["depth"] = 2  # the script's own default, which the driver knows alone
+    made.store.write(f"{TRIALS}/{trial.name}/{JOB_FILE}", json.dumps({"spec": tree}).encode())
+    made.check([trial], knows_defaults=False)
+    with pytest.raises(RunError, match=r"config\.model\.depth"):
+        made.check([trial])
+
+
+def test_a_run_s_directory_is_no_study_s(study: StudyOf) -> None:
+    made = study()
+    made.store.write(JOB_FILE, b"{}")
+    with pytest.raises(RunError, match="is a run's directory: give the study another name"):
+        check(made)
+
+
+def test_what_is_wrong_deletes_nothing(study: StudyOf, tmp_path: Path) -> None:
+    begin(made := study())
+    study(warmups=[9999])
+    before = made.store.list()
+    with pytest.raises(SpecError, match="would warm up"):
+        conduct(lambda run: None, None, tmp_path / "study.yaml", (), fresh=True)
+    assert [entry.name for entry in made.store.list()] == [*sorted({*(each.name for each in before), ".lock"})]
     check(study(batches=[8, 16, 32], base_lrs=[0.1, 0.2, 0.4], seeds=[0, 1], target=2.0))
 
 
@@ -110,4 +143,31 @@ def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
     out = capsys.readouterr().out
     assert "all 4 trials have ended: --fresh starts over" in out
     assert "starting" not in out
-    assert "target of 2" in Path(made.store.path("report/index.html")).read_text().replace("target 2", "target of 2")
+    assert "target 2" in Path(made.store.path("report/index.html")).read_text()
+    assert read_spec(made.store).target == 2.0
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_study_that_is_not_done_goes_to_a_cluster(
+    study: StudyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fresh: bool
+) -> None:
+    begin(made := study())
+    failed = wanted(made.spec, {})[0]
+    state: State = "complete" if is_fresh else "failed"
+    write_outcome(made.store / TRIALS / failed.name, TrialRecord(failed, state, 0.1), False)
+    asked: list[str] = []
+    monkeypatch.setattr(study_command, "submit_and_follow", lambda *arguments: asked.append("submitted") or 0)
+    with pytest.raises(SystemExit) as exit:
+        main(["study", str(tmp_path / "study.yaml"), *(["--fresh"] if is_fresh else [])])
+    assert (exit.value.code, asked) == (0, ["submitted"])
+
+
+def test_a_cluster_that_is_there_may_see_other_files(
+    study: StudyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study()
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://elsewhere:8265")
+    monkeypatch.setattr(study_command, "submit_and_follow", lambda *arguments: 0)
+    with pytest.raises(SystemExit) as exit:
+        main(["study", str(tmp_path / "study.yaml"), "overrides.data.train=/on/the/cluster"])
+    assert exit.value.code == 0

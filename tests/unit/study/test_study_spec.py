@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from undula.errors import SpecError
-from undula.spec import LoadedStudy, load_study
+from undula.spec import LoadedStudy, load_spec, load_study
 
 STUDY = """\
 name: study
@@ -157,6 +157,9 @@ def test_what_a_study_sets_cannot_be_overridden(load: Load, refused: Refused) ->
     assert refused(RATES + "overrides: {plan.global_batch: 8}\n") == (
         "study.yaml:5: overrides has plan.global_batch, which a study sets, by batches: leave it out"
     )
+    assert "by keep_models" in refused(RATES + "overrides: {checkpoint.keep: 3}\n")
+    assert "by warmups" in refused(RATES + "warmups: [8]\noverrides: {schedule.warmup_steps: 3}\n")
+    assert "by optimizers" in refused(RATES + "optimizers: [sgd]\noverrides: {config.optimizer.name: lamb}\n")
     assert "by samples" in refused(RATES + "samples: 64\noverrides: {plan: {epochs: 2}}\n")
     assert load(RATES + "overrides: {plan: {epochs: 2}}\n").job.spec.plan.epochs == 2
 
@@ -167,6 +170,16 @@ def test_a_key_of_the_job_s_is_told_where_it_goes(refused: Refused) -> None:
     )
     text = "name: job\ndata: {train: /data}\n"
     assert refused("", text=text).startswith("study.yaml:2: unknown key data: this is a job's YAML, which `undula run`")
+    text = "name: job\nconfig: {}\ndata: {train: /data}\n"
+    assert refused("", text=text).startswith(
+        "study.yaml:2: unknown key config: this is a job's YAML, which `undula run`"
+    )
+
+
+def test_a_study_is_no_job(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text("name: study\nsamples: 8\n" + STUDY.partition("\n")[2])
+    with pytest.raises(SpecError, match="unknown key samples: this is a study's YAML, which `undula study` trains"):
+        load_spec(tmp_path / "study.yaml")
 
 
 def test_what_a_trial_cannot_have_is_said_where_the_study_gives_it(load: Load) -> None:

@@ -44,6 +44,7 @@ def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lo
     keeper = keeper_of(tmp_path / "other", progress)
     keeper.end(worse)
     assert progress.records[TRIAL].state == "diverged"
+    assert progress.records[TRIAL].message == "its loss went from 0.5 to 1.1"
 
 
 def test_a_trial_that_failed_says_by_what(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from undula.study.process import Listener, News
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord, reached, trial_row
-from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, is_under_way, said_under_way
+from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, is_under_way, refuse_another_driver, said_under_way
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
 TRIAL = Trial(10, 0.1, "none", 0, "own", 0)
@@ -52,6 +52,8 @@ def test_a_curve_that_ends_far_above_its_beginning_has_diverged() -> None:
     assert not record(3, 1, 4).has_diverged, "it learned too little, or too late"
     assert record(-3, -2, -1).has_diverged
     assert not record(-3, -2, -2.9).has_diverged
+    assert not record(0.02, -1, 0.031).has_diverged, "next to what it came down by"
+    assert not record(0, 0).has_diverged
     assert record(3, nan, 1).has_diverged
     assert not record(3, 4, 2).has_diverged
     assert not record().has_diverged
@@ -204,7 +206,7 @@ def test_the_table_has_a_column_for_each_way_in_which_trials_were_lost() -> None
     head, row = text.split("\n")[1], text.split("\n")[3]
     assert all(name in head for name in ("optimizer", "rule", "stopped", "diverged", "best rate", "steps to 1"))
     assert "failed" not in head
-    assert [cell.strip() for cell in row.split("│")][6:9] == ["", "1", "2"]
+    assert [cell.strip() for cell in row.split("│")][-3:-1] == ["1", "2"]
 
 
 def test_a_study_without_a_driver_has_no_time_left() -> None:
@@ -228,6 +230,11 @@ def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch
     assert not is_under_way(store)
     store.write(UNDER_WAY_FILE, json.dumps({"time": time.time() - 2 * SILENCE_S}).encode())
     assert not is_under_way(store), "one that was killed"
+    refuse_another_driver(store)
+    store.write(UNDER_WAY_FILE, json.dumps({"time": time.time()}).encode())
+    refuse_another_driver(store)  # it was killed a moment ago, and says nothing more
+    with said_under_way(store), pytest.raises(RunError, match="is being trained by another driver"):
+        refuse_another_driver(store)
     store.write(UNDER_WAY_FILE, b"{")
     assert not is_under_way(store)
 
