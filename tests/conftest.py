@@ -20,6 +20,7 @@ from undula import storage
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import shards
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the same modules
 settings.register_profile("undula", deadline=None)  # a busy machine is no failure
 settings.load_profile("undula")
 

@@ -47,7 +47,7 @@ class FaultyS3(ThreadingHTTPServer):
 @contextmanager
 def faulty_s3(upstream: str, port: int = 0) -> Iterator[FaultyS3]:
     server = FaultyS3(upstream, port)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield server

@@ -87,6 +87,11 @@ class Jobs:
     def workers(self, count: int) -> tuple[str, str]:
         return (f"workers.min={count}", f"workers.max={count}")
 
+    def past_an_epoch(self) -> tuple[str, ...]:
+        """Settings of a run with dropout, of 60 steps, of which the 46th is the short end of an epoch."""
+        data = f"data.train={self.text}/validation"  # which is small
+        return (data, "plan.global_batch=120", "plan.epochs=2", "plan.max_steps=60", "config.model.dropout=0.1")
+
 
 def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) -> None:
     """Wait until a run has committed a checkpoint of `step` or a later one."""

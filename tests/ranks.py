@@ -4,10 +4,25 @@ import multiprocessing
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.fsdp", "pytest"),
+    *("undula.run.loop", "undula.run.board", "undula.state.safetensors_io", "horovod.torch", "pytorch_optimizer"),
+    "undula.entrypoint",
+)
+"""What ranks import, or torch does in their first step: once, in the process of which they are forks."""
+
+
+def forks() -> ForkServerContext:
+    """Makes processes as forks of one that has imported the PRELOADED and has no threads, unlike this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -15,8 +30,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")  # from a process without threads, unlike this one
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "undula.run.loop"])
+    context = forks()
     queue = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, world_size, port, queue, function, arguments))

@@ -110,3 +110,12 @@ def test_the_command_line_starts_without_ray_and_torch() -> None:
     check = "import sys, undula.cli; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_driver_starts_without_what_only_workers_need() -> None:
+    """Tensors of parts, checkpoints and TensorBoard's writer take a second to import; workers do it while they are prepared."""
+    late = {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy", "tensorboardX", "boto3"}
+    names = "undula.main, undula.Run, undula.OptimizerConfig"
+    check = f"import sys, undula; {names}; sys.exit(', '.join({late} & set(sys.modules)) or None)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

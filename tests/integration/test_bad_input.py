@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from jobs_kit import LANGUAGE_MODEL, SMALL, Jobs
+from forked import run_script
+from jobs_kit import LANGUAGE_MODEL, SMALL, Finished, Jobs, job_json
 
 from undula.storage import open_store
 
@@ -25,17 +27,10 @@ def own_text(text: str, tmp_path: Path) -> Path:
 
 def refusal(data: Path | str, runs: Path | str, *overrides: str, env: dict[str, str] | None = None) -> str:
     """The sentence with which the main job refuses these settings."""
-    command = [
-        *(sys.executable, str(LANGUAGE_MODEL), "name=bad", f"runs={runs}"),
-        *(f"data.train={data}/train", f"data.validation={data}/validation", *SMALL, *overrides),
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "RAY_ADDRESS": NO_CLUSTER, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    arguments = ("name=bad", f"runs={runs}", f"data.train={data}/train", f"data.validation={data}/validation")
+    with tempfile.TemporaryDirectory() as folder:
+        more = {"RAY_ADDRESS": NO_CLUSTER, **(env or {})}
+        done = run_script(Path(folder), LANGUAGE_MODEL, (*arguments, *SMALL, *overrides), more)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("undula: ")]
@@ -117,16 +112,9 @@ def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
     assert "AWS_ACCESS_KEY_ID" in sentence
 
 
-@pytest.fixture
-def begun(jobs: Jobs) -> Jobs:
-    done = jobs.run("bad", "plan.max_steps=10")
-    assert done.status == 0, done.err
-    return jobs
-
-
-def test_a_checkpoint_of_another_model_is_refused(begun: Jobs, tmp_path: Path) -> None:
-    ended = ("plan.max_steps=10",)
-    sentence = refusal(begun.text, begun.runs, *ended, "config.model.width=64")
+def test_a_checkpoint_of_another_model_is_refused(session_jobs: Jobs, on_one_rank: Finished, tmp_path: Path) -> None:
+    same = (f"name={job_json(on_one_rank.store)['name']}", *session_jobs.past_an_epoch())
+    sentence = refusal(session_jobs.text, session_jobs.runs, *same, "config.model.width=64")
     assert "config.model.width is 64, and" in sentence
     assert "was begun with 32: restore it, give another name, or start over with --fresh" in sentence
 
@@ -135,10 +123,10 @@ def test_a_checkpoint_of_another_model_is_refused(begun: Jobs, tmp_path: Path) -
     shutil.copytree(LANGUAGE_MODEL.parent, script.parent)
     model = script.parent / "gpt.py"
     model.write_text(model.read_text().replace("4 * config.width", "3 * config.width"))
-    done = replace(begun, script=script).run("bad", *ended)
+    done = replace(session_jobs, script=script).run("another", *same)
     assert done.status == 2
     assert "has 'blocks.0.up.weight' with shape (128, 32), the model has (96, 32): it is of another model" in done.err
-    assert open_store(f"{begun.runs}/bad").exists("job.json")
+    assert on_one_rank.store.exists("job.json")
 
 
 def test_options_and_overrides_may_stand_in_any_order(text: str, tmp_path: Path) -> None:

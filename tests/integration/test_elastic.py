@@ -64,7 +64,7 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("moved", *SETTINGS, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/moved"))
-        wait_for(process, lambda: len(told.sizes()) > 0)
+        wait_for(process, lambda: len(told.of("start")) > 0)
         second = cluster.add()
         wait_for(process, lambda: 2 in told.sizes())
         cluster.drain(first, deadline_s=60)
@@ -96,9 +96,9 @@ def test_below_the_fewest_workers_the_run_saves_trains_on_to_shortly_before_the_
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("waits", *SETTINGS, "plan.max_steps=3000", "workers.min=2", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/waits"))
-        wait_for(process, lambda: len(told.rows()) > 0)
-        deadline = time.time() + 20
-        cluster.drain(doomed, deadline_s=20)
+        wait_for(process, lambda: len(told.of("start")) > 0)
+        deadline = time.time() + 14
+        cluster.drain(doomed, deadline_s=14)
         wait_for(process, lambda: told.has("checkpoint", "committed"))
         first = find_commits(told.store)[0][0].step
         wait_for(process, lambda: told.has("waiting", "waiting for 1 more worker of 1 CPU"))
@@ -182,7 +182,7 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("follows", *SETTINGS, *batch, "plan.max_steps=30000", "workers.min=1", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/follows"))
-        wait_for(process, lambda: len(told.rows()) > 0)
+        wait_for(process, lambda: len(told.of("start")) > 0)
         cluster.add()
         wait_for(process, lambda: told.sizes().count(2) > 10)
         cluster.drain(first, deadline_s=60)

@@ -7,36 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs_kit import ROOT, Jobs, relative_difference
+from jobs_kit import ROOT, Finished, Jobs, relative_difference
 
 from undula.cluster.local import LocalCluster
 from undula.data.corpora import digits
 
-STEPS = 60
 TOLERANCE = 1e-5
 HOROVOD = pytest.importorskip("horovod", reason="Horovod is not installed: make horovod")
 
 
-@pytest.fixture(scope="module")
-def torch_losses(session_jobs: Jobs) -> list[float]:
-    done = session_jobs.run("by-torch", *session_jobs.workers(1), *settings())
-    assert done.status == 0, done.err
-    return done.column("loss")
-
-
-def settings(*more: str) -> tuple[str, ...]:
-    return (f"plan.max_steps={STEPS}", "config.model.dropout=0.1", *more)
-
-
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_losses_are_those_of_the_torch_engine(session_jobs: Jobs, torch_losses: list[float], world_size: int) -> None:
+def test_losses_are_those_of_the_torch_engine(session_jobs: Jobs, on_one_rank: Finished, world_size: int) -> None:
     """6 virtual workers, in one micro-batch each; an epoch ends on the way."""
-    done = session_jobs.run(
-        f"by-horovod-{world_size}", "engine=horovod", *session_jobs.workers(world_size), *settings()
-    )
+    settings = (*session_jobs.past_an_epoch(), "engine=horovod")
+    done = session_jobs.run(f"by-horovod-{world_size}", *session_jobs.workers(world_size), *settings)
     assert done.status == 0, done.err
     assert set(done.column("world_size")) == {world_size}
-    assert relative_difference(done.column("loss"), torch_losses) < TOLERANCE
+    assert relative_difference(done.column("loss"), on_one_rank.column("loss")) < TOLERANCE
 
 
 SCRIPT_OF_ONES_OWN = """

@@ -25,8 +25,16 @@ from undula.state.snapshot import Age, packed
 
 AT_ONCE_S = 0.3
 """In which a train function ends by itself after it has left, or after a collective has failed."""
-LATE_IMPORTS = ("ray.tune", "undula.elastic.backend")
-"""What Ray Train and a group's first rendezvous would import in a worker."""
+LATE_IMPORTS = (
+    *("ray.tune", "undula.elastic.backend"),
+    *(
+        "undula.run.loop",
+        "undula.run.board",
+        "undula.state.safetensors_io",
+        "torch.distributed.checkpoint.state_dict_saver",
+    ),
+)
+"""What Ray Train, a group's first rendezvous and a run's first checkpoint would import in a worker."""
 PIECE_BYTES = 8 * 2**20
 FAULT_IN_BYTES = 2**30
 """At most; what a thread frees at the end of the heap stays there up to this size."""

@@ -31,7 +31,7 @@ class RendezvousServer(ThreadingHTTPServer):
         self.values: dict[str, bytes] = {}
         self._key = key.encode() if isinstance(key, str) else key or b""
         self._secret = ""
-        threading.Thread(target=self.serve_forever, name="horovod-rendezvous", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="horovod-rendezvous", daemon=True).start()
 
     def server_bind(self) -> None:
         """Without a look at the name of the host, which can take a name server's seconds."""

@@ -4,14 +4,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from undula.plan.plan import MicroBatch
 from undula.run.clock import Mark, mark_on
 from undula.run.collectives import AllReduce, broadcast_from_rank_0, sum_over_ranks
 from undula.run.exact import ExactSum
+from undula.state.parts import is_sharded_tensor
 
 
 class Engine:
@@ -86,25 +85,6 @@ class TorchEngine(Engine):
         return work.get_future().then(received)  # type: ignore[no-any-return]
 
 
-class ShardedEngine(Engine):
-    """For a module that the script has sharded with torch's `fully_shard`, which gathers parameters and reduces gradients itself."""
-
-    rounds_must_match = True
-
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module as it is: its weights are those of the run's seed on every rank."""
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # the losses are weighted, so that gradients add up
-                part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
-        return module
-
-    def before_micro_batch(self, model: nn.Module, is_last: bool) -> None:
-        """Gradients add up here until the last micro-batch."""
-        assert isinstance(model, FSDPModule)
-        model.set_requires_gradient_sync(is_last)
-
-
 class ExactEngine(Engine):
     """Sums gradients in integers, so that no order of virtual workers and ranks changes a bit of them.
 
@@ -143,7 +123,7 @@ class ExactEngine(Engine):
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether each rank has only a part of its parameters."""
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return any(is_sharded_tensor(parameter) for parameter in module.parameters())
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

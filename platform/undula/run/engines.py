@@ -2,12 +2,11 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from undula.plan.plan import assign
 from undula.run.adasum import AdasumEngine
 from undula.run.collectives import sum_over_ranks
-from undula.run.engine import Engine, ExactEngine, ShardedEngine, TorchEngine, is_sharded
+from undula.run.engine import Engine, ExactEngine, TorchEngine, is_sharded
 from undula.run.job import Job
 
 WHOLE_GRADIENTS = "sums whole gradients, and this model is sharded: leave out one of the two"
@@ -46,6 +45,10 @@ def _sharded(module: nn.Module, job: Job) -> Engine:
     ):
         if is_so:
             raise RuntimeError(f"{key} {WHOLE_GRADIENTS}")
+    from torch.distributed.fsdp import FSDPModule
+
+    from undula.run.sharded import ShardedEngine
+
     if not isinstance(module, FSDPModule):
         raise RuntimeError("run.model() got a module of which only parts are sharded: call fully_shard() on it as well")
     return ShardedEngine()

@@ -1,4 +1,7 @@
-"""The state of a model and its optimizer as one flat mapping, by names that do not depend on how either is wrapped or sharded."""
+"""The state of a model and its optimizer as one flat mapping, by names that do not depend on how either is wrapped or sharded.
+
+torch's part of it is imported where it is called: it takes as long as the rest of torch, and a driver needs none of it.
+"""
 
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -6,30 +9,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """{"model.<parameter>": tensor, "optimizer.state.<parameter>.<name>": tensor, "optimizer.param_groups...": value}."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
     state: dict[str, Any] = {MODEL + name: value for name, value in get_model_state_dict(model).items()}
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=flat)
     return state | {OPTIMIZER + name: value for name, value in optimizer_state.items()}
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """The reverse of `model_and_optimizer_state`."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
     set_model_state_dict(model, _below(MODEL, state))
-    set_optimizer_state_dict(model, optimizer, _below(OPTIMIZER, state), options=_FLAT)
+    set_optimizer_state_dict(model, optimizer, _below(OPTIMIZER, state), options=flat)
 
 
 def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +48,8 @@ def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weights_digest(model: nn.Module) -> int:
     """A 64-bit digest of every bit of a model's parameters and buffers, by name. Waits for the device."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
     digest = blake2b(digest_size=8)
     for name, value in sorted(get_model_state_dict(model).items()):
         if isinstance(value, Tensor):

@@ -8,7 +8,6 @@ from contextlib import suppress
 from ray.util.metrics import Gauge
 
 from undula.errors import StorageError
-from undula.run.board import Board
 from undula.run.messages import Publisher, Status
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
@@ -28,6 +27,8 @@ class Telemetry:
     """All that is told of a run, by its rank 0."""
 
     def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
+        from undula.run.board import Board  # whose library imports boto3; only rank 0 needs it
+
         self._total_steps = total_steps
         self._publish = publish
         self._ledger = LedgerWriter(store, attempt)

@@ -8,20 +8,18 @@ tensors, and the size and SHA-256 of every file, so that damage is found before 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from undula.errors import CheckpointError
 from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, attempt_of, find_commits
 from undula.state.retention import superseded
-from undula.state.safetensors_io import SafetensorsReader, SafetensorsWriter
 from undula.storage import Store
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 Found = TypeVar("Found")
 
@@ -73,6 +71,10 @@ class Checkpointer:
             plan_digest: identity of the run's plan.
             state: tensors, sharded ones too, and JSON values, by name.
         """
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        from undula.state.safetensors_io import SafetensorsWriter
+
         assert self._saving is None, "wait() for the former save first"
         began = time.monotonic()
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -132,6 +134,11 @@ class Checkpointer:
 
     def load(self, commit: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         """Load into the tensors of `state`, in place; returns the values that are no tensors."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        from undula.state.safetensors_io import SafetensorsReader
+
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         for name, tensor in tensors.items():
             saved = commit.tensors.get(name)

@@ -1,12 +1,12 @@
 """What one rank holds of a run's state: all of a tensor, or the part that sharding has left it."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a part lies in its tensor: offsets, sizes."""
@@ -56,11 +56,16 @@ class RankState:
         return RankState(parts, self.values)
 
 
-def part_of(value: Tensor) -> Part:
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a rank has only a part of a tensor. Who has such tensors has the module of their class, which takes a second to import."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def part_of(value: Any) -> Part:
     """What this rank has of a tensor."""
-    if not isinstance(value, DTensor):
+    if not is_sharded_tensor(value):
         return Part(value.detach(), tuple(value.shape), (0,) * value.dim())
-    (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    (chunk,) = value.__create_chunk_list__()
     return Part(value.to_local().detach(), tuple(value.shape), tuple(chunk.offsets))
 
 

@@ -1,0 +1,16 @@
+"""The run that others are held against."""
+
+import pytest
+from jobs_kit import STREAMED, Finished, Jobs
+
+
+@pytest.fixture(scope="session")
+def on_one_rank(session_jobs: Jobs) -> Finished:
+    """With dropout; its rows are of several files, and an epoch ends on the way."""
+    settings = (*STREAMED, *session_jobs.past_an_epoch())
+    done = session_jobs.run("on-one-rank", *session_jobs.workers(1), *settings)
+    assert done.status == 0, done.err
+    assert done.column("step") == list(range(60))
+    assert done.column("epoch") == [0] * 46 + [1] * 14
+    assert done.column("step_samples")[45] < 120
+    return done
