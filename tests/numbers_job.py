@@ -1,6 +1,7 @@
 """A job over a few numbers, for the loop without Ray."""
 
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ def numbers_job(folder: Path, **plan: Any) -> Job:
     return Job(
         name="numbers",
         run_url=str(folder / "run"),
+        run_id=token_hex(
+            8
+        ),  # or what a former test of the same folder left in this machine's memory would be this one's
         data=DataSpec(train=str(folder / "data")),
         plan=PlanSpec(**{"global_batch": 12, "virtual_workers": 4, **plan}),
         deterministic=False,

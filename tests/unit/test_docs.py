@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from undula.reference import markdown
 from undula.spec import load_spec
 
@@ -28,3 +30,15 @@ def test_links_between_the_docs_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(("title", "study"), [("**SGD on", "lr-study-sgd"), ("**AdamW on", "lr-study-adamw")])
+def test_what_two_studies_found_is_what_their_reports_say(title: str, study: str) -> None:
+    """Rates and losses of the table, not its batches and steps, as the report rounds them otherwise."""
+    section = (ROOT / "docs" / "studies.md").read_text().split(title)[1].split("![")[0]
+    rows = [line.strip("|").split("|")[1:-1] for line in section.splitlines() if re.match(r"\| \d", line)]
+    told = [float(cell) for row in rows for cell in row if cell.strip()]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", (ROOT / "docs" / "studies" / study / "index.html").read_text())
+    known = [float(cell) for cell in cells if re.fullmatch(r"[0-9.]+", cell)]
+    assert len(told) > 12
+    assert [number for number in told if not any(abs(each - number) < 0.006 * number for each in known)] == []
