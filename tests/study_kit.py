@@ -48,7 +48,7 @@ class Studies:
             "config.model.layers": 1,
             "config.model.width": 32,
             "config.model.context": CONTEXT,
-            "schedule.warmup_samples": 0,
+            **({} if "warmups" in keys else {"schedule.warmup_samples": 0}),
             "validation.samples": 96,
             **keys.pop("overrides", {}),
         }
