@@ -103,7 +103,7 @@ def same(study: Path, folder: Path) -> Train:
     from undula.spec import load_study
     from undula.state.ledger import Event
     from undula.study.trials import Trial
-    from undula.study_entrypoint import Study
+    from undula.study_job import Study
 
     for module in (resnet, image_classifier):
         ray.cloudpickle.register_pickle_by_value(module)
