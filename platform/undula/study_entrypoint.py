@@ -51,9 +51,8 @@ def conduct(
 
 def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
     if study.store.is_s3:  # which has no lock of its own
+        _hub = start_hub(study.store)  # kept, as its name refuses a second driver of this cluster
         refuse_another_driver(study.store)
-    # Kept, as its name refuses a second driver of this cluster.
-    _hub = start_hub(study.store) if study.store.is_s3 else None
     ship_modules_beside_the_script()
     if fresh:
         forget_study(study.store)

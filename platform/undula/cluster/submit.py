@@ -35,6 +35,8 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
     """
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.WARNING)  # uploads and sockets are no news
+    # Nor is it that __pycache__ stays behind.
+    logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
     package = Path(undula.__file__).parent
     if not dashboard.startswith(("http://", "https://")):
         raise ClusterError(f"the address of a job API is a URL, and not {dashboard!r}: give http://HOST:8265")

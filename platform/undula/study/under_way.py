@@ -55,7 +55,7 @@ def refuse_another_driver(study: Store) -> None:
         return
     before, deadline = _heard(study), time.monotonic() + 3 * INTERVAL_S
     print(f"looking for {3 * INTERVAL_S:.0f} s whether the study's last driver is still there ...", flush=True)
-    while time.monotonic() < deadline:
+    while is_under_way(study) and time.monotonic() < deadline:
         if _heard(study) > before:
             raise RunError(
                 f"{study.url} is being trained by another driver: wait for it, stop it, or give another name"
