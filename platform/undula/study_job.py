@@ -96,6 +96,11 @@ class Study:
         """
         if self.store.exists(JOB_FILE):
             raise RunError(f"{self.url} is a run's directory: give the study another name")
+        first, samples = self.spec.first_rung, self.spec.samples or 0
+        if first and first > samples:
+            raise SpecError(
+                f"{self._loaded.where(['first_rung'])}: first_rung is {first:,}, and a training has {samples:,} samples: give a smaller one"
+            )
         if not fresh:
             self._refuse_other_study()
         for trial in trials:
@@ -118,6 +123,7 @@ class Study:
         pairs = {
             "samples": (before.samples, now.samples),
             "metric": (before.metric, now.metric),
+            "measurements": (before.measurements, now.measurements),
             "batches": (before.batches[:1], now.batches[:1]),
         }
         for key, (old, new) in pairs.items():

@@ -218,19 +218,16 @@ def loss_at(points: Sequence[RatePoint], rate: float) -> tuple[float | None, Out
     """The loss of a learning rate: measured, or on the straight line in log rate between the two that were trained about it.
 
     Returns:
-        the loss, and what came of the trainings that it would be told from: of the worse, where they differ. No loss where one of them is
-        not complete, and neither beyond the rates that were trained.
+        the loss, and what came of the training with the rate. Neither beyond the rates that were trained, nor beside one that is not
+        complete: nothing is known there.
     """
     if same := next((point for point in points if abs(point.rate / rate - 1) < SAME), None):
         return (same.loss if same.outcome == "complete" else None), same.outcome
     ended = [point for point in points if point.outcome in ENDED]
     below = max((point for point in ended if point.rate < rate), key=lambda point: point.rate, default=None)
     above = min((point for point in ended if point.rate > rate), key=lambda point: point.rate, default=None)
-    if below is None or above is None:
+    if below is None or above is None or (below.outcome, above.outcome) != ("complete", "complete"):
         return None, None
-    for outcome in ("diverged", "stopped"):
-        if outcome in (below.outcome, above.outcome):
-            return None, outcome
     share = log(rate / below.rate) / log(above.rate / below.rate)
     return below.loss + share * (above.loss - below.loss), "complete"
 

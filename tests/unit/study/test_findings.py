@@ -284,8 +284,8 @@ def test_a_loss_at_a_rate_that_was_not_trained_lies_between_those_that_were() ->
     found = points(16, (0.1, 2.0, "complete"), (0.4, 1.0, "complete"), (1.6, nan, "diverged"), (6.4, 5.0, "complete"))
     assert loss_at(found, 0.1) == (2.0, "complete")
     assert loss_at(found, 0.2) == (pytest.approx(1.5), "complete")
-    assert loss_at(found, 0.8) == loss_at(found, 1.6) == (None, "diverged")
-    assert loss_at(found, 0.05) == loss_at(found, 9) == (None, None)
+    assert loss_at(found, 1.6) == (None, "diverged")
+    assert loss_at(found, 0.05) == loss_at(found, 0.8) == loss_at(found, 9) == (None, None)
 
 
 def test_a_rule_is_charged_with_the_loss_at_the_rate_that_it_asks_for() -> None:

@@ -81,6 +81,7 @@ def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
     ("keys", "sentence"),
     [
         ({"samples": 320}, r"study\.yaml:5: .*/rates was begun with samples 160, and it is 320 now: restore it"),
+        ({"measurements": 40}, r"study\.yaml:5: .* was begun with measurements 20, and it is 40 now"),
         ({"batches": [16, 8]}, r"study\.yaml:3: .*/rates was begun with batches \[8\], and it is \[16\] now"),
         ({"metric": "training_loss"}, r"study\.yaml:5: .* was begun with metric \"validation_loss\""),
         ({"overrides": {"plan.micro_batch": 2}}, r"has trained own-none-b8-lr0\.1-w64-s0 with plan\.micro_batch null, and it is 2"),
@@ -107,6 +108,11 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
     made.check([trial], knows_defaults=False)
     with pytest.raises(RunError, match=r"config\.model\.depth"):
         made.check([trial])
+
+
+def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
+    with pytest.raises(SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples"):
+        check(study(scheduler="asha", first_rung=999))
 
 
 def test_a_run_s_directory_is_no_study_s(study: StudyOf) -> None:
