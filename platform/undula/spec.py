@@ -160,7 +160,7 @@ class LoadedStudy:
     file: Path
     """Of the job."""
     where: Where
-    """The study's values were given."""
+    """The study's values were given: the place of each key."""
     values: Mapping[str, Any]
     """Of the job, by dotted key, that are the study's."""
     config_type: type | None = None

@@ -14,6 +14,7 @@ def test_any_world_size_gives_the_same_losses(session_jobs: Jobs, on_one_rank: F
     assert four.status == 0, four.err
     assert set(on_one_rank.column("world_size")) == {1}
     assert set(four.column("world_size")) == {4}
+    assert four.column("step") == list(range(60))
     assert four.column("sample_digest") == on_one_rank.column("sample_digest")
     assert relative_difference(four.column("loss"), on_one_rank.column("loss")) < TOLERANCE
 

@@ -344,9 +344,8 @@ def _cell_size(batches: Sequence[AtBatch]) -> float:
     rates = [np.log([point.rate for point in each.points]) for each in batches if each.points]
     span = max(each.max() for each in rates) - min(each.min() for each in rates)
     gaps = np.concatenate([np.diff(each) for each in rates])
-    gap = (
-        float(np.quantile(gaps, 0.25)) if len(gaps) else span
-    )  # some rates are all but equal, and may lie on each other
+    # Some rates are all but equal, and may lie on each other.
+    gap = float(np.quantile(gaps, 0.25)) if len(gaps) else span
     side = PLOT_PT * min(gap / span if span else 1.0, 1 / max(len(batches), 1))
     return float(np.clip(side, 4, 11)) ** 2
 

@@ -111,7 +111,7 @@ class AtBatch:
     points: tuple[RatePoint, ...]
     """By rate."""
     optimum: Optimum | None
-    """By the last loss; None where no training is complete."""
+    """By the last loss; None where no training is complete, or none has learned."""
     problem: str
     """Why there is no optimum, or why it is a bound: a sentence."""
     fewest: Fewest | None
