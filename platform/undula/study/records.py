@@ -149,10 +149,6 @@ def forget_study(study: Store) -> None:
         raise RunError(
             f"{study.url} holds {sorted(names)[0]!r} and no study: --fresh deletes studies alone; give another name"
         )
-    for name in (
-        TRIALS,
-        REPORT,
-        UNDER_WAY_FILE,
-        STUDY_FILE,
-    ):  # by the last it is still known for a study where this is cut short
+    # By the last it is still known for a study where this is cut short.
+    for name in (TRIALS, REPORT, UNDER_WAY_FILE, STUDY_FILE):
         study.delete(name)
