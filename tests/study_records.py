@@ -1,13 +1,15 @@
-"""Records of a study whose answers are known: the noisy quadratic model's expected losses, in closed form."""
+"""Records of a study whose answers are known: the noisy quadratic model's expected losses, in closed form, and valleys about a rate."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from undula.plan.rules import RULES
 from undula.study.quadratic import NoisyQuadratic, sgd_moment, zhang_quadratic
-from undula.study.spec import StudySpec
-from undula.study.trials import Measurement, Trial, TrialRecord
+from undula.study.rates import RatePoint, rate_points
+from undula.study.spec import LogRange, StudySpec
+from undula.study.trials import Measurement, State, Trial, TrialRecord
 
 MODEL = zhang_quadratic()
 
@@ -61,3 +63,26 @@ def quadratic_records(
 ) -> Sequence[TrialRecord]:
     """Records of all the study's trials."""
     return [quadratic_record(trial, spec.batches[0], samples, scatter, measurements) for trial in trials_of(spec)]
+
+
+def study(**changes: Any) -> StudySpec:
+    """Of the noisy quadratic model."""
+    values: dict[str, Any] = {
+        "name": "quadratic", "job": "job.yaml", "batches": (16, 32, 64, 128, 256), "base_lr_range": LogRange(0.005, 1.9, 16),
+        "optimizers": ("sgd",), "seeds": (0, 1), "target": 0.01,
+    }  # fmt: skip
+    return StudySpec(**{**values, **changes})
+
+
+def record(batch: int, lr: float, loss: float, state: State = "complete", seed: int = 0, **changes: Any) -> TrialRecord:
+    trial = Trial(batch, changes.pop("base_lr", lr), changes.pop("rule", "none"), 0, "sgd", seed)
+    curve = (Measurement(0, 0, 9.0), Measurement(batch * 10, 10, loss))
+    return TrialRecord(trial, state, lr, curve, **changes)
+
+
+def points(batch: int, *found: tuple[float, float, State]) -> tuple[RatePoint, ...]:
+    return rate_points([record(batch, lr, loss, state) for lr, loss, state in found], batch)
+
+
+def valley(batch: int, best: float, rates: Sequence[float], seed: int = 0) -> list[TrialRecord]:
+    return [record(batch, rate, 1 + np.log(rate / best) ** 2, seed=seed) for rate in rates]

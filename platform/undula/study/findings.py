@@ -17,7 +17,7 @@ from undula.study.rates import (
     SAME,
     AtBatch,
     Group,
-    Outcome,
+    LossAt,
     changes_rate_alone,
     exponent_of,
     factor_of,
@@ -102,13 +102,11 @@ class Prediction:
     tuned: float | None
     """The optimum at this batch."""
     tuned_bound: Bound | None
-    loss: float | None
-    """At that rate under the rule, mean over seeds: measured, or between two that were (`loss_at`). Of a rule that measures, of the
-    training with the base batch's best rate that was tried."""
-    outcome: Outcome | None
-    """Of the trainings that the loss would be told from; None where there are none."""
+    at_rate: LossAt
+    """The loss there under the rule, mean over seeds; nothing where the rate is a bound. Of a rule that measures, that of the training
+    with the base batch's best rate that was tried."""
     tuned_loss: float | None
-    """The lowest at this batch that was measured."""
+    """The lowest at this batch that was measured; the best rate's is lower where that is a bound."""
 
     @property
     def ratio(self) -> tuple[Bound | None, float] | None:
@@ -119,6 +117,23 @@ class Prediction:
         if self.bound and of_tuned and self.bound != of_tuned:
             return None
         return self.bound or of_tuned, self.rate / self.tuned
+
+    @property
+    def loss_bound(self) -> Bound | None:
+        """What the loss is to the one that is told."""
+        return "≤" if self.at_rate.is_between else None
+
+    @property
+    def tuned_loss_bound(self) -> Bound | None:
+        return "≤" if self.tuned_bound else None
+
+    @property
+    def cost(self) -> tuple[Bound | None, float] | None:
+        """The loss over the lowest; None where one of them is not known."""
+        if self.at_rate.loss is None or self.tuned_loss is None:
+            return None
+        bound: Bound | None = "~" if self.loss_bound and self.tuned_loss_bound else self.loss_bound
+        return bound or (self.tuned_loss_bound and "≥"), self.at_rate.loss - self.tuned_loss
 
 
 @dataclass(frozen=True)
@@ -240,14 +255,20 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
         return None, f"no training got to the target of {spec.target:g}: train for more samples, or raise target"
     steps = [float(np.exp(np.mean(np.log(fewest.steps)))) for _, fewest in used]
     try:
-        return fit_pareto([batch for batch, _ in used], steps), ""
+        fit = fit_pareto([batch for batch, _ in used], steps)
+        if fit.interval.low <= 0 and not isfinite(fit.interval.high):
+            return (
+                None,
+                "the steps to the target do not bound it on either side: more batches are needed, or more seeds",
+            )
+        return fit, ""
     except ValueError as error:
         at_end = [f"{batch:,}" for batch, fewest in reached if (batch, fewest) not in used]
         if not at_end:
             return None, str(error)
         return None, (
-            f"{error}; at {', '.join(at_end)} the fewest steps are those of a learning rate at the end of the range, which bound "
-            f"the best: widen the range"
+            f"{error}; at {', '.join(at_end)} the fewest steps are those of a learning rate that no others bracket, which bound the "
+            f"best: more learning rates are needed"
         )
 
 
@@ -287,10 +308,10 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
     """`own` has the rule's trainings at the batch, `tuned` those that show the best."""
     base, best = at_base.optimum, tuned.lowest if tuned else None
     if RULES[rule].is_measured:
-        rate, loss, outcome = _measured(at_base, own)
+        rate, at_rate = _measured(at_base, own)
     else:
         rate = base.rate * factor_of(rule, own.batch / at_base.batch) if base else None
-        loss, outcome = loss_at(own.points, rate) if rate else (None, None)
+        at_rate = loss_at(own.points, rate) if base and rate and base.interior else LossAt()
     optimum = tuned.optimum if tuned else None
     return Prediction(
         rule,
@@ -299,17 +320,16 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
         base.bound if base else None,
         optimum.rate if optimum else None,
         optimum.bound if optimum else None,
-        loss,
-        outcome,
+        at_rate,
         best.loss if best else None,
     )
 
 
-def _measured(at_base: AtBatch, own: AtBatch) -> tuple[float | None, float | None, Outcome | None]:
-    """Rate, loss and outcome of a rule that measures: of its training with the base batch's best rate that was tried."""
+def _measured(at_base: AtBatch, own: AtBatch) -> tuple[float | None, LossAt]:
+    """Rate and loss of a rule that measures: of its training with the base batch's best rate that was tried."""
     best, base = at_base.lowest, at_base.optimum
     same = (point for point in own.points if best and abs(point.base_rate / best.base_rate - 1) < SAME)
     if (trained := next(same, None)) is None or best is None:
-        return None, None, None
+        return None, LossAt()
     rate = base.rate * trained.rate / best.rate if base else None
-    return rate, trained.loss if trained.outcome == "complete" else None, trained.outcome
+    return rate, LossAt(trained.loss if trained.outcome == "complete" else None, trained.outcome)

@@ -222,7 +222,7 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
     if len({entry.batch for entry in used}) < 2:
         raise ValueError(
             f"the best learning rate of {_batch_sizes(len({entry.batch for entry in used}))} is inside the range that was tried: "
-            "a power law takes two; widen the range"
+            f"a power law takes two{_more_rates(left_out)}"
         )
     x, y = np.log([entry.batch for entry in used]), np.log([entry.rate for entry in used])
     away = x - x.mean()
@@ -234,6 +234,14 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
     factor = float(np.exp(y.mean() - exponent * x.mean()))
     level = reach * float(np.sqrt(away @ away / len(used)))
     return PowerLaw(factor, exponent, Interval(exponent - reach, exponent + reach), used, left_out, level)
+
+
+def _more_rates(left_out: Sequence[Optimum]) -> str:
+    """What brackets the optima that are bounds."""
+    edges = {entry.edge for entry in left_out}
+    if edges <= {"lowest", "highest"}:
+        return "; widen the range" if edges else ""
+    return "; more learning rates are needed about the best"
 
 
 def _batch_sizes(count: int) -> str:

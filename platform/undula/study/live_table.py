@@ -4,7 +4,8 @@ import io
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf
+from statistics import fmean
 from typing import Any, TextIO
 
 from rich import box
@@ -18,6 +19,7 @@ from undula.study.trials import State, Trial, TrialRecord
 INTERVAL_S = 5.0
 MIN_WIDTH, MAX_WIDTH = 80, 200
 ROWS = 24
+COMPARED: tuple[State, ...] = ("complete", "stopped", "diverged")
 LOST: tuple[State, ...] = ("stopped", "diverged", "failed")
 _BAR = 8
 
@@ -100,20 +102,37 @@ def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[S
         f"{best[1]:.4f}" if best else "",
     ]
     if spec.target is not None:
-        fewest = min((record.steps_to(spec.target) for record in group), default=inf)
-        row.append(f"{fewest:,.0f}" if isfinite(fewest) else "")
+        fewest = fewest_steps(group, spec.target)
+        row.append(f"{fewest:,.0f}" if fewest else "")
     return [*row, *(str(count[state] or "") for state in shown_states)]
 
 
 def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
-    """The learning rate with the lowest loss, a mean over seeds, and that loss; None where no trial is complete."""
-    by_rate: dict[float, list[float]] = {}
-    for record in group:
-        if record.state in ("complete", "diverged"):
-            by_rate.setdefault(record.lr, []).append(record.loss)
-    means = {rate: sum(losses) / len(losses) for rate, losses in by_rate.items()}
+    """The learning rate with the lowest loss, a mean over seeds, and that loss; None where none is complete and below where it began."""
+    means = {}
+    for rate, records in _by_rate(group).items():
+        ended = [record for record in records if record.state in ("complete", "diverged") and record.curve]
+        if ended and (loss := fmean(each.loss for each in ended)) < fmean(each.curve[0].loss for each in ended):
+            means[rate] = loss
     best = min(means, key=lambda rate: means[rate], default=None)
-    return None if best is None or not isfinite(means[best]) else (best, means[best])
+    return None if best is None else (best, means[best])
+
+
+def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
+    """To the target, over learning rates, the mean over seeds; None where no rate has come to it with every seed that has ended."""
+    means = []
+    for records in _by_rate(group).values():
+        judged = [each for each in records if each.state in COMPARED or each.samples_to(target) < inf]
+        steps = [each.steps_to(target) for each in judged]
+        means += [fmean(steps)] if steps and max(steps) < inf else []
+    return min(means, default=None)
+
+
+def _by_rate(group: Iterable[TrialRecord]) -> Mapping[float, list[TrialRecord]]:
+    by_rate: dict[float, list[TrialRecord]] = {}
+    for record in group:
+        by_rate.setdefault(record.lr, []).append(record)
+    return by_rate
 
 
 def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str:

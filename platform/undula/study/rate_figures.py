@@ -45,6 +45,8 @@ PLOT_PT = 160.0
 """Height of a plot, about; its width is more."""
 LEVELS = 14
 """Colours of the map of losses."""
+SPAN = 300.0
+"""Times that the largest difference on the map is over the smallest that has a colour of its own."""
 
 
 def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
@@ -68,7 +70,7 @@ def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
     axes.set_xlabel("learning rate")
     axes.set_ylabel(spec.metric.replace("_", " "))
     keys = [Line2D([], [], color=colors[each.batch], marker="o", ms=3.2, label=f"{each.batch:,}") for each in shown]
-    legend_above(figure, [*keys, *_marks(shown)], columns=min(len(keys) + 3, 6), title="batch")
+    legend_above(figure, [*keys, *_marks(shown, top)], columns=min(len(keys) + 3, 6), title="batch")
     return figure
 
 
@@ -81,18 +83,21 @@ def _loss_line(axes: Axes, each: AtBatch, color: str, top: float) -> None:
             axes.plot(
                 [point.rate] * 2, [max(low, 1e-300) if axes.get_yscale() == "log" else low, high], color=color, lw=0.9
             )
-    stopped = [(point.rate, min(_last_seen(point), top)) for point in each.points if point.outcome == "stopped"]
-    axes.plot([rate for rate, _ in stopped], [seen for _, seen in stopped], "o", mfc=PAPER, mec=color, ms=3.6, mew=1.0)
+    for point in each.points:
+        if point.outcome == "stopped":
+            marker, seen = ("o", _last_seen(point)) if _last_seen(point) <= top else ("^", top)
+            axes.plot([point.rate], [seen], marker, mfc=PAPER, mec=color, ms=3.6, mew=1.0)
     if each.optimum:
         _optimum(axes, each.optimum, color)
 
 
 def _last_seen(point: RatePoint) -> float:
-    """The loss at which a point's trainings were stopped, the lowest of them; infinite for others."""
-    return min((record.loss for record in point.records if record.state == "stopped"), default=inf)
+    """The loss at which a point's trainings were stopped, their mean; infinite for others."""
+    seen = [record.loss for record in point.records if record.state == "stopped"]
+    return sum(seen) / len(seen) if seen else inf
 
 
-def _marks(shown: Sequence[AtBatch]) -> list[Line2D]:
+def _marks(shown: Sequence[AtBatch], top: float) -> list[Line2D]:
     """Keys of the marks that are there."""
     outcomes = {point.outcome for each in shown for point in each.points}
     optima = [each.optimum for each in shown if each.optimum]
@@ -101,8 +106,11 @@ def _marks(shown: Sequence[AtBatch]) -> list[Line2D]:
         keys.append(_key("best", "*", INK, 8))
     if any(not each.interior for each in optima):
         keys.append(_key("best, but a bound", "D", INK, 5, hollow=True))
-    if "stopped" in outcomes:
+    stopped = [_last_seen(point) for each in shown for point in each.points if point.outcome == "stopped"]
+    if any(seen <= top for seen in stopped):
         keys.append(_key("stopped", "o", SOFT, 4, hollow=True))
+    if any(seen > top for seen in stopped):
+        keys.append(_key("stopped, higher", "^", SOFT, 4, hollow=True))
     if "diverged" in outcomes:
         keys.append(_key("diverged", "x", SOFT, 4))
     return keys
@@ -263,7 +271,7 @@ def _name(axes: Axes, names: Sequence[RuleName], at: tuple[float, float], transf
 
 def draw_predicted(found: GroupFindings, base: int) -> Figure:
     """What each rule predicts from the base batch's tuned rate over the rate that was tuned, by batch."""
-    rows = [each for each in found.predictions if each.rate and each.tuned]
+    rows = [(each.rule, each.batch, *each.ratio) for each in found.predictions if each.ratio]
     if not rows:
         at_base = next((each for each in found.main.batches if each.batch == base), None)
         raise NoFigure(
@@ -272,21 +280,20 @@ def draw_predicted(found: GroupFindings, base: int) -> Figure:
             else found.main.problem or "no batch beside the base has a tuned learning rate to compare with"
         )
     figure, axes = new_axes()
-    batch_axis(axes, sorted({base, *(each.batch for each in rows)}))
-    ratios = [each.rate / each.tuned for each in rows if each.rate and each.tuned]
+    batch_axis(axes, sorted({base, *(batch for _, batch, _, _ in rows)}))
+    ratios = [ratio for *_, ratio in rows]
     log_axis(axes.yaxis, min([*ratios, 0.9]), max([*ratios, 1.1]), pad=0.1)
     axes.axhline(1, color=AXIS, lw=1.2, zorder=1)
     keys = []
-    for rule in dict.fromkeys(each.rule for each in rows):
-        mine = [each for each in rows if each.rule == rule]
+    for rule in dict.fromkeys(rule for rule, *_ in rows):
+        mine = [(batch, bound, ratio) for of, batch, bound, ratio in rows if of == rule]
         color, marker = RULE_COLORS[rule], RULE_MARKERS[rule]
-        y = [each.rate / each.tuned for each in mine if each.rate and each.tuned]
-        axes.plot([base, *(each.batch for each in mine)], [1, *y], color=color, ls=RULE_DASHES[rule], lw=1.2)
-        for each, ratio in zip(mine, y, strict=True):
-            face = PAPER if each.tuned_bound or each.bound else color
-            axes.plot([each.batch], [ratio], marker, color=color, mfc=face, mew=1.1, ms=5)
+        x, y = [base, *(batch for batch, _, _ in mine)], [1, *(ratio for *_, ratio in mine)]
+        axes.plot(x, y, color=color, ls=RULE_DASHES[rule], lw=1.2)
+        for batch, bound, ratio in mine:
+            axes.plot([batch], [ratio], marker, color=color, mfc=PAPER if bound else color, mew=1.1, ms=5)
         keys.append(Line2D([], [], color=color, ls=RULE_DASHES[rule], marker=marker, ms=5, label=rule))
-    if any(each.tuned_bound or each.bound for each in rows):
+    if any(bound for _, _, bound, _ in rows):
         keys.append(_key("a bound", "o", SOFT, 5, hollow=True))
     axes.set_ylabel("predicted over tuned learning rate")
     legend_above(figure, keys, columns=4)
@@ -305,11 +312,12 @@ def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
     marks = {"diverged": ("X", DIVERGED), "failed": ("s", INK), "stopped": ("o", SOFT), "unfinished": ("s", AXIS)}
     excess = [point.loss - each.lowest.loss for each, point in points if each.lowest and isfinite(point.loss)]
     positive = [value for value in excess if value > 0]
-    norm = LogNorm(min(positive), max(max(positive), min(positive) * 1.0001)) if positive else None
+    # Two rates that are all but equal would take most of the colours.
+    norm = LogNorm(max(min(positive), max(positive) / SPAN), max(positive) * 1.0001) if positive else None
     for each, point in points:
         if isfinite(point.loss) and each.lowest:
             over = point.loss - each.lowest.loss
-            color = _level(float(norm(over)) if norm and over > 0 else 0.0)
+            color = _level(max(float(norm(over)), 0.0) if norm and over > 0 else 0.0)
             axes.scatter([each.batch], [point.rate], s=size, marker="s", c=color, lw=0)
         else:
             marker, color = marks[point.outcome]

@@ -214,22 +214,31 @@ def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
     return best_rate(batch, [point.rate for point in tried], [point.loss for point in tried], lost)
 
 
-def loss_at(points: Sequence[RatePoint], rate: float) -> tuple[float | None, Outcome | None]:
+@dataclass(frozen=True)
+class LossAt:
+    """What is known of the loss of a learning rate."""
+
+    loss: float | None = None
+    outcome: Outcome | None = None
+    """Of the trainings that tell it; None where there are none."""
+    is_between: bool = False
+    """Whether it is on the straight line between two that were trained, which lies above a round valley."""
+
+
+def loss_at(points: Sequence[RatePoint], rate: float) -> LossAt:
     """The loss of a learning rate: measured, or on the straight line in log rate between the two that were trained about it.
 
-    Returns:
-        the loss, and what came of the training with the rate. Neither beyond the rates that were trained, nor beside one that is not
-        complete: nothing is known there.
+    Nothing is known beyond the rates that were trained, nor beside one that is not complete.
     """
     if same := next((point for point in points if abs(point.rate / rate - 1) < SAME), None):
-        return (same.loss if same.outcome == "complete" else None), same.outcome
+        return LossAt(same.loss if same.outcome == "complete" else None, same.outcome)
     ended = [point for point in points if point.outcome in ENDED]
     below = max((point for point in ended if point.rate < rate), key=lambda point: point.rate, default=None)
     above = min((point for point in ended if point.rate > rate), key=lambda point: point.rate, default=None)
     if below is None or above is None or (below.outcome, above.outcome) != ("complete", "complete"):
-        return None, None
+        return LossAt()
     share = log(rate / below.rate) / log(above.rate / below.rate)
-    return below.loss + share * (above.loss - below.loss), "complete"
+    return LossAt(below.loss + share * (above.loss - below.loss), "complete", is_between=True)
 
 
 def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
@@ -339,8 +348,10 @@ def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -
             return f"every learning rate diverged at batch {batch:,}: lower ones are needed"
         if "complete" in outcomes:
             firsts = [point.first_loss for point in points if isfinite(point.first_loss)]
+            several = any(len(point.losses) > 1 for point in points)
+            who, mean = ("learning rate", ", the mean over seeds") if several else ("training", "")
             return (
-                f"no training at batch {batch:,} ended below where it began ({sum(firsts) / len(firsts):.4g}): "
+                f"no {who} at batch {batch:,} ended below where it began ({sum(firsts) / len(firsts):.4g}{mean}): "
                 "other learning rates are needed, or more samples"
             )
         return f"no training at batch {batch:,} is complete" if points else f"nothing was trained at batch {batch:,}"

@@ -10,7 +10,7 @@ import pyarrow as pa
 from undula.plan.rules import RuleName
 from undula.report.cost import HOUR_S, dollars
 from undula.report.summary import duration, number, printable
-from undula.study.findings import Findings, GroupFindings, Law
+from undula.study.findings import Findings, GroupFindings, Law, Prediction
 from undula.study.fits import Bound
 from undula.study.rates import AtBatch, RatePoint
 from undula.study.spec import StudySpec
@@ -118,9 +118,9 @@ def _point_cells(point: RatePoint | None, each: AtBatch) -> tuple[str, ...]:
     return number(point.rate), f"{len(point.losses)}", number(point.loss), deviation, best
 
 
-def bounded(rate: float | None, bound: Bound | None) -> str:
+def bounded(value: float | None, bound: Bound | None) -> str:
     """`0.02`, or `≥ 0.02`."""
-    return NONE if rate is None else " ".join(filter(None, (bound, number(rate))))
+    return NONE if value is None else " ".join(filter(None, (bound, number(value))))
 
 
 def cost_table(findings: Findings, hourly: float | None) -> str:
@@ -178,9 +178,9 @@ def predictions_table(findings: Findings) -> str:
             bounded(each.rate, each.bound),
             bounded(each.tuned, each.tuned_bound),
             NONE if each.ratio is None else " ".join(filter(None, (each.ratio[0], f"{each.ratio[1]:.2f}"))),
-            number(each.loss) if each.loss is not None else each.outcome or "not trained",
-            number(each.tuned_loss),
-            NONE if each.loss is None or each.tuned_loss is None else f"{each.loss - each.tuned_loss:+.3g}",
+            _loss_cell(each),
+            bounded(each.tuned_loss, each.tuned_loss_bound),
+            NONE if each.cost is None else " ".join(filter(None, (each.cost[0], f"{each.cost[1]:+.3g}"))),
         )
         for found in findings.groups
         for each in found.predictions
@@ -191,6 +191,12 @@ def predictions_table(findings: Findings) -> str:
         words=(0, 1),
         empty="Rules scale from one batch to another, and the study has one.",
     )  # fmt: skip
+
+
+def _loss_cell(each: Prediction) -> str:
+    if each.at_rate.loss is not None:
+        return bounded(each.at_rate.loss, each.loss_bound)
+    return NONE if each.bound else each.at_rate.outcome or "not trained"
 
 
 def failures_table(findings: Findings) -> str:

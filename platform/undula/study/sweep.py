@@ -213,7 +213,7 @@ class _Keeper(_Unsaved, tune.Callback):
         last = known[-1].step if known and record.state == "stopped" else inf  # it may have measured once more
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
         ended = replace(found, state=record.state, message=record.message, curve=points)
-        if ended.state == "complete" and ended.has_diverged:
+        if ended.state in ("complete", "stopped") and ended.has_diverged:
             losses = [point.loss for point in ended.curve]
             odd = next((loss for loss in losses if not isfinite(loss)), None)
             told = f"its loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if odd is None else f"its loss was {odd}"

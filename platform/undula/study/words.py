@@ -38,7 +38,7 @@ def _divergence_sentences(found: GroupFindings) -> list[str]:
         over = [
             each.batch
             for each in found.predictions
-            if each.rule == rule and each.rate and each.rate >= limits[each.batch]
+            if each.rule == rule and each.rate and each.bound in (None, "≥") and each.rate >= limits[each.batch]
         ]
         if over:
             where = f"{min(over):,}" if len(over) == 1 else f"{min(over):,}–{max(over):,}"
@@ -100,8 +100,6 @@ def is_bounded(fit: ParetoFit) -> bool:
 def critical_words(fit: ParetoFit) -> str:
     """The critical batch in samples; a bound where the batches leave it open on one side."""
     low, high = fit.interval.low, fit.interval.high
-    if low <= 0 and not isfinite(high):
-        return "anywhere"
     if not isfinite(high):
         return f"> {rounded(low)}"
     return f"< {rounded(high)}" if low <= 0 else rounded(fit.critical_batch)
@@ -112,8 +110,7 @@ def _pareto_sentence(found: GroupFindings) -> str:
     if fit is None:
         return f"No critical batch: {found.pareto_problem}."
     if not is_bounded(fit):
-        if (words := critical_words(fit)) == "anywhere":
-            return "The steps to the target say nothing about where the critical batch is."
+        words = critical_words(fit)
         side = "above" if words.startswith(">") else "below"
         end = "larger" if side == "above" else "smaller"
         return f"The critical batch is {side} {words[2:]} samples (95 %): batches bound it on one side alone, and {end} ones are needed."

@@ -45,6 +45,8 @@ def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lo
     keeper.end(worse)
     assert progress.records[TRIAL].state == "diverged"
     assert progress.records[TRIAL].message == "its loss went from 0.5 to 1.1"
+    keeper.end(replace(worse, state="stopped"))
+    assert progress.records[TRIAL].state == "diverged", "that ASHA saw it first makes it no better"
 
 
 def test_a_trial_that_failed_says_by_what(tmp_path: Path) -> None:

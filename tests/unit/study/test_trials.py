@@ -15,7 +15,7 @@ from undula.run.messages import Status
 from undula.state.ledger import Event, LedgerWriter, StepRow
 from undula.storage import Store
 from undula.study import under_way
-from undula.study.live_table import best_of, seconds_left, study_table
+from undula.study.live_table import best_of, fewest_steps, seconds_left, study_table
 from undula.study.process import Listener, News
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
@@ -188,6 +188,16 @@ def test_the_best_rate_is_of_means_over_seeds() -> None:
     pair = [record(3, 2, lr=0.1), record(3, 1, lr=0.2), record(3, inf, lr=0.2, state="diverged")]
     assert best_of(pair) == (0.1, 2)
     assert best_of([record(3, 1, state="stopped")]) is None
+    assert best_of([record(3, 2), record(3, 4.5)]) is None, "on average it ended above where it began"
+
+
+def test_the_fewest_steps_are_of_means_over_seeds_that_all_get_there() -> None:
+    slow, fast, never = record(3, 2, 1, lr=0.1), record(3, 1, 1, lr=0.1), record(3, 2, 2, lr=0.2)
+    assert fewest_steps([slow, fast], 1) == pytest.approx((slow.steps_to(1) + fast.steps_to(1)) / 2)
+    assert fewest_steps([slow, fast, never, record(3, 0.5, lr=0.2)], 1) == fewest_steps([slow, fast], 1)
+    assert fewest_steps([never], 1) is None
+    assert fewest_steps([slow, record(3, 3, lr=0.1, state="running")], 1) == slow.steps_to(1)
+    assert fewest_steps([slow, record(3, 9, lr=0.1, state="diverged")], 1) is None
 
 
 def test_the_table_fits_and_its_frame_tells_where_it_begins_and_ends() -> None:

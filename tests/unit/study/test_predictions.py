@@ -1,0 +1,68 @@
+"""What rules predict from the base batch, and what following them costs: bounds stay bounds."""
+
+from math import nan
+from typing import Any
+
+import numpy as np
+import pytest
+from study_records import points, study, valley
+
+from undula.study.findings import Prediction, find
+from undula.study.rates import LossAt, loss_at
+from undula.study.spec import LogRange
+
+
+def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
+    spec = study(batches=(16, 64), target=None, base_lr_range=LogRange(0.01, 10, 13))
+    records = [each for batch in (16, 64) for each in valley(batch, 0.1 * batch / 16, spec.rates)]
+    linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+    assert linear.rate == pytest.approx(0.4, rel=1e-3)
+    assert linear.tuned == pytest.approx(0.4, rel=1e-3)
+
+
+def test_a_loss_at_a_rate_that_was_not_trained_lies_between_those_that_were() -> None:
+    found = points(16, (0.1, 2.0, "complete"), (0.4, 1.0, "complete"), (1.6, nan, "diverged"), (6.4, 5.0, "complete"))
+    assert loss_at(found, 0.1) == LossAt(2.0, "complete")
+    assert loss_at(found, 0.2) == LossAt(pytest.approx(1.5), "complete", is_between=True)
+    assert loss_at(found, 1.6) == LossAt(None, "diverged")
+    assert loss_at(found, 0.05) == loss_at(found, 0.8) == loss_at(found, 9) == LossAt()
+
+
+def test_a_rule_is_charged_with_the_loss_at_the_rate_that_it_asks_for() -> None:
+    spec = study(batches=(16, 64), target=None, base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
+    records = [each for batch in (16, 64) for each in valley(batch, 0.1, spec.rates)]
+    asked = {each.rule: each for each in find(spec, records).groups[0].predictions}
+    assert asked["none"].at_rate.loss == pytest.approx(1.0, abs=0.1)
+    assert asked["sqrt"].at_rate.loss == pytest.approx(1 + np.log(2) ** 2, abs=0.1)
+    assert asked["linear"].at_rate.loss == pytest.approx(1 + np.log(4) ** 2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "tuned_bound", "ratio"),
+    [(None, None, (None, 2.0)), (None, "≥", ("≤", 2.0)), (None, "≤", ("≥", 2.0)), ("≥", None, ("≥", 2.0)), ("≥", "≤", ("≥", 2.0)),
+     ("≥", "≥", None), (None, "~", ("~", 2.0)), ("~", "~", ("~", 2.0)), ("~", "≥", None)],
+)  # fmt: skip
+def test_a_ratio_of_bounds_is_a_bound(bound: Any, tuned_bound: Any, ratio: Any) -> None:
+    assert Prediction("linear", 64, 0.2, bound, 0.1, tuned_bound, LossAt(), None).ratio == ratio
+
+
+@pytest.mark.parametrize(
+    ("is_between", "tuned_bound", "bound"),
+    [(False, None, None), (True, None, "≤"), (False, "≥", "≥"), (False, "~", "≥"), (True, "≤", "~")],
+)
+def test_a_cost_of_bounds_is_a_bound(is_between: bool, tuned_bound: Any, bound: Any) -> None:
+    at_rate = LossAt(3.0, "complete", is_between)
+    assert Prediction("linear", 64, 0.2, None, 0.1, tuned_bound, at_rate, 1.0).cost == (bound, 2.0)
+    assert Prediction("linear", 64, 0.2, None, 0.1, tuned_bound, LossAt(), 1.0).cost is None
+
+
+def test_the_rule_of_a_bound_is_a_bound() -> None:
+    spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
+    for best, bound in ((0.01, "≤"), (4.0, "≥")):
+        records = [each for batch in (16, 64) for each in valley(batch, best, spec.rates)]
+        linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+        assert (linear.bound, linear.tuned_bound) == (bound, bound)
+        assert linear.ratio is None
+        assert linear.at_rate == LossAt(), "nobody knows which rate that is"
+    alone = [each for batch in (16, 64) for each in valley(batch, 0.1, (0.1,))]
+    assert next(iter(find(spec, alone).groups[0].predictions)).bound == "~"
