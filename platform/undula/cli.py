@@ -261,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
         help=text,
         usage="undula study [-h] STUDY.yaml [key=value ...] [--fresh] | status | report | self-test ...",
     )
-    add_study_commands(study.add_subparsers(required=True, metavar="WHAT"), DEFAULT_RUNS)
+    add_study_commands(study.add_subparsers(required=True, metavar="WHAT", prog="undula study"), DEFAULT_RUNS)
 
     horovod = commands.add_parser(
         "build-horovod", help="build Horovod for the torch that is installed, and install it; for engine: horovod"

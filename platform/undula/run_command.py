@@ -3,9 +3,13 @@
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit status of a process that was killed, and a shell's of one."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +65,13 @@ def submit_and_follow(address: str | None, cpus: int, script: Path, arguments: S
         from undula.cluster.submit import submit  # Ray reads its token settings when it is imported
 
         try:
-            return submit(dashboard, script, arguments, screen.show)
+            status = submit(dashboard, script, arguments, screen.show)
         except KeyboardInterrupt:
             screen.close()
             print(mend)
             raise
         finally:
             screen.close()
+    if status in KILLED:  # it could say nothing itself
+        print(f"the job's driver was killed\n{mend}")
+    return status

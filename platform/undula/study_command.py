@@ -51,7 +51,7 @@ def add_study_commands(commands: Any, runs: str) -> None:
 
     report = commands.add_parser("report", help="write the report of a study, as far as it is")
     report.add_argument("study", metavar="STUDY", help="a study's name, or its directory")
-    text = "what a worker costs in an hour, for the report's costs"
+    text = "what a worker costs in an hour, in place of the study's worker_hour"
     report.add_argument("--worker-hour", type=float, metavar="DOLLARS", help=text)
     report.set_defaults(command=_report, runs=runs)
 
@@ -170,16 +170,17 @@ def _report(options: argparse.Namespace) -> int:
     from undula.study.records import read_spec
 
     store = study_store(options.study, options.runs)
-    _publish(store, read_spec(store), options.worker_hour)
+    spec = read_spec(store)
+    _publish(store, spec if options.worker_hour is None else replace(spec, worker_hour=options.worker_hour))
     return 0
 
 
-def _publish(store: Store, spec: "StudySpec", worker_hour: float | None = None) -> None:
+def _publish(store: Store, spec: "StudySpec") -> None:
     with needs_extra("study"):
         from undula.study.page import publish
     from undula.study.progress import known
 
-    print("\n".join(publish(store, spec, list(known(store, spec).records.values()), worker_hour)))
+    print("\n".join(publish(store, spec, list(known(store, spec).records.values()))))
 
 
 def _self_test(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from undula.driver import INTERRUPTED, connected, ship_modules_beside_the_script
 from undula.elastic.fleet import Work
 from undula.plan.plan import Plan
 from undula.preflight import check_job, describe
+from undula.report.summary import counted
 from undula.run.hub import start_hub
 from undula.run.loop import Run
 from undula.spec import load_study
@@ -23,6 +24,7 @@ from undula.study.records import TRIALS, forget_failures, forget_study
 from undula.study.sweep import sweep
 from undula.study.trials import Trial
 from undula.study.under_way import refuse_another_driver, said_under_way
+from undula.study.words import rung_within_warmup
 from undula.study_job import Study
 
 
@@ -47,6 +49,9 @@ def conduct(
         print("drawing the report ...\n", flush=True)
         records = list(known(study.store, study.spec).records.values())
         print("\n".join([*publish(study.store, study.spec, records), f"study directory: {study.url}"]), flush=True)
+    if failed := sum(record.state == "failed" for record in records):
+        print(f"{counted(failed, 'trial')} failed: the same command tries them again", flush=True)
+        raise SystemExit(1)
 
 
 def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
@@ -57,6 +62,8 @@ def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
     if fresh:
         forget_study(study.store)
     study.begin()
+    if note := rung_within_warmup(study.spec):
+        print(f"note: the report will not tell of {note[0].lower()}{note[1:]}", flush=True)
     progress = known(study.store, study.spec)
     if failed := forget_failures(study.store, progress.records.values()):
         print(f"{failed} trial{'s' if failed > 1 else ''} that failed: tried again", flush=True)

@@ -196,7 +196,7 @@ def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
     if error["type"].startswith("missing"):
         return f"{where(here[:-1])}: {'.'.join(here)} is missing: it must be given"
     accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
-    accepted = accepted.replace("an object", "a mapping")
+    accepted = accepted.replace("an object", "a mapping").replace("a valid array", "a list")
     return f"{where(here)}: {'.'.join(here)} is {json.dumps(error['input'])}: {accepted}"
 
 

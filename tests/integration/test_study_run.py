@@ -120,7 +120,7 @@ def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: P
     for name in ("language_model.py", "gpt.py"):
         (tmp_path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
     file = studies.file("failing", packed=2, batches=[24], base_lrs=[1e-3, 1e-2, 1e6])
-    studies.run(file, script=script)
+    assert "1 trial failed: the same command tries them again" in studies.run(file, script=script, status=1)
     states = {row["base_lr"]: (row["state"], row["message"]) for row in studies.table("failing")}
     assert states[1e-3] == ("failed", "KeyError: 'no such thing'")
     assert states[1e-2] == ("complete", "")

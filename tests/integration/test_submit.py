@@ -9,6 +9,7 @@ import time
 import uuid
 import venv
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,18 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def drivers_of(argument: str) -> list[int]:
+    """Processes of Python which a job script runs in, with such an argument."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                words = (folder / "cmdline").read_text().split("\0")
+                if words[0].rpartition("/")[2].startswith("python") and argument in words and "--config" in words:
+                    found.append(int(folder.name))
+    return found
+
+
 def start_undula_run(
     mark: str, text: str, runs: Path, *overrides: str, env: dict[str, str] | None = None
 ) -> "subprocess.Popen[str]":
@@ -141,6 +154,18 @@ def test_a_running_cluster_is_used_and_left_running(mark: str, text: str, tmp_pa
     assert process.returncode == 0, out + err
     assert job_api_answers(cluster.dashboard)
     await_nothing_left(mark)
+
+    # A driver that is killed can say nothing itself.
+    process = start_undula_run(mark, text, tmp_path, "name=killed", "plan.epochs=1000", env=env)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("step "))
+    (driver,) = drivers_of("name=killed")
+    os.kill(driver, signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, 1, 2)
+    assert (
+        f"the job's driver was killed\nrun directory: {tmp_path}/killed\nsubmit it again under the name killed" in out
+    )
 
     # A user's mistake comes through the job API with its sentence and its status.
     process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env)

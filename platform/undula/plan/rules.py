@@ -5,7 +5,7 @@ noise scale in base batches; it says what changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any, Literal
 
@@ -161,6 +161,12 @@ def scaled_beta(beta: float, forgetting: float) -> float:
             f"this run can have {forgetting:g} times: raise schedule.base_batch, plan.batch_workers or that beta"
         )
     return 1 - forgetting * (1 - beta)
+
+
+def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
+    """Whether a training with the rule is one without it at another learning rate, so that both are points of one curve."""
+    scaled = RULES[rule].scaled(2.0, None)
+    return not RULES[rule].is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
 
 
 @dataclass(frozen=True)

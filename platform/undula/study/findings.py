@@ -11,14 +11,13 @@ from typing import Literal
 
 import numpy as np
 
-from undula.plan.rules import RULES, RuleName, warning
+from undula.plan.rules import RULES, RuleName, changes_rate_alone, warning
 from undula.study.fits import RULE_EXPONENTS, Bound, Interval, ParetoFit, PowerLaw, fit_pareto
 from undula.study.rates import (
     SAME,
     AtBatch,
     Group,
     LossAt,
-    changes_rate_alone,
     exponent_of,
     factor_of,
     fit_exponent,

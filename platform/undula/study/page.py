@@ -20,6 +20,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 import yaml
 
+from undula.plan.rules import changes_rate_alone
 from undula.report.cost import HOUR_S, dollars
 from undula.report.summary import counted, duration, number, printable
 from undula.storage import Store
@@ -27,7 +28,7 @@ from undula.study import report_tables as tables
 from undula.study.drawing import dark_counterparts
 from undula.study.figures import StudyFigure, group_figures, warmup_figures
 from undula.study.findings import Findings, GroupFindings, find
-from undula.study.rates import changes_rate_alone, optimizer_words
+from undula.study.rates import optimizer_words
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
 from undula.study.words import critical_words, not_tested, sentences, span
@@ -35,9 +36,7 @@ from undula.study.words import critical_words, not_tested, sentences, span
 FOLDER = "report"
 
 
-def write_report(
-    store: Store, spec: StudySpec, records: Sequence[TrialRecord], *, dollars_per_worker_hour: float | None = None
-) -> str:
+def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) -> str:
     """Write report/ into a study's directory: index.html, trials.csv, trials.parquet and figures/. Returns the page's path or URL.
 
     What cannot be told of the records is said on the page: a study that is half done, or of which nothing came, has one all the same.
@@ -46,7 +45,6 @@ def write_report(
         store: the study's directory.
         spec: the study.
         records: of all its trials, those that wait among them.
-        dollars_per_worker_hour: price of a worker; without it costs are not told.
 
     Raises:
         StorageError: the directory cannot be written.
@@ -58,18 +56,18 @@ def write_report(
     for figure in (each for part in (*groups, warmups) for each in part):
         for ending, data in _figure_files(figure):
             there.write(f"figures/{figure.name}.{ending}", data)
-    trials = tables.trial_table(spec, records, dollars_per_worker_hour)
+    trials = tables.trial_table(spec, records)
     for name, write in (("trials.csv", csv.write_csv), ("trials.parquet", parquet.write_table)):
         file = io.BytesIO()
         write(trials, file)
         there.write(name, file.getvalue())
-    there.write("index.html", render(findings, groups, warmups, dollars_per_worker_hour).encode())
+    there.write("index.html", render(findings, groups, warmups).encode())
     return f"{there.url}/index.html"
 
 
-def publish(store: Store, spec: StudySpec, records: Sequence[TrialRecord], hourly: float | None = None) -> list[str]:
+def publish(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
     """Write the report; what to print of it: the verdict in words, and where it is."""
-    page = write_report(store, spec, records, dollars_per_worker_hour=hourly)
+    page = write_report(store, spec, records)
     return [*verdict_lines(spec, records), "", f"report: {page}"]
 
 
@@ -87,7 +85,6 @@ def render(
     findings: Findings,
     groups: Sequence[Sequence[StudyFigure]],
     warmups: Sequence[StudyFigure],
-    dollars_per_worker_hour: float | None = None,
 ) -> str:
     """The page as HTML.
 
@@ -95,7 +92,6 @@ def render(
         findings: what it says.
         groups: figures of each group of the findings.
         warmups: figures of the warmup ablation.
-        dollars_per_worker_hour: price of a worker.
     """
     spec = findings.spec
     template = (files("undula.study") / "page.html").read_text(encoding="utf-8")
@@ -111,7 +107,7 @@ def render(
         name=escape(printable(spec.name)),
         state="unfinished" if findings.unfinished else "finished",
         under=_under(findings),
-        tiles=_tiles(findings, dollars_per_worker_hour),
+        tiles=_tiles(findings),
         verdicts="".join(_verdict(found) for found in findings.groups) + _warnings(findings),
         not_tested=_items(not_tested(findings)),
         groups="".join(sections),
@@ -121,7 +117,7 @@ def render(
         states=tables.states_table(findings),
         failures=tables.failures_table(findings),
         seeds=tables.seeds_table(findings),
-        cost=tables.cost_table(findings, dollars_per_worker_hour),
+        cost=tables.cost_table(findings),
         trials=tables.trials_table(findings),
         spec=escape(yaml.safe_dump(_plain(asdict(spec)), sort_keys=False, allow_unicode=True)),
         foot=_foot(findings),
@@ -198,8 +194,8 @@ def _under(findings: Findings) -> str:
     return " · ".join(escape(part) for part in parts if part)
 
 
-def _tiles(findings: Findings, hourly: float | None) -> str:
-    spec, records = findings.spec, findings.records
+def _tiles(findings: Findings) -> str:
+    spec, records, hourly = findings.spec, findings.records, findings.spec.worker_hour
     states: Counter[str] = Counter(record.state for record in records)
     told = ", ".join(f"{states[state]:,} {state}" for state in tables.STATES if states[state]) or "none"
     ended = sum(record.has_ended for record in records)

@@ -26,6 +26,12 @@ class Progress:
             if record.has_ended and record.state != "failed"
         }
 
+    def idle(self) -> frozenset[Trial]:
+        """Those that are complete and have learned nothing: which of them is lowest is chance."""
+        return frozenset(
+            trial for trial, record in self.records.items() if record.state == "complete" and not record.has_learned
+        )
+
     @property
     def is_done(self) -> bool:
         """Whether there is nothing left to train, nor to try again."""
@@ -33,7 +39,7 @@ class Progress:
         return all(record and record.has_ended and record.state != "failed" for record in records)
 
     def wanted(self) -> tuple[Trial, ...]:
-        return wanted(self.spec, self.losses())
+        return wanted(self.spec, self.losses(), self.idle())
 
 
 def known(study: Store, spec: StudySpec) -> Progress:

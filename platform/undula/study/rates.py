@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from undula.plan.rules import RULES, RuleName, Scaled
+from undula.plan.rules import RULES, RuleName, changes_rate_alone
 from undula.study.fits import Edge, Floats, Interval, Optimum, PowerLaw, about_lowest, best_rate, fit_power_law
 from undula.study.spec import Optimizer, StudySpec
 from undula.study.trials import TrialRecord
@@ -137,12 +137,6 @@ class AtBatch:
         """The best rate of each seed by itself, where it lies inside the range."""
         found = (optimum_of(self.batch, _with_seeds(self.points, (seed,))) for seed in self.seeds)
         return tuple(each.rate for each in found if each and each.interior)
-
-
-def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
-    """Whether a training with the rule is one without it at another learning rate, so that both are points of one curve."""
-    scaled = RULES[rule].scaled(2.0, None)
-    return not RULES[rule].is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
 
 
 def exponent_of(rule: RuleName) -> float | None:

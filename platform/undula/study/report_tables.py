@@ -32,15 +32,13 @@ SCHEMA = pa.schema(
 """Of trials.csv and trials.parquet: what `trial_row` says, and the cost."""
 
 
-def trial_table(spec: StudySpec, records: Iterable[TrialRecord], dollars_per_worker_hour: float | None) -> pa.Table:
+def trial_table(spec: StudySpec, records: Iterable[TrialRecord]) -> pa.Table:
     """Every trial, in the order of the records."""
-    return pa.Table.from_pylist(
-        [_trial_row(spec, record, dollars_per_worker_hour) for record in records], schema=SCHEMA
-    )
+    return pa.Table.from_pylist([_trial_row(spec, record) for record in records], schema=SCHEMA)
 
 
-def _trial_row(spec: StudySpec, record: TrialRecord, hourly: float | None) -> dict[str, object]:
-    cost = None if hourly is None else record.worker_seconds / HOUR_S * hourly
+def _trial_row(spec: StudySpec, record: TrialRecord) -> dict[str, object]:
+    cost = None if spec.worker_hour is None else record.worker_seconds / HOUR_S * spec.worker_hour
     return {**trial_row(record, spec.target), "dollars": cost}
 
 
@@ -123,9 +121,10 @@ def bounded(value: float | None, bound: Bound | None) -> str:
     return NONE if value is None else " ".join(filter(None, (bound, number(value))))
 
 
-def cost_table(findings: Findings, hourly: float | None) -> str:
+def cost_table(findings: Findings) -> str:
     """Seconds and dollars by batch."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
+    hourly = findings.spec.worker_hour
     batches = sorted({record.trial.batch for record in findings.records})
     for label, mine in [
         *((f"{batch:,}", [record for record in findings.records if record.trial.batch == batch]) for batch in batches),

@@ -1,10 +1,11 @@
 """Which trials a study wants, given what has come of those before. Pure, so that a study which was killed goes on as if it had not been."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby, product
 from math import exp, inf, log
 from random import Random
 
+from undula.plan.rules import changes_rate_alone
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Trial
 
@@ -12,27 +13,35 @@ Losses = Mapping[Trial, float]
 """Of the trials that have ended; infinite where a trial diverged or was stopped."""
 
 
-def wanted(spec: StudySpec, losses: Losses) -> tuple[Trial, ...]:
+def wanted(spec: StudySpec, losses: Losses, idle: Collection[Trial] = ()) -> tuple[Trial, ...]:
     """All trials of a study that are known to be wanted, those that have ended among them, in the order in which they are to start.
 
     A grid and a random search want all of theirs from the beginning. What an adaptive one wants grows: it depends on the losses alone,
     not on the order in which they came.
+
+    Args:
+        spec: the study.
+        losses: what an adaptive search decides by.
+        idle: trials that have learned nothing.
     """
     if spec.search == "grid":
         return tuple(_grid(spec))
     if spec.search == "random":
         return tuple(_random(spec))
-    return tuple(_adaptive(spec, losses))
+    return tuple(_adaptive(spec, losses, idle))
 
 
-def _cells(spec: StudySpec) -> Iterator[Callable[[float, int], Trial]]:
+def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int], Trial]]:
     """What a learning rate and a seed make a trial of: each batch with each optimizer, rule and warmup.
 
-    All rules are the same at the base batch, so that it is trained under the first one alone.
+    All rules are the same at the base batch, so that it is trained under the first one alone; and so, `once`, are rules that change
+    the learning rate alone at any other.
     """
     for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmup_axis, spec.batches):
-        first = next(each for kind, each in spec.pairs() if kind == optimizer)
-        if batch != spec.batches[0] or rule == first:
+        rules = [each for kind, each in spec.pairs() if kind == optimizer]
+        alike = [each for each in rules if changes_rate_alone(each, warmup)] if once else [rule]
+        is_first_alike = rule not in alike or rule == alike[0]
+        if rule == rules[0] or (batch != spec.batches[0] and is_first_alike):
             yield lambda lr, seed, fixed=(optimizer, rule, warmup, batch): _trial(lr, seed, *fixed)  # type: ignore[misc]
 
 
@@ -65,14 +74,14 @@ def _random(spec: StudySpec) -> Iterator[Trial]:
             yield trial
 
 
-def _adaptive(spec: StudySpec, losses: Losses) -> Iterator[Trial]:
+def _adaptive(spec: StudySpec, losses: Losses, idle: Collection[Trial]) -> Iterator[Trial]:
     """Each cell's own search, their rounds beside each other."""
     assert spec.base_lr_range is not None
     assert spec.trials is not None
     rounds = []
-    for cell in _cells(spec):
-        by_place = _Cell(cell, spec, losses)
-        places = list(bracket(by_place.loss, (spec.base_lr_range.points - 1) // 2))
+    for cell in _cells(spec, once=True):
+        by_place = _Cell(cell, spec, losses, idle)
+        places = list(bracket(by_place.loss, (spec.base_lr_range.points - 1) // 2, by_place.has_learned))
         rounds += [
             (number, cell(by_place.rate(place), seed))
             for number, place in enumerate(places[: max(spec.trials // len(spec.seeds), 1)])
@@ -85,9 +94,9 @@ def _adaptive(spec: StudySpec, losses: Losses) -> Iterator[Trial]:
 class _Cell:
     """The learning rates of a cell, counted from the middle of the range in steps of its ratio, in both directions without end."""
 
-    def __init__(self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses):
+    def __init__(self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses, idle: Collection[Trial]):
         assert spec.base_lr_range is not None
-        self._cell, self._seeds, self._losses = cell, spec.seeds, losses
+        self._cell, self._seeds, self._losses, self._idle = cell, spec.seeds, losses, idle
         self._range = spec.base_lr_range
 
     def rate(self, place: int) -> float:
@@ -99,6 +108,10 @@ class _Cell:
         known = [loss for loss in found if loss is not None]
         return sum(known) / len(known) if len(known) == len(found) else None
 
+    def has_learned(self, place: int) -> bool:
+        """With any seed."""
+        return any(self._cell(self.rate(place), seed) not in self._idle for seed in self._seeds)
+
 
 def rate_at(range_: LogRange, place: int) -> float:
     """Of a place on the range's lattice, which goes on beyond both ends; 0 is in the middle."""
@@ -107,24 +120,34 @@ def rate_at(range_: LogRange, place: int) -> float:
     return float(f"{exp(middle + step * place):.4g}")
 
 
-def bracket(loss: Callable[[int], float | None], stride: int) -> Iterator[int]:
+def bracket(
+    loss: Callable[[int], float | None], stride: int, has_learned: Callable[[int], bool] = lambda place: True
+) -> Iterator[int]:
     """Places to try for the lowest of a loss over all whole numbers, in rounds; ends where a loss that is needed is not known yet.
 
     Hooke & Jeeves 1961's pattern search in one dimension: the best place and those a stride away from it are tried. Where another is
     better the search goes on from there, with the same stride, however far that leads; else the stride is halved. It ends where the
     best place lies between two direct neighbours that are worse, or no better.
+
+    Where nothing has learned, losses tell no direction: the search goes out on both sides, and between the highest that learned nothing
+    and the lowest that diverged.
     """
     best, tried = 0, {}  # type: int, dict[int, float]
     stride = max(stride, 1)
+    asked = [best, best - stride, best + stride]
     while True:
-        needed = [place for place in (best, best - stride, best + stride) if place not in tried]
+        needed = [place for place in asked if place not in tried]
         yield from needed
         for place in needed:
             if (found := loss(place)) is None:
                 return
             tried[place] = found
-        lowest = min((best, best - stride, best + stride), key=lambda place: tried[place])
-        if tried[lowest] == inf:  # all three diverged: lower ones are needed
+        finite = [place for place in tried if tried[place] < inf]
+        if finite and not any(map(has_learned, finite)):
+            asked = _around_idle(tried, stride)
+            continue
+        lowest = min(tried, key=lambda place: (tried[place], place != best))
+        if tried[lowest] == inf:  # all diverged: lower ones are needed
             lowest = best - stride
         if lowest != best:
             best = lowest
@@ -132,3 +155,12 @@ def bracket(loss: Callable[[int], float | None], stride: int) -> Iterator[int]:
             return
         else:
             stride //= 2
+        asked = [best, best - stride, best + stride]
+
+
+def _around_idle(tried: Mapping[int, float], stride: int) -> list[int]:
+    """The next places, where none has learned: a stride below all, and a stride above all or half way to what diverged."""
+    highest = max(place for place in tried if tried[place] < inf)
+    ceiling = min((place for place in tried if place > highest), default=None)
+    above = highest + stride if ceiling is None else (highest + ceiling) // 2
+    return [min(tried) - stride, above]

@@ -92,6 +92,8 @@ class StudySpec:
     """Whether the checkpoints of trainings that have ended are kept."""
     max_concurrent: Positive | None = None
     """Most trainings at once; by default as many as the cluster holds."""
+    worker_hour: Annotated[float, Ge(0)] | None = None
+    """Dollars that a worker costs in an hour, for the costs in the report; by default it has none."""
     packed: Positive | None = None
     """Trainings that share what one worker of the job has (workers.cpus, workers.gpus), each a single process: for small models. By
     default each is an elastic training with the job's workers."""
@@ -107,6 +109,17 @@ class StudySpec:
             )
         if self.search == "adaptive" and self.base_lr_range is None:
             raise ValueError("base_lrs is a list, in which search: adaptive cannot move: give base_lr_range")
+        if self.first_rung is not None and self.scheduler != "asha":
+            raise ValueError(
+                f"first_rung is {self.first_rung}, and scheduler none stops nothing: give scheduler: asha, or leave it out"
+            )
+
+    @property
+    def rung(self) -> int | None:
+        """Samples after which ASHA compares for the first time; None without it, or where the samples are the job's."""
+        if self.scheduler != "asha" or self.samples is None:
+            return None
+        return self.first_rung or max(self.samples // self.rung_ratio**2, 1)
 
     def _refuse_axes(self) -> None:
         if bool(self.base_lrs) == (self.base_lr_range is not None):

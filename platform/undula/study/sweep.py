@@ -276,12 +276,13 @@ class _Halving(_Unsaved, FIFOScheduler):
         key = replace(trial, base_lr=0.0)
         if key not in self._cells:
             assert self._spec.samples is not None
+            assert self._spec.rung is not None
             self._cells[key] = AsyncHyperBandScheduler(
                 time_attr="samples",
                 metric="loss",
                 mode="min",
                 max_t=self._spec.samples,
-                grace_period=self._spec.first_rung or max(self._spec.samples // self._spec.rung_ratio**2, 1),
+                grace_period=self._spec.rung,
                 reduction_factor=self._spec.rung_ratio,
                 stop_last_trials=False,
             )

@@ -7,7 +7,7 @@ from undula.plan.rules import RULES
 from undula.report.summary import counted, number
 from undula.study.findings import Findings, GroupFindings, Tuning, Verdict
 from undula.study.fits import RULE_EXPONENTS, Interval, ParetoFit
-from undula.study.spec import CLASSES
+from undula.study.spec import CLASSES, StudySpec
 
 
 def sentences(found: GroupFindings) -> tuple[str, ...]:
@@ -126,6 +126,17 @@ def _pareto_sentence(found: GroupFindings) -> str:
     )
 
 
+def rung_within_warmup(spec: StudySpec) -> str:
+    """A sentence without its full stop where ASHA stops trainings that have not had their learning rate; else empty."""
+    rung, longest = spec.rung, max(spec.warmup_axis)
+    if rung is None or rung > longest:
+        return ""
+    return (
+        f"Learning rates whose trainings ASHA stopped within their warmup: it first compares at {rung:,} samples, and warms up for up to "
+        f"{longest:,}; a larger first_rung compares them later"
+    )
+
+
 def not_tested(findings: Findings) -> tuple[str, ...]:
     """What the study says nothing about, in sentences."""
     spec, records, groups = findings.spec, findings.records, findings.groups
@@ -156,6 +167,7 @@ def not_tested(findings: Findings) -> tuple[str, ...]:
         told.append("Chance between seeds: there is one, and intervals know of the scatter between batches alone.")
     if spec.target is None:
         told.append("The critical batch: there is no target.")
+    told += [f"{text}."] if (text := rung_within_warmup(spec)) else []
     states = Counter(record.state for record in records)
     if left := states["waiting"] + states["running"]:
         told.append(f"{counted(left, 'trial')} that {'is' if left == 1 else 'are'} not finished.")

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from study_records import points, quadratic_records, record, study, trials_of, valley
 
-from undula.plan.rules import RULES
+from undula.plan.rules import RULES, changes_rate_alone
 from undula.study.findings import Findings, find, judge, law_of
 from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
 from undula.study.rates import (
     Group,
     at_batch,
-    changes_rate_alone,
     exponent_of,
     fit_exponent,
     optimum_of,
@@ -316,6 +315,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(batches=(16,)), lambda each: each, "Batches other than 16,"),
         (study(optimizers=("own",)), lambda each: each, "Optimizers other than the job's own."),
         (study(seeds=(0,)), lambda each: each, "Chance between seeds"),
+        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: each, "it first compares at 100 samples, and warms up"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:

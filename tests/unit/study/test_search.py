@@ -99,13 +99,49 @@ def test_adaptive_search_waits_for_a_trial_that_failed_and_for_no_other_batch() 
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         for trial in todo:
             state: State = "failed" if trial.batch == 16 else "complete"
-            progress.records[trial] = TrialRecord(trial, state, trial.base_lr, (Measurement(0, 0, loss_of(trial)),))
+            curve = (Measurement(0, 0, 1e9), Measurement(9, 9, loss_of(trial)))
+            progress.records[trial] = TrialRecord(trial, state, trial.base_lr, curve)
     trained = [trial.batch for trial in progress.records]
     assert trained.count(16) == 3
     assert trained.count(64) > 3
     for trial, record in progress.records.items():
         progress.records[trial] = replace(record, state="complete")
     assert len(progress.wanted()) > len(trained)
+
+
+def test_adaptive_search_trains_a_curve_once() -> None:
+    spec = study(search="adaptive", trials=9, rules=("none", "legw", "linear", "adascale"), warmups=(0, 64))
+    first = {(trial.warmup, trial.batch, trial.rule) for trial in wanted(spec, {})}
+    assert {(batch, rule) for warmup, batch, rule in first if not warmup} == {
+        (16, "none"), (64, "none"), (64, "adascale"),
+    }  # fmt: skip
+    assert {rule for warmup, batch, rule in first if warmup and batch == 64} == {"none", "legw", "adascale"}
+
+
+def test_adaptive_search_leaves_a_plateau_on_which_nothing_learns() -> None:
+    """There the lowest loss is so by chance."""
+    progress = Progress(study(search="adaptive", trials=60, batches=(2000,)))
+    while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
+        for trial in todo:
+            last = min(loss_of(trial), 2.5 + trial.base_lr)
+            curve = (Measurement(0, 0, 2.5), Measurement(9, 9, last))
+            progress.records[trial] = TrialRecord(trial, "complete", trial.base_lr, curve)
+    best = min(progress.records.values(), key=lambda record: record.last_loss)
+    assert 3 < best.lr < 5
+
+
+@given(st.integers(-40, 40), st.integers(1, 12), st.integers(1, 6))
+def test_search_that_learns_nothing_goes_out_until_something_is_found(lowest: int, width: int, stride: int) -> None:
+    places: list[int] = []
+
+    def loss(place: int) -> float | None:
+        known = inf if place > lowest + 2 * width else min(abs(place - lowest) / width, 1.0)
+        return known if len(places) < 500 else None
+
+    for place in bracket(loss, stride, lambda place: abs(place - lowest) < width):
+        places.append(place)
+    assert len(places) == len(set(places))
+    assert stride > width or lowest in places
 
 
 def test_lattice_has_the_range_s_rates() -> None:

@@ -51,11 +51,9 @@ def mishaps(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = study(job=EVIL)
+    spec = study(job=EVIL, worker_hour=0.5)
     store = Store(str(tmp_path_factory.mktemp("study")))
-    return Path(
-        write_report(store, spec, mishaps(quadratic_records(spec, WHOLE_SAMPLES, 0.01)), dollars_per_worker_hour=0.5)
-    )
+    return Path(write_report(store, spec, mishaps(quadratic_records(spec, WHOLE_SAMPLES, 0.01))))
 
 
 @pytest.fixture(scope="module")

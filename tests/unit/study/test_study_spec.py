@@ -105,6 +105,11 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
             "study.yaml:5: overrides has plan.micro_batch twice",
         ),
         (RATES + "rules: [square]\n", 'study.yaml:5: rules.0 is "square": it should be '),
+        (
+            RATES + "first_rung: 512\n",
+            "study.yaml:5: first_rung is 512, and scheduler none stops nothing: give scheduler: asha, or",
+        ),
+        (RATES + "seeds: 3\n", "study.yaml:5: seeds is 3: it should be a list"),
         (RATES + "search: random\n", "study.yaml: trials is missing: search: random takes a number of them"),
         (RATES + "trials: 8\n", "study.yaml:5: trials is 8, and a grid has as many as it has: leave it out, or give"),
         (

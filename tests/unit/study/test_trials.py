@@ -1,6 +1,9 @@
 """Trials: when a target was reached, what is read of them, and what is told while they train."""
 
 import json
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from math import inf, nan
@@ -226,22 +229,37 @@ def test_a_study_without_a_driver_has_no_time_left() -> None:
     assert "not under way" not in study_table(SPEC, records[:1], is_under_way=False)
 
 
+def said(host: str, process: int, ago_s: float) -> bytes:
+    return json.dumps({"host": host, "process": process, "time": time.time() - ago_s}).encode()
+
+
+def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as driver:
+        store.write(UNDER_WAY_FILE, said(socket.gethostname(), driver.pid, 0))
+        assert is_under_way(store)
+        driver.kill()
+    assert not is_under_way(store)
+    store.write(UNDER_WAY_FILE, said("elsewhere", driver.pid, 0))
+    assert is_under_way(store), "of another machine's processes nothing is known"
+
+
 def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_way, "INTERVAL_S", 0.01)
     store = Store(str(tmp_path))
     assert not is_under_way(store)
     with said_under_way(store):
         assert is_under_way(store)
-        store.write(UNDER_WAY_FILE, json.dumps({"time": time.time() - 2 * SILENCE_S}).encode())
+        store.write(UNDER_WAY_FILE, said("elsewhere", 1, 2 * SILENCE_S))
         until = time.monotonic() + 20
         while not is_under_way(store) and time.monotonic() < until:
             time.sleep(0.005)
         assert is_under_way(store), "it says so again and again"
     assert not is_under_way(store)
-    store.write(UNDER_WAY_FILE, json.dumps({"time": time.time() - 2 * SILENCE_S}).encode())
+    store.write(UNDER_WAY_FILE, said("elsewhere", 1, 2 * SILENCE_S))
     assert not is_under_way(store), "one that was killed"
     refuse_another_driver(store)
-    store.write(UNDER_WAY_FILE, json.dumps({"time": time.time()}).encode())
+    store.write(UNDER_WAY_FILE, said("elsewhere", 1, 0))
     refuse_another_driver(store)  # it was killed a moment ago, and says nothing more
     with said_under_way(store), pytest.raises(RunError, match="is being trained by another driver"):
         refuse_another_driver(store)
