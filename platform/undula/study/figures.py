@@ -77,7 +77,7 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
             "After as many samples at each batch."
             + (" Bars are a standard deviation over seeds." if len(spec.seeds) > 1 else "")
             + (
-                " A star is the vertex of a parabola through the lowest loss and its neighbours."
+                " A star is where a parabola through the lowest loss and its neighbours has its vertex."
                 if any(each.optimum and each.optimum.interior for each in found.main.batches)
                 else ""
             ),

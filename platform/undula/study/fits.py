@@ -58,7 +58,7 @@ class Optimum:
     batch: float
     rate: float
     loss: float
-    """The fit's, where there is one; else the lowest."""
+    """On straight lines between those that were measured: beside a cliff the parabola's own is far below all of them."""
     edge: Edge | None
     """Where the rates that were tried do not bracket it, so that the best may lie beyond."""
     open: float = 0.0
@@ -200,14 +200,14 @@ def best_rate(
     between = replace(measured, open=float(x[-1] - x[0]) / 4)
     if behind[about].any():
         return between
-    curvature, slope, level = np.polyfit(x, loss[about], 2)
+    curvature, slope, _level = np.polyfit(x, loss[about], 2)
     vertex = -slope / (2 * curvature) if curvature > 0 else np.inf
     if not x[0] < vertex < x[-1]:  # a plateau, or noise
         return between
     return replace(
         measured,
         rate=float(rate[lowest] * np.exp(vertex)),
-        loss=float(level + slope * vertex + curvature * vertex**2),
+        loss=float(np.interp(vertex, x, loss[about])),
     )
 
 

@@ -60,7 +60,7 @@ def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
     rates = [point.rate for each in shown for point in each.points]
     log_axis(axes.xaxis, min(rates), max(rates))
     rows_above = [each for each in shown if any(point.outcome == "diverged" for point in each.points)]
-    top = _loss_axis(axes, losses, [each.optimum for each in shown if each.optimum], ROW * len(rows_above))
+    top = _loss_axis(axes, losses, ROW * len(rows_above))
     for each in shown:
         _loss_line(axes, each, colors[each.batch], top)
         diverged = [point.rate for point in each.points if point.outcome == "diverged"]
@@ -129,10 +129,9 @@ def _optimum(axes: Axes, optimum: Optimum, color: str) -> None:
         axes.plot([optimum.rate], [optimum.loss], "D", color=color, mfc=PAPER, mew=1.4, ms=5.5, zorder=5, clip_on=False)
 
 
-def _loss_axis(axes: Axes, losses: Sequence[float], optima: Sequence[Optimum], above: float) -> float:
+def _loss_axis(axes: Axes, losses: Sequence[float], above: float) -> float:
     """By logarithm where losses are positive and far apart; leaves a share `above` them free. Returns the highest loss that is shown."""
-    lowest = min([*losses, *(each.loss for each in optima)])
-    low, high = (lowest if lowest > 0 else min(losses)), max(losses)
+    low, high = min(losses), max(losses)
     above = min(above, 0.4)
     if low > 0 and high / low > 3:
         log_axis(axes.yaxis, low, high * (high / low) ** (above / (1 - above)), pad=0.06)

@@ -107,6 +107,12 @@ def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
         fit_power_law([inside[0], edge])
 
 
+def test_an_optimum_beside_a_cliff_is_no_lower_than_what_was_measured() -> None:
+    found = best_rate(512, [0.03, 0.05, 0.07], [0.22, 0.21, 2.5])
+    assert found.interior
+    assert 0.21 <= found.loss < 0.22
+
+
 def test_two_points_reject_nothing() -> None:
     fit = fit_power_law(optima((16, 32), (0.1, 0.2)))
     assert fit.exponent == pytest.approx(1.0)
@@ -121,7 +127,7 @@ def test_optimum_of_a_parabola_is_found_between_the_rates(best: float, curvature
     found = best_rate(64, rates.tolist(), losses.tolist())
     assert found.interior
     assert np.log10(found.rate) == pytest.approx(best, abs=1e-3)
-    assert found.loss == pytest.approx(floor, abs=1e-5)
+    assert found.loss == pytest.approx(np.interp(np.log(found.rate), np.log(rates), losses))
 
 
 @settings(max_examples=100, deadline=None)
