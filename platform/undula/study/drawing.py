@@ -211,9 +211,10 @@ def tick_label(value: float) -> str:
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], columns: int = 4, title: str | None = None) -> None:
-    """Outside the plot, so that it covers no data."""
+    """Outside the plot, so that it covers no data; read line by line, where matplotlib fills column by column."""
     if handles:
-        found = figure.legend(handles=list(handles), loc="outside upper left", ncols=columns, title=title)
+        by_column = [handle for column in range(columns) for handle in handles[column::columns]]
+        found = figure.legend(handles=by_column, loc="outside upper left", ncols=columns, title=title)
         found.get_title().set_fontsize(7.5)
         found._legend_box.align = "left"  # type: ignore[attr-defined]  # matplotlib has no other way
         found.get_title().set_color(SOFT)

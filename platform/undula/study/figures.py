@@ -299,8 +299,9 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
         raise NoFigure("no training is complete")
     figure, axes = new_axes()
     batch_axis(axes, [each.batch for each in groups[0].main.batches])
-    if min(losses) > 0 and max(losses) > 3 * min(losses):
-        log_axis(axes.yaxis, min(losses), max(losses), pad=0.08)
+    if min(losses) > 0 and max(losses) > 2 * min(losses):
+        tops = [point.loss + (point.deviation or 0.0) for found in rows.values() for _, point in found]
+        log_axis(axes.yaxis, min(losses) / 2, max(tops), pad=0.08)
     keys = []
     colors = batch_colors(range(1, 2 + len(rows)))
     for place, (warmup, found) in enumerate(rows.items()):
