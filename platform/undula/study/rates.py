@@ -6,10 +6,11 @@ after as many samples: it bounds an optimum and cannot be one. One that diverged
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, log, log2
+from math import inf, isfinite, log, log2, sqrt
 from typing import Literal
 
 import numpy as np
+from scipy.special import ndtri, stdtrit
 
 from undula.plan.rules import RULES, RuleName, changes_rate_alone
 from undula.study.fits import Edge, Floats, Interval, Optimum, PowerLaw, about_lowest, best_rate, fit_power_law
@@ -240,8 +241,9 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
 
     The interval is the hull of two, widened by what the grid leaves open: Student's over the batches, in whose scatter about the line
     all chance is, seeds' too; and, with two seeds or more, a bootstrap of the seeds of each batch, so that optima which happen to lie
-    on a line do not look certain. Seeds are no points of their own: where the optima bend away from a line, more seeds would make the
-    interval narrow about a slope that is wrong.
+    on a line do not look certain. A bootstrap of n seeds is widened by sqrt(n / (n - 1)), as their own mean is too near to them, and by
+    Student's quantile over the normal one. Seeds are no points of their own: where the optima bend away from a line, more seeds would
+    make the interval narrow about a slope that is wrong.
 
     Raises:
         ValueError: fewer than two different batches have an optimum inside their range.
@@ -253,10 +255,14 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
     away = away - away.mean()
     open_by = float(np.abs(away) @ gaps / (away @ away))
     low, high = fit.interval.low, fit.interval.high
-    if min(len(each.seeds) for each in used) > 1 and len(used) > 2:
+    seeds = min(len(each.seeds) for each in used)
+    if seeds > 1 and len(used) > 2:
         drawn = _exponents_of_draws(used)
         if len(drawn):
-            low, high = min(low, float(np.quantile(drawn, 0.025))), max(high, float(np.quantile(drawn, 0.975)))
+            free = sum(len(each.seeds) - 1 for each in used)
+            wider = sqrt(seeds / (seeds - 1)) * float(stdtrit(free, 0.975) / ndtri(0.975))
+            below, above = np.quantile(drawn, [0.025, 0.975]) - fit.exponent
+            low, high = min(low, fit.exponent + wider * float(below)), max(high, fit.exponent + wider * float(above))
     return replace(fit, interval=Interval(low - open_by, high + open_by), level=fit.level + float(gaps.mean()))
 
 

@@ -139,6 +139,9 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
         return found.high - found.low
 
     assert interval(2.0) > interval(1.1) + 0.1
+    # The means lie on a line. A draw of two seeds is off by -L, 0, 0 or L, so that the slope's ends are 2 L over log 16; sqrt(2) for two
+    # seeds, and Student's 3.182 over 1.960.
+    assert interval(2.0) == pytest.approx(2 * 2**0.5 * 3.182 / 1.960 * 2 * np.log(2) / np.log(16), rel=0.05)
 
 
 def test_optima_without_a_parabola_leave_open_what_the_grid_leaves_open() -> None:
