@@ -70,7 +70,7 @@ def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
     axes.set_xlabel("learning rate")
     axes.set_ylabel(spec.metric.replace("_", " "))
     keys = [Line2D([], [], color=colors[each.batch], marker="o", ms=3.2, label=f"{each.batch:,}") for each in shown]
-    legend_above(figure, [*keys, *_marks(shown, top)], columns=min(len(keys) + 3, 6), title="batch")
+    legend_above(figure, [*keys, *_marks(shown, top)], columns=5, title="batch")
     return figure
 
 
@@ -105,7 +105,7 @@ def _marks(shown: Sequence[AtBatch], top: float) -> list[Line2D]:
     if any(each.interior for each in optima):
         keys.append(_key("best", "*", INK, 8))
     if any(not each.interior for each in optima):
-        keys.append(_key("best, but a bound", "D", INK, 5, hollow=True))
+        keys.append(_key("a bound", "D", INK, 5, hollow=True))
     stopped = [_last_seen(point) for each in shown for point in each.points if point.outcome == "stopped"]
     if any(seen <= top for seen in stopped):
         keys.append(_key("stopped", "o", SOFT, 4, hollow=True))
