@@ -26,11 +26,13 @@ class Progress:
             if record.has_ended and record.state != "failed"
         }
 
-    def idle(self) -> frozenset[Trial]:
-        """Those that are complete and have learned nothing: which of them is lowest is chance."""
-        return frozenset(
-            trial for trial, record in self.records.items() if record.state == "complete" and not record.has_learned
-        )
+    def firsts(self) -> Mapping[Trial, float]:
+        """The first losses of those that were not lost to an error or to divergence: without falling below them, nothing was learned."""
+        return {
+            trial: record.curve[0].loss
+            for trial, record in self.records.items()
+            if record.state in ("complete", "stopped") and record.curve
+        }
 
     @property
     def is_done(self) -> bool:
@@ -39,7 +41,7 @@ class Progress:
         return all(record and record.has_ended and record.state != "failed" for record in records)
 
     def wanted(self) -> tuple[Trial, ...]:
-        return wanted(self.spec, self.losses(), self.idle())
+        return wanted(self.spec, self.losses(), self.firsts())
 
 
 def known(study: Store, spec: StudySpec) -> Progress:

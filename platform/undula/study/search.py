@@ -13,7 +13,7 @@ Losses = Mapping[Trial, float]
 """Of the trials that have ended; infinite where a trial diverged or was stopped."""
 
 
-def wanted(spec: StudySpec, losses: Losses, idle: Collection[Trial] = ()) -> tuple[Trial, ...]:
+def wanted(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float] | None = None) -> tuple[Trial, ...]:
     """All trials of a study that are known to be wanted, those that have ended among them, in the order in which they are to start.
 
     A grid and a random search want all of theirs from the beginning. What an adaptive one wants grows: it depends on the losses alone,
@@ -22,13 +22,13 @@ def wanted(spec: StudySpec, losses: Losses, idle: Collection[Trial] = ()) -> tup
     Args:
         spec: the study.
         losses: what an adaptive search decides by.
-        idle: trials that have learned nothing.
+        firsts: first losses of trials that are complete or were stopped, where they are known.
     """
     if spec.search == "grid":
         return tuple(_grid(spec))
     if spec.search == "random":
         return tuple(_random(spec))
-    return tuple(_adaptive(spec, losses, idle))
+    return tuple(_adaptive(spec, losses, firsts or {}))
 
 
 def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int], Trial]]:
@@ -74,14 +74,14 @@ def _random(spec: StudySpec) -> Iterator[Trial]:
             yield trial
 
 
-def _adaptive(spec: StudySpec, losses: Losses, idle: Collection[Trial]) -> Iterator[Trial]:
+def _adaptive(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]) -> Iterator[Trial]:
     """Each cell's own search, their rounds beside each other."""
     assert spec.base_lr_range is not None
     assert spec.trials is not None
     rounds = []
     for cell in _cells(spec, once=True):
-        by_place = _Cell(cell, spec, losses, idle)
-        places = list(bracket(by_place.loss, (spec.base_lr_range.points - 1) // 2, by_place.has_learned))
+        by_place = _Cell(cell, spec, losses, firsts)
+        places = list(bracket(by_place.loss, (spec.base_lr_range.points - 1) // 2, by_place.is_idle))
         rounds += [
             (number, cell(by_place.rate(place), seed))
             for number, place in enumerate(places[: max(spec.trials // len(spec.seeds), 1)])
@@ -94,9 +94,11 @@ def _adaptive(spec: StudySpec, losses: Losses, idle: Collection[Trial]) -> Itera
 class _Cell:
     """The learning rates of a cell, counted from the middle of the range in steps of its ratio, in both directions without end."""
 
-    def __init__(self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses, idle: Collection[Trial]):
+    def __init__(
+        self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]
+    ):
         assert spec.base_lr_range is not None
-        self._cell, self._seeds, self._losses, self._idle = cell, spec.seeds, losses, idle
+        self._cell, self._seeds, self._losses, self._firsts = cell, spec.seeds, losses, firsts
         self._range = spec.base_lr_range
 
     def rate(self, place: int) -> float:
@@ -108,9 +110,11 @@ class _Cell:
         known = [loss for loss in found if loss is not None]
         return sum(known) / len(known) if len(known) == len(found) else None
 
-    def has_learned(self, place: int) -> bool:
-        """With any seed."""
-        return any(self._cell(self.rate(place), seed) not in self._idle for seed in self._seeds)
+    def is_idle(self, place: int) -> bool:
+        """Whether it was tried, did not diverge, and did not fall below its first loss, as a mean over the seeds."""
+        firsts = [self._firsts.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
+        known, loss = [first for first in firsts if first is not None], self.loss(place)
+        return loss is not None and len(known) == len(firsts) and loss >= sum(known) / len(known)
 
 
 def rate_at(range_: LogRange, place: int) -> float:
@@ -121,7 +125,7 @@ def rate_at(range_: LogRange, place: int) -> float:
 
 
 def bracket(
-    loss: Callable[[int], float | None], stride: int, has_learned: Callable[[int], bool] = lambda place: True
+    loss: Callable[[int], float | None], stride: int, is_idle: Callable[[int], bool] = lambda place: False
 ) -> Iterator[int]:
     """Places to try for the lowest of a loss over all whole numbers, in rounds; ends where a loss that is needed is not known yet.
 
@@ -129,8 +133,8 @@ def bracket(
     better the search goes on from there, with the same stride, however far that leads; else the stride is halved. It ends where the
     best place lies between two direct neighbours that are worse, or no better.
 
-    Where nothing has learned, losses tell no direction: the search goes out on both sides, and between the highest that learned nothing
-    and the lowest that diverged.
+    Where all are idle, as nothing was learned, losses tell no direction: the search goes out on both sides, and between the highest of
+    them and one above it that diverged.
     """
     best, tried = 0, {}  # type: int, dict[int, float]
     stride = max(stride, 1)
@@ -142,9 +146,9 @@ def bracket(
             if (found := loss(place)) is None:
                 return
             tried[place] = found
-        finite = [place for place in tried if tried[place] < inf]
-        if finite and not any(map(has_learned, finite)):
-            asked = _around_idle(tried, stride)
+        idle = [place for place in tried if is_idle(place)]
+        if idle and all(tried[place] == inf for place in tried if place not in idle):
+            asked = _around_idle(idle, tried, stride)
             continue
         lowest = min(tried, key=lambda place: (tried[place], place != best))
         if tried[lowest] == inf:  # all diverged: lower ones are needed
@@ -158,9 +162,9 @@ def bracket(
         asked = [best, best - stride, best + stride]
 
 
-def _around_idle(tried: Mapping[int, float], stride: int) -> list[int]:
-    """The next places, where none has learned: a stride below all, and a stride above all or half way to what diverged."""
-    highest = max(place for place in tried if tried[place] < inf)
+def _around_idle(idle: Collection[int], tried: Collection[int], stride: int) -> list[int]:
+    """A stride below all that was tried, and a stride above the highest idle place, or half way to what diverged above it."""
+    highest = max(idle)
     ceiling = min((place for place in tried if place > highest), default=None)
     above = highest + stride if ceiling is None else (highest + ceiling) // 2
     return [min(tried) - stride, above]

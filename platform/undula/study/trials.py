@@ -95,11 +95,6 @@ class TrialRecord:
         return size > 0 and losses[-1] - losses[0] > RISE * size
 
     @property
-    def has_learned(self) -> bool:
-        """Whether its last loss is below its first."""
-        return bool(self.curve) and self.loss < self.curve[0].loss
-
-    @property
     def samples(self) -> int:
         """Consumed, as of the last measurement."""
         return self.curve[-1].samples if self.curve else 0

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import inf, log
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,27 +119,33 @@ def test_adaptive_search_trains_a_curve_once() -> None:
     assert {rule for warmup, batch, rule in first if warmup and batch == 64} == {"none", "legw", "adascale"}
 
 
-def test_adaptive_search_leaves_a_plateau_on_which_nothing_learns() -> None:
-    """There the lowest loss is so by chance."""
-    progress = Progress(study(search="adaptive", trials=60, batches=(20_000,)))
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
+@pytest.mark.parametrize("behind", ["complete", "stopped"])
+def test_adaptive_search_leaves_a_plateau_on_which_nothing_learns(seeds: tuple[int, ...], behind: State) -> None:
+    """There the lowest loss is so by chance, that of one seed too, and ASHA stops by chance."""
+    progress = Progress(study(search="adaptive", trials=60, batches=(20_000,), seeds=seeds))
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         for trial in todo:
-            last = min(loss_of(trial), 2.5 + trial.base_lr)
-            curve = (Measurement(0, 0, 2.5), Measurement(9, 9, last))
-            progress.records[trial] = TrialRecord(trial, "complete", trial.base_lr, curve)
-    best = min(progress.records.values(), key=lambda record: record.last_loss)
-    assert 30 < best.lr < 50
+            chance = -0.1 if trial.seed else 0.2
+            has_learned = (loss := loss_of(trial)) < 2
+            curve = (Measurement(0, 0, 2.5), Measurement(9, 9, loss if has_learned else 2.5 + chance))
+            state = "complete" if has_learned or not progress.records else behind
+            progress.records[trial] = TrialRecord(trial, state, trial.base_lr, curve)
+    complete = [record for record in progress.records.values() if record.state == "complete"]
+    assert 30 < min(complete, key=lambda record: record.last_loss).lr < 50
 
 
 @given(st.integers(-40, 40), st.integers(1, 12), st.integers(1, 6))
 def test_search_that_learns_nothing_goes_out_until_something_is_found(lowest: int, width: int, stride: int) -> None:
     places: list[int] = []
 
-    def loss(place: int) -> float | None:
-        known = inf if place > lowest + 2 * width else min(abs(place - lowest) / width, 1.0)
-        return known if len(places) < 500 else None
+    def known(place: int) -> float:
+        return inf if place > lowest + 2 * width else min(abs(place - lowest) / width, 1.0)
 
-    for place in bracket(loss, stride, lambda place: abs(place - lowest) < width):
+    def loss(place: int) -> float | None:
+        return known(place) if len(places) < 500 else None
+
+    for place in bracket(loss, stride, lambda place: known(place) == 1):
         places.append(place)
     assert len(places) == len(set(places))
     assert stride > width or lowest in places
