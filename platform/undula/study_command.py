@@ -52,13 +52,19 @@ def add_study_commands(commands: Any, runs: str) -> None:
     report = commands.add_parser("report", help="write the report of a study, as far as it is")
     report.add_argument("study", metavar="STUDY", help="a study's name, or its directory")
     text = "what a worker costs in an hour, in place of the study's worker_hour"
-    report.add_argument("--worker-hour", type=float, metavar="DOLLARS", help=text)
+    report.add_argument("--worker-hour", type=price, metavar="DOLLARS", help=text)
     report.set_defaults(command=_report, runs=runs)
 
     text = "check the arithmetic of studies against known numbers and sampling; exit status 1 where one is off"
     test = commands.add_parser("self-test", help=text)
     test.add_argument("--json", action="store_true")
     test.set_defaults(command=_self_test)
+
+
+def price(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError(text)  # argparse makes a sentence of it
+    return value
 
 
 def _run(options: argparse.Namespace) -> int:

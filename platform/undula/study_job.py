@@ -125,6 +125,7 @@ class Study:
             "metric": (before.metric, now.metric),
             "measurements": (before.measurements, now.measurements),
             "batches": (before.batches[:1], now.batches[:1]),
+            "rules": (before.rules[:1], now.rules[:1]),  # under which alone the first batch is trained
         }
         for key, (old, new) in pairs.items():
             if old != new:

@@ -120,7 +120,7 @@ class Prediction:
     @property
     def loss_bound(self) -> Bound | None:
         """What the loss is to the one that is told."""
-        return "≤" if self.at_rate.is_between else None
+        return "~" if self.at_rate.is_between else None
 
     @property
     def tuned_loss_bound(self) -> Bound | None:
@@ -131,8 +131,7 @@ class Prediction:
         """The loss over the lowest; None where one of them is not known."""
         if self.at_rate.loss is None or self.tuned_loss is None:
             return None
-        bound: Bound | None = "~" if self.loss_bound and self.tuned_loss_bound else self.loss_bound
-        return bound or (self.tuned_loss_bound and "≥"), self.at_rate.loss - self.tuned_loss
+        return self.loss_bound or (self.tuned_loss_bound and "≥"), self.at_rate.loss - self.tuned_loss
 
 
 @dataclass(frozen=True)

@@ -109,30 +109,31 @@ def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[S
 
 def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
     """The learning rate with the lowest loss, a mean over seeds, and that loss; None where none is complete and below where it began."""
-    means = {}
-    for rate, records in _by_rate(group).items():
-        ended = [record for record in records if record.state in ("complete", "diverged") and record.curve]
-        if ended and (loss := fmean(each.loss for each in ended)) < fmean(each.curve[0].loss for each in ended):
-            means[rate] = loss
-    best = min(means, key=lambda rate: means[rate], default=None)
-    return None if best is None else (best, means[best])
+    means = []
+    for records in _by_rate(group):
+        ended = [each for each in records if each.state in COMPARED and each.curve]
+        losses = [inf if each.state == "stopped" else each.loss for each in ended]
+        if ended and fmean(losses) < fmean(each.curve[0].loss for each in ended):
+            means.append((fmean(each.lr for each in ended), fmean(losses)))
+    return min(means, key=lambda each: each[1], default=None)
 
 
 def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
     """To the target, over learning rates, the mean over seeds; None where no rate has come to it with every seed that has ended."""
     means = []
-    for records in _by_rate(group).values():
+    for records in _by_rate(group):
         judged = [each for each in records if each.state in COMPARED or each.samples_to(target) < inf]
         steps = [each.steps_to(target) for each in judged]
         means += [fmean(steps)] if steps and max(steps) < inf else []
     return min(means, default=None)
 
 
-def _by_rate(group: Iterable[TrialRecord]) -> Mapping[float, list[TrialRecord]]:
+def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
+    """Trials that differ in their seed alone; a rule that measures gives each its own rate."""
     by_rate: dict[float, list[TrialRecord]] = {}
     for record in group:
-        by_rate.setdefault(record.lr, []).append(record)
-    return by_rate
+        by_rate.setdefault(record.trial.base_lr, []).append(record)
+    return list(by_rate.values())
 
 
 def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str:

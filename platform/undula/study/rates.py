@@ -217,7 +217,7 @@ class LossAt:
     outcome: Outcome | None = None
     """Of the trainings that tell it; None where there are none."""
     is_between: bool = False
-    """Whether it is on the straight line between two that were trained, which lies above a round valley."""
+    """Whether it is on the straight line between two that were trained: too high in a round valley, too low before a cliff."""
 
 
 def loss_at(points: Sequence[RatePoint], rate: float) -> LossAt:

@@ -195,7 +195,7 @@ def predictions_table(findings: Findings) -> str:
 def _loss_cell(each: Prediction) -> str:
     if each.at_rate.loss is not None:
         return bounded(each.at_rate.loss, each.loss_bound)
-    return NONE if each.bound else each.at_rate.outcome or "not trained"
+    return each.at_rate.outcome or (NONE if each.bound else "not trained")
 
 
 def failures_table(findings: Findings) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
 from undula.storage import Store
@@ -18,14 +20,29 @@ SILENCE_S = 60.0
 """After which a driver that has not been heard of is gone; clocks of machines differ by less."""
 
 
+@dataclass(frozen=True)
+class Sign:
+    """Of life of a study's driver."""
+
+    time: float
+    """Seconds since the epoch."""
+    machine: str = ""
+    """Names the machine, and its processes' numbering; empty where that is not known."""
+    process: int = 0
+
+
+NONE = Sign(0.0)
+
+
 @contextmanager
 def said_under_way(study: Store) -> Iterator[None]:
     """Say that the study is under way, for this block. A driver that is killed says nothing more."""
-    over, here = threading.Event(), {"host": socket.gethostname(), "process": os.getpid()}
+    over, machine = threading.Event(), _machine()
 
     def say() -> None:
+        sign = Sign(time.time(), machine, os.getpid())
         with suppress(StorageError):  # what trials lose by it they say themselves
-            study.write(UNDER_WAY_FILE, json.dumps({**here, "time": time.time()}).encode())
+            study.write(UNDER_WAY_FILE, json.dumps(asdict(sign)).encode())
 
     def say_regularly() -> None:
         while not over.wait(INTERVAL_S):
@@ -45,8 +62,8 @@ def said_under_way(study: Store) -> Iterator[None]:
 
 def is_under_way(study: Store) -> bool:
     """Whether the study's driver has been heard of in the last minute, and is not known to have gone since."""
-    said = _said(study)
-    return time.time() - said.get("time", 0.0) < SILENCE_S and not _is_gone(said)
+    sign = _heard(study)
+    return time.time() - sign.time < SILENCE_S and not _is_gone(sign)
 
 
 def refuse_another_driver(study: Store) -> None:
@@ -57,33 +74,41 @@ def refuse_another_driver(study: Store) -> None:
     """
     if not is_under_way(study):
         return
-    before, deadline = _said(study).get("time", 0.0), time.monotonic() + 3 * INTERVAL_S
+    before, deadline = _heard(study).time, time.monotonic() + 3 * INTERVAL_S
     print(f"looking for {3 * INTERVAL_S:.0f} s whether the study's last driver is still there ...", flush=True)
     while is_under_way(study) and time.monotonic() < deadline:
-        if _said(study).get("time", 0.0) > before:
+        if _heard(study).time > before:
             raise RunError(
                 f"{study.url} is being trained by another driver: wait for it, stop it, or give another name"
             )
         time.sleep(INTERVAL_S / 20)  # paces the looks
 
 
-def _said(study: Store) -> dict[str, Any]:
-    """What the driver has said last: its host, its process, and the time in seconds since the epoch. Nothing where it never did."""
+def _heard(study: Store) -> Sign:
+    """What was heard of the driver last."""
     try:
-        said = dict(json.loads(study.read(UNDER_WAY_FILE)))
-        return {"host": str(said["host"]), "process": int(said["process"]), "time": float(said["time"])}
-    except (StorageError, ValueError, KeyError, TypeError):
-        return {}
+        return TypeAdapter(Sign).validate_json(study.read(UNDER_WAY_FILE))
+    except (StorageError, ValueError):
+        return NONE
 
 
-def _is_gone(said: dict[str, Any]) -> bool:
-    """Whether the driver was a process of this host, which is there no more."""
-    if said.get("host") != socket.gethostname():
+def _machine() -> str:
+    """This start of this machine, and the namespace of this process' number: containers have their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _is_gone(sign: Sign) -> bool:
+    """Whether the driver was a process of this machine which is there no more."""
+    if not sign.machine or sign.machine != _machine():
         return False
     try:
-        os.kill(said["process"], 0)
+        os.kill(sign.process, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # of another user
+    except (OSError, OverflowError):  # of another user, or no process at all
         return False
     return False

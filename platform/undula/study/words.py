@@ -128,12 +128,15 @@ def _pareto_sentence(found: GroupFindings) -> str:
 
 def rung_within_warmup(spec: StudySpec) -> str:
     """A sentence without its full stop where ASHA stops trainings that have not had their learning rate; else empty."""
-    rung, longest = spec.rung, max(spec.warmup_axis)
-    if rung is None or rung > longest:
+    kappas = [batch / spec.batches[0] for batch in spec.batches]
+    known = [rule for rule in spec.rules if not RULES[rule].is_measured]
+    factor = max((RULES[rule].scaled(kappa, None).warmup for rule in known for kappa in kappas), default=1.0)
+    longest = round(max(factor, 1.0) * max(spec.warmup_axis))
+    if spec.rung is None or spec.rung > longest:
         return ""
     return (
-        f"Learning rates whose trainings ASHA stopped within their warmup: it first compares at {rung:,} samples, and warms up for up to "
-        f"{longest:,}; a larger first_rung compares them later"
+        f"Learning rates whose trainings ASHA stops within their warmup: it first compares at {spec.rung:,} samples, and warmups take up "
+        f"to {longest:,}; a larger first_rung compares them later"
     )
 
 
@@ -167,8 +170,8 @@ def not_tested(findings: Findings) -> tuple[str, ...]:
         told.append("Chance between seeds: there is one, and intervals know of the scatter between batches alone.")
     if spec.target is None:
         told.append("The critical batch: there is no target.")
-    told += [f"{text}."] if (text := rung_within_warmup(spec)) else []
     states = Counter(record.state for record in records)
+    told += [f"{text}."] if states["stopped"] and (text := rung_within_warmup(spec)) else []
     if left := states["waiting"] + states["running"]:
         told.append(f"{counted(left, 'trial')} that {'is' if left == 1 else 'are'} not finished.")
     if states["failed"]:

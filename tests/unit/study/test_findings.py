@@ -25,7 +25,7 @@ from undula.study.rates import (
 )
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import State, TrialRecord
-from undula.study.words import critical_words, not_tested, sentences
+from undula.study.words import critical_words, not_tested, rung_within_warmup, sentences
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 
@@ -318,13 +318,25 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(batches=(16,)), lambda each: each, "Batches other than 16,"),
         (study(optimizers=("own",)), lambda each: each, "Optimizers other than the job's own."),
         (study(seeds=(0,)), lambda each: each, "Chance between seeds"),
-        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: each, "it first compares at 100 samples, and warms up"),
+        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: replace(each, state="stopped"), "first compares at 100"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:
     findings = findings_of(spec, change)
     said = [text for found in findings.groups for text in sentences(found)] + list(not_tested(findings))
     assert any(told in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("rules", "first_rung", "longest"),
+    [(("none",), 99, "100"), (("none",), 101, ""), (("none", "legw"), 1600, "1,600")],
+)
+def test_a_first_rung_within_a_warmup_as_a_rule_makes_it_is_told(
+    rules: tuple[Any, ...], first_rung: int, longest: str
+) -> None:
+    told = rung_within_warmup(study(scheduler="asha", samples=9000, warmups=(100,), rules=rules, first_rung=first_rung))
+    assert bool(told) == bool(longest)
+    assert f"up to {longest};" in told or not longest
 
 
 def test_no_records_at_all_make_findings() -> None:

@@ -1,6 +1,7 @@
 """What is fitted to results: exact where the data are, honest intervals where they are not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,10 @@ def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
     assert (fit.exponent, fit.left_out) == (pytest.approx(1.0), (edge,))
     with pytest.raises(ValueError, match=r"of 1 batch size is .*: a power law takes two; widen the range"):
         fit_power_law([inside[0], edge])
+    with pytest.raises(ValueError, match=r"a power law takes two; more learning rates are needed about the best"):
+        fit_power_law([inside[0], replace(edge, edge="diverged")])
+    with pytest.raises(ValueError, match=r"a power law takes two$"):
+        fit_power_law([inside[0]])
 
 
 def test_an_optimum_beside_a_cliff_is_no_lower_than_what_was_measured() -> None:

@@ -1,15 +1,19 @@
 """What rules predict from the base batch, and what following them costs: bounds stay bounds."""
 
+import re
+from dataclasses import replace
 from math import nan
 from typing import Any
 
 import numpy as np
 import pytest
-from study_records import points, study, valley
+from study_records import points, record, study, valley
 
 from undula.study.findings import Prediction, find
 from undula.study.rates import LossAt, loss_at
+from undula.study.report_tables import predictions_table
 from undula.study.spec import LogRange
+from undula.study.words import sentences
 
 
 def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
@@ -48,7 +52,7 @@ def test_a_ratio_of_bounds_is_a_bound(bound: Any, tuned_bound: Any, ratio: Any) 
 
 @pytest.mark.parametrize(
     ("is_between", "tuned_bound", "bound"),
-    [(False, None, None), (True, None, "≤"), (False, "≥", "≥"), (False, "~", "≥"), (True, "≤", "~")],
+    [(False, None, None), (True, None, "~"), (False, "≥", "≥"), (False, "~", "≥"), (True, "≤", "~")],
 )
 def test_a_cost_of_bounds_is_a_bound(is_between: bool, tuned_bound: Any, bound: Any) -> None:
     at_rate = LossAt(3.0, "complete", is_between)
@@ -66,3 +70,28 @@ def test_the_rule_of_a_bound_is_a_bound() -> None:
         assert linear.at_rate == LossAt(), "nobody knows which rate that is"
     alone = [each for batch in (16, 64) for each in valley(batch, 0.1, (0.1,))]
     assert next(iter(find(spec, alone).groups[0].predictions)).bound == "~"
+
+
+def test_a_rule_whose_rate_may_be_lower_is_not_said_to_run_into_divergence() -> None:
+    spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
+    records = [*valley(16, 0.01, spec.rates), *valley(64, 0.2, (0.1, 0.2)), record(64, 0.4, nan, "diverged")]
+    linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
+    assert (linear.rate, linear.bound) == (pytest.approx(0.4), "≤")
+    assert not any("trainings diverged" in text for text in sentences(find(spec, records).groups[0]))
+
+
+def test_the_table_of_rules_has_bounds_and_what_became_of_a_rule() -> None:
+    found = find(study(batches=(16, 64)), [])
+    ways = {
+        Prediction("linear", 64, 0.2, None, 0.1, "≥", LossAt(3.0, "complete", True), 1.0): ["2.00", "~ 3.000", "≤ 1.000", "~ +2"],
+        Prediction("linear", 64, 0.2, None, 0.1, "≥", LossAt(3.0, "complete"), 1.0): ["≤ 2.00", "3.000", "≤ 1.000", "≥ +2"],
+        Prediction("linear", 64, 0.2, "≤", 0.1, None, LossAt(), 1.0): ["≤ 2.00", "–", "1.000", "–"],
+        Prediction("surge", 64, 0.2, "≤", 0.1, None, LossAt(None, "diverged"), 1.0): ["≤ 2.00", "diverged", "1.000", "–"],
+        Prediction("linear", 64, 9.0, None, 0.1, None, LossAt(), 1.0): ["90.00", "not trained", "1.000", "–"],
+    }  # fmt: skip
+    groups = (replace(found.groups[0], predictions=tuple(ways)),)
+    rows = predictions_table(replace(found, groups=groups)).split("<tr>")[2:]
+    for row, cells in zip(rows, ways.values(), strict=True):
+        shown = re.findall(r"<td[^>]*>([^<]*)</td>", row)[-4:]
+        assert shown[1:] == cells[1:]
+        assert shown[0].removeprefix("≤ ") == cells[0].removeprefix("≤ ")

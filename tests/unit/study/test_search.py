@@ -117,6 +117,8 @@ def test_adaptive_search_trains_a_curve_once() -> None:
         (16, "none"), (64, "none"), (64, "adascale"),
     }  # fmt: skip
     assert {rule for warmup, batch, rule in first if warmup and batch == 64} == {"none", "legw", "adascale"}
+    own_first = wanted(study(search="adaptive", trials=9, rules=("legw", "none", "linear"), warmups=(64,)), {})
+    assert {(trial.batch, trial.rule) for trial in own_first} == {(16, "legw"), (64, "legw"), (64, "none")}
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
@@ -149,6 +151,11 @@ def test_search_that_learns_nothing_goes_out_until_something_is_found(lowest: in
         places.append(place)
     assert len(places) == len(set(places))
     assert stride > width or lowest in places
+
+
+def test_search_looks_between_what_learned_nothing_and_what_diverged() -> None:
+    places = list(bracket(lambda place: inf if place > 3 else float(place != 3), 4, lambda place: place < 3))
+    assert 3 in places
 
 
 def test_lattice_has_the_range_s_rates() -> None:

@@ -83,6 +83,7 @@ def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
         ({"samples": 320}, r"study\.yaml:5: .*/rates was begun with samples 160, and it is 320 now: restore it"),
         ({"measurements": 40}, r"study\.yaml:5: .* was begun with measurements 20, and it is 40 now"),
         ({"batches": [16, 8]}, r"study\.yaml:3: .*/rates was begun with batches \[8\], and it is \[16\] now"),
+        ({"rules": ["linear", "none"]}, r"study\.yaml:5: .* was begun with rules \[\"none\"\], and it is \[\"linear\"\] now"),
         ({"metric": "training_loss"}, r"study\.yaml:5: .* was begun with metric \"validation_loss\""),
         ({"overrides": {"plan.micro_batch": 2}}, r"has trained own-none-b8-lr0\.1-w64-s0 with plan\.micro_batch null, and it is 2"),
     ],
@@ -113,6 +114,13 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
 def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
     with pytest.raises(SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples"):
         check(study(scheduler="asha", first_rung=999))
+
+
+@pytest.mark.parametrize("price", ["-5", "nan", "inf", "much"])
+def test_a_price_is_a_price(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["study", "report", "rates", "--worker-hour", price])
+    assert f"--worker-hour: invalid price value: '{price}'" in capsys.readouterr().err
 
 
 def test_a_run_s_directory_is_no_study_s(study: StudyOf) -> None:

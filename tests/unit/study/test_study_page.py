@@ -77,6 +77,7 @@ def test_report_is_a_page_with_every_figure_and_every_trial_beside_it(report: Pa
             assert ElementTree.parse(folder / f"figures/{group}-{name}.svg").getroot().tag.endswith("svg")
     assert (folder / "figures/sgd-warmup.svg").exists()
     assert report.stat().st_size < 1_500_000
+    assert "at $0.500 an hour of a worker" in report.read_text(encoding="utf-8")
 
 
 def test_trials_are_the_same_in_csv_and_parquet(report: Path) -> None:

@@ -1,11 +1,10 @@
 """Trials: when a target was reached, what is read of them, and what is told while they train."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, nan
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from undula.study.process import Listener, News
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord, reached, trial_row
-from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, is_under_way, refuse_another_driver, said_under_way
+from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, Sign, is_under_way, refuse_another_driver, said_under_way
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
 TRIAL = Trial(10, 0.1, "none", 0, "own", 0)
@@ -192,6 +191,11 @@ def test_the_best_rate_is_of_means_over_seeds() -> None:
     assert best_of(pair) == (0.1, 2)
     assert best_of([record(3, 1, state="stopped")]) is None
     assert best_of([record(3, 2), record(3, 4.5)]) is None, "on average it ended above where it began"
+    assert best_of([record(3, 1), record(3, 1, state="stopped"), record(3, 2, lr=0.2)]) == (0.2, 2)
+    measured = [
+        replace(record(3, loss, lr=lr), trial=replace(TRIAL, rule="surge")) for loss, lr in ((1, 0.3), (2, 0.4))
+    ]
+    assert best_of(measured) == (pytest.approx(0.35), 1.5), "a rule that measures gives each seed its own rate"
 
 
 def test_the_fewest_steps_are_of_means_over_seeds_that_all_get_there() -> None:
@@ -229,19 +233,29 @@ def test_a_study_without_a_driver_has_no_time_left() -> None:
     assert "not under way" not in study_table(SPEC, records[:1], is_under_way=False)
 
 
-def said(host: str, process: int, ago_s: float) -> bytes:
-    return json.dumps({"host": host, "process": process, "time": time.time() - ago_s}).encode()
+def said(machine: str, process: int, ago_s: float) -> bytes:
+    return json.dumps(asdict(Sign(time.time() - ago_s, machine, process))).encode()
 
 
 def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as driver:
-        store.write(UNDER_WAY_FILE, said(socket.gethostname(), driver.pid, 0))
+    script = (
+        "import sys\n"
+        "from undula.storage import Store\n"
+        "from undula.study.under_way import said_under_way\n"
+        f"with said_under_way(Store({str(tmp_path)!r})):\n"
+        "    print('said', flush=True)\n"
+        "    input()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout
+        assert driver.stdout.readline()
         assert is_under_way(store)
         driver.kill()
     assert not is_under_way(store)
-    store.write(UNDER_WAY_FILE, said("elsewhere", driver.pid, 0))
-    assert is_under_way(store), "of another machine's processes nothing is known"
+    for machine in ("elsewhere", ""):
+        store.write(UNDER_WAY_FILE, said(machine, driver.pid, 0))
+        assert is_under_way(store), "of another machine's processes nothing is known, nor in another container"
 
 
 def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
