@@ -76,8 +76,10 @@ def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studie
         "max_concurrent": 1,
         "rung_ratio": 2,
         "base_lrs": [1e-2, 1e-4, 1e-5, 1e-6],
+        "warmups": [240],
     }
     out = studies.run(studies.file("halving", **keys))
+    assert "note: the report will not tell of learning rates whose trainings ASHA stops within their warmup" in out
     table = studies.table("halving")
     assert {row["state"] for row in table} == {"complete", "stopped"}
     assert all(row["samples"] < 960 for row in table if row["state"] == "stopped")

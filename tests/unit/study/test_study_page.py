@@ -16,11 +16,13 @@ import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 import pytest
 from playwright.sync_api import Browser, sync_playwright
-from study_records import quadratic_records
+from study_records import quadratic_records, valley
 
 from undula.storage import Store
 from undula.study.drawing import log_ticks, spread, tick_label
+from undula.study.findings import find
 from undula.study.page import verdict_lines, write_report
+from undula.study.rate_figures import draw_map
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import TrialRecord
 
@@ -204,6 +206,24 @@ def test_losses_below_zero_and_all_alike_have_figures(tmp_path: Path) -> None:
             for each in quadratic_records(spec, 1_000_000)
         ]
         assert "sgd-w0-rates.svg" in page_of(tmp_path, spec, records)
+
+
+def test_what_was_stopped_above_the_plot_is_marked_at_its_top(tmp_path: Path) -> None:
+    spec = study(seeds=(0,), warmups=(0,), target=None)
+    records = quadratic_records(spec, 1_000_000)
+    for seen, is_above in ((1e-3, False), (4e3, True)):
+        curve = (*records[0].curve[:2], replace(records[0].curve[2], loss=seen))
+        html = page_of(tmp_path, spec, [replace(records[0], state="stopped", curve=curve), *records[1:]])
+        assert ("stopped, higher" in html) == is_above
+
+
+def test_a_near_tie_does_not_take_the_map_s_colours(tmp_path: Path) -> None:
+    spec = study(seeds=(0,), warmups=(0,), target=None)
+    records = valley(16, 0.1, (0.1, 0.101, 0.5, 2.0))
+    found = find(replace(spec, batches=(16,)), records).groups[0]
+    texts = [text.get_text() for text in draw_map(found, found.main).legends[0].get_texts()]
+    told = [float(text[1:]) for text in texts if text.startswith("+")]
+    assert told[-1] / told[0] == pytest.approx(300, rel=0.05)
 
 
 def test_other_rules_have_figures_of_their_own(tmp_path: Path) -> None:
