@@ -2,13 +2,14 @@
 
 import os
 import platform
+import re
 import shutil
 import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from undula.cluster.facts import Gpu, Look, NoticeSource, Room, Stored
@@ -17,6 +18,8 @@ from undula.errors import ClusterError, StorageError
 from undula.storage import open_store
 
 PACKAGES = ("ray", "torch", "undula", "pyarrow", "horovod")
+OUR_BUILD = re.compile(r"/horovod-[^/]*-([0-9a-f]{8})-torch-[^/]*/")
+"""The folder of a wheel of `undula build-horovod`, as pip notes it of what it has installed (PEP 610)."""
 LEFT = "left"
 STORED_BYTES = 16 * 2**20
 """Enough for a rate, and little to pay for."""
@@ -123,10 +126,13 @@ class Probe:
 
 
 def _version(package: str) -> str | None:
+    """Of `undula build-horovod` with what it changes, as ranks of its Horovod and of another must not meet: 0.28.1+undula.99d800aa."""
     try:
-        return version(package)
+        found = distribution(package)
     except PackageNotFoundError:
         return None
+    build = OUR_BUILD.search(found.read_text("direct_url.json") or "")
+    return f"{found.version}+undula.{build[1]}" if build else found.version
 
 
 def _existing(path: str) -> Path:

@@ -1,7 +1,9 @@
 """What the doctor makes of an examination's facts; a sound cluster has nothing to mend."""
 
+import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from undula.cluster.doctor import CHECKS, judge
 from undula.cluster.examine import Budget, _within
 from undula.cluster.facts import AllReduce, Clock, Facts, Gpu, Look, Node, NoticeSource, Room, Stored, Unreached
-from undula.cluster.probe import _notice_source
+from undula.cluster.probe import Probe, _notice_source
 from undula.errors import ClusterError
 
 GIB = 2**30
@@ -57,6 +59,16 @@ def versions(node: Node, **changes: str | None) -> Facts:
     return look_of(node, versions={**SOUND.looks[node.id].versions, **changes})
 
 
+TWO_HOROVODS = replace(
+    SOUND,
+    looks={
+        **SOUND.looks,
+        SPOT.id: replace(LOOK, versions={**VERSIONS, "horovod": "0.28.1"}),
+        ON_DEMAND.id: replace(LOOK, versions={**VERSIONS, "horovod": "0.28.1+undula.99d800aa"}),
+    },
+)
+
+
 def free(gib: float, of_gib: float = 100) -> Facts:
     return look_of(SPOT, rooms=(Room("/tmp/ray/session", int(gib * GIB), int(of_gib * GIB)),))
 
@@ -100,6 +112,7 @@ def test_a_sound_cluster_passes_every_check() -> None:
         (versions(SPOT, torch=None), "versions", "fail", ["none on 10.0.0.2"]),
         (versions(SPOT, undula=None), "versions", "warn", ["undula is not installed on 10.0.0.2", "spot watcher"]),
         (versions(SPOT, undula="0.0.9"), "versions", "fail", ["undula is 0.0.9 on 10.0.0.2"]),
+        (TWO_HOROVODS, "versions", "fail", ["horovod is 0.28.1 on 10.0.0.2", "0.28.1+undula.99d800aa on 10.0.0.3"]),
         (versions(HEAD, horovod="0.28.1"), "versions", "warn", ["10.0.0.2", "10.0.0.3", "undula build-horovod"]),
         (clock(0.8), "clocks", "warn", ["10.0.0.2 (bbbbbbbb) is 0.8 s ahead", "chrony"]),
         (clock(-7.0), "clocks", "fail", ["is 7.0 s behind"]),
@@ -204,3 +217,23 @@ def test_many_problems_of_a_kind_are_told_in_few_lines() -> None:
     lines = [each.message for each in judge(replace(SOUND, unreached=pairs)) if each.check == "ports"]
     assert len(lines) == 4
     assert "and so for 36 more pairs" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("origin", "told"),
+    [
+        ("file:///cache/horovod-0.28.1-99d800aa-torch-2.13.0%2Bcpu-cp311-linux-x86_64/horovod-0.28.1.whl", "0.28.1+undula.99d800aa"),
+        ("file:///wheels/horovod-0.28.1.whl", "0.28.1"),
+        (None, "0.28.1"),
+    ],
+)  # fmt: skip
+def test_a_build_of_horovod_is_told_from_others(
+    origin: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "horovod-0.28.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+    if origin:
+        (about / "direct_url.json").write_text(json.dumps({"archive_info": {}, "url": origin}))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Probe().look(str(tmp_path), str(tmp_path)).versions["horovod"] == told
