@@ -361,11 +361,15 @@ def test_a_critical_batch_without_bounds_is_not_a_number(low: float, high: float
     assert critical_words(ParetoFit(10, 7000, 700, Interval(low, high), False)) == words
 
 
-def test_steps_that_bound_the_critical_batch_on_no_side_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = ParetoFit(10, 7000, 700, Interval(0, inf), False)
-    monkeypatch.setattr("undula.study.findings.fit_pareto", lambda *_: nothing)
-    spec = study(batches=(16, 64, 256), base_lr_range=LogRange(0.03, 1.98, 8), seeds=(0,))
-    found = find(spec, quadratic_records(spec, 50_000_000)).groups[0]
+def test_steps_that_bound_the_critical_batch_on_no_side_give_none() -> None:
+    spec = study(batches=(16, 64, 256), base_lrs=(0.1, 0.2, 0.4), base_lr_range=None, seeds=(0,), target=4.5)
+    records = [
+        record(batch, rate, lowest if rate == 0.2 else 5.0)
+        for batch, lowest in ((16, 4.5), (64, -36.0), (256, 4.5))  # 10 steps, 1 and 10
+        for rate in spec.rates
+    ]
+    found = find(spec, records).groups[0]
+    assert [each.fewest and each.fewest.steps for each in found.main.batches] == [(10.0,), (1.0,), (10.0,)]
     assert found.pareto is None
     assert any("steps to the target do not bound it on either side" in text for text in sentences(found))
 
