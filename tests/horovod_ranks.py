@@ -6,9 +6,9 @@ from typing import Any
 
 from ranks import on_ranks
 
-from undula.elastic.horovod import begin, places
+from undula.elastic.pure.spec import HorovodSpec
+from undula.elastic.ray.horovod import begin, places
 from undula.elastic.rendezvous import RendezvousServer
-from undula.elastic.spec import HorovodSpec
 
 
 @contextmanager

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from undula.config.job import CheckpointSpec, GradientSpec, ValidationSpec
 from undula.data.spec import DataSpec
 from undula.data.write import write_shards
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.run.job import Job
-from undula.spec import CheckpointSpec, GradientSpec, ValidationSpec
 from undula.storage import Store
+from undula.train.job import Job
 
 
 def numbers_job(folder: Path, **plan: Any) -> Job:

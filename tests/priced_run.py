@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from undula.state.ledger import Event, EventWriter, LedgerWriter, StepRow
+from undula.state.ledger import EventWriter, LedgerWriter
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 
 BEGAN = 1_795_233_000.0

@@ -12,8 +12,14 @@ import torch.distributed as dist
 
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.fsdp", "pytest"),
-    *("undula.run.loop", "undula.run.board", "undula.state.safetensors_io", "horovod.torch", "pytorch_optimizer"),
-    "undula.entrypoint",
+    *(
+        "undula.train.run",
+        "undula.telemetry.tensorboard",
+        "undula.state.safetensors_io",
+        "horovod.torch",
+        "pytorch_optimizer",
+    ),
+    "undula.cli.job_script",
 )
 """What ranks import, or torch does in their first step: once, in the process of which they are forks."""
 

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undula.elastic.horovod import HorovodConfig
-    from undula.elastic.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
-    from undula.entrypoint import main, study_main
-    from undula.run.loop import Run
-    from undula.run.optimizers import OptimizerConfig, make_optimizer
-    from undula.run.step import Step
+    from undula.cli.job_script import main, study_main
+    from undula.elastic.ray.horovod import HorovodConfig
+    from undula.elastic.ray.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
+    from undula.optim.optimizers import OptimizerConfig, make_optimizer
+    from undula.train.run import Run
+    from undula.train.step import Step
 
 __all__ = [
     "ElasticHorovodTrainer",
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ElasticHorovodTrainer": "undula.elastic.trainer",
-    "ElasticTorchTrainer": "undula.elastic.trainer",
-    "HorovodConfig": "undula.elastic.horovod",
-    "OptimizerConfig": "undula.run.optimizers",
-    "Run": "undula.run.loop",
-    "Step": "undula.run.step",
-    "main": "undula.entrypoint",
-    "make_optimizer": "undula.run.optimizers",
-    "study_main": "undula.entrypoint",
+    "ElasticHorovodTrainer": "undula.elastic.ray.trainer",
+    "ElasticTorchTrainer": "undula.elastic.ray.trainer",
+    "HorovodConfig": "undula.elastic.ray.horovod",
+    "OptimizerConfig": "undula.optim.optimizers",
+    "Run": "undula.train.run",
+    "Step": "undula.train.step",
+    "main": "undula.cli.job_script",
+    "make_optimizer": "undula.optim.optimizers",
+    "study_main": "undula.cli.job_script",
 }
 
 

@@ -52,9 +52,9 @@ def chaos(options: argparse.Namespace) -> int:
         SpecError: of the job, the schedule or the trace.
     """
     # Not at the top: most commands need none of it, and it takes a second.
+    from undula.config.job import absolute_paths, load_spec
     from undula.report.certificate import certify, data_of
     from undula.report.summary import read_run
-    from undula.spec import absolute_paths, load_spec
     from undula.testing.study import from_faults, from_trace, script_command, undergo
 
     loaded = load_spec(options.job, options.overrides)

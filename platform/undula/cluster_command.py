@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from undula.elastic.spec import WorkersSpec
+    from undula.elastic.pure.spec import WorkersSpec
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _of_job(path: Path) -> "tuple[WorkersSpec, list[str]]":
     """What its workers need, and the buckets that it reads and writes."""
-    from undula.spec import load_spec
+    from undula.config.job import load_spec
 
     spec = load_spec(path, []).spec
     data = spec.data

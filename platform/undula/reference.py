@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from undula.spec import JobSpec, json_schema
+from undula.config.job import JobSpec, json_schema
 from undula.study.spec import StudySpec
 
 _INTRODUCTION = """# Configuration reference

@@ -30,7 +30,7 @@ def add_submission_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from undula.spec import absolute_paths, load_spec, script_of
+    from undula.config.job import absolute_paths, load_spec, script_of
 
     loaded = load_spec(options.job, options.overrides)
     if options.print:
@@ -57,7 +57,7 @@ def submit_and_follow(address: str | None, cpus: int, script: Path, arguments: S
         mend: what to say where it is interrupted.
     """
     from undula.cluster.local import running_or_local
-    from undula.live import LiveScreen
+    from undula.telemetry.live import LiveScreen
 
     screen = LiveScreen(sys.stdout)
     print("starting ...", flush=True)

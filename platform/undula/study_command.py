@@ -17,7 +17,7 @@ from undula.state.directory import STUDY_FILE, held
 from undula.storage import Store, open_store
 
 if TYPE_CHECKING:
-    from undula.spec import LoadedStudy
+    from undula.study.load import LoadedStudy
     from undula.study.spec import StudySpec
 
 COMMANDS = ("run", "status", "report", "self-test")
@@ -69,7 +69,8 @@ def price(text: str) -> float:
 
 def _run(options: argparse.Namespace) -> int:
     from undula.cluster.local import cluster_at_hand
-    from undula.spec import absolute_paths, load_study, script_of
+    from undula.config.job import absolute_paths, script_of
+    from undula.study.load import load_study
 
     _refuse_no_file(options.study)
     loaded = load_study(options.study, options.overrides)
@@ -108,8 +109,8 @@ def _is_done(loaded: "LoadedStudy", fresh: bool) -> bool:
     Raises:
         UndulaError: what is wrong with its trials.
     """
+    from undula.study.job import Study
     from undula.study.progress import Progress, known
-    from undula.study_job import Study
 
     study = Study(loaded)
     progress = Progress(study.spec) if fresh else known(study.store, study.spec)
@@ -130,12 +131,12 @@ def files_of(script: Path, study: Path, job: Path) -> tuple[str, str]:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from undula.live import LiveScreen
     from undula.study.live_table import study_table
     from undula.study.progress import known
     from undula.study.records import read_spec
     from undula.study.trials import trial_row
     from undula.study.under_way import is_under_way
+    from undula.telemetry.live import LiveScreen
 
     store = study_store(options.study, options.runs)
     screen = LiveScreen(sys.stdout)

@@ -98,12 +98,12 @@ def same(study: Path, folder: Path) -> Train:
 
     import image_classifier
     import resnet
-    from undula.run.alone import Alone
-    from undula.run.messages import Message
-    from undula.spec import load_study
-    from undula.state.ledger import Event
+    from undula.state.records import Event
+    from undula.study.job import Study
+    from undula.study.load import load_study
     from undula.study.trials import Trial
-    from undula.study_job import Study
+    from undula.telemetry.messages import Message
+    from undula.train.single_process import Alone
 
     for module in (resnet, image_classifier):
         ray.cloudpickle.register_pickle_by_value(module)

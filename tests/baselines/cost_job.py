@@ -9,7 +9,7 @@ from typing import Any
 
 import language_model
 import undula
-from undula.run import loop
+from undula.train import run as loop
 
 
 class Silent:

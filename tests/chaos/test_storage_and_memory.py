@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from chaos_kit import assert_certified, command, run_through, told, wrapped
 
-from undula.state.snapshot import available_memory
+from undula.recovery.snapshot import available_memory
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 

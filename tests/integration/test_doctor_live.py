@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from undula.cluster.gcs import Head
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
+from undula.elastic.ray.gcs import Head
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
@@ -226,7 +226,7 @@ def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, 
 
 
 def test_a_head_that_accepts_and_is_silent_is_not_waited_for(tmp_path: Path) -> None:
-    program = "from undula import cli; from undula.cluster import examine; examine.CONNECT_LIMIT_S = 2.0; cli.main()"
+    program = "from undula.cli import main as cli; from undula.cluster import examine; examine.CONNECT_LIMIT_S = 2.0; cli.main()"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         command = [sys.executable, "-c", program, "doctor", "--cluster", address, "--runs", str(tmp_path)]

@@ -320,7 +320,7 @@ def test_nodes_have_the_labels_of_their_region_and_zone(story: Story, tmp_path: 
 
 
 def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(story: Story) -> None:
-    from undula.cli import _parser
+    from undula.cli.main import _parser
 
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]

@@ -13,7 +13,8 @@ from priced_run import write_priced_run
 
 from undula.cluster.prices import load_prices
 from undula.report.page import write_report
-from undula.state.ledger import Event, EventWriter, LedgerWriter, StepRow
+from undula.state.ledger import EventWriter, LedgerWriter
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from undula.config.job import load_spec
 from undula.reference import markdown
-from undula.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
 

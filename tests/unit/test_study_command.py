@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from undula.cli import main
-from undula.spec import as_tree
-from undula.state.ledger import Event, LedgerWriter
+from undula.cli.main import main
+from undula.config.job import as_tree
+from undula.state.ledger import LedgerWriter
+from undula.state.records import Event
 from undula.storage import Store
 from undula.study.records import TRIALS, write_outcome, write_study
 from undula.study.spec import StudySpec
@@ -100,7 +101,7 @@ def test_what_is_no_command_and_no_file_is_told_the_nearest(capsys: pytest.Captu
 
 def test_a_study_is_looked_at_without_ray() -> None:
     """Which reads its token settings when it is imported: before the local cluster is there, they are not."""
-    code = "import sys; import undula.study.page, undula.study.progress, undula.study_job; print('ray' in sys.modules)"
+    code = "import sys; import undula.study.page, undula.study.progress, undula.study.job; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
 

@@ -14,8 +14,8 @@ import yaml
 from botocore.exceptions import BotoCoreError, ClientError
 from jsonschema import Draft7Validator
 
-from undula.elastic.capacity import workers_that_fit
-from undula.elastic.spec import WorkersSpec
+from undula.elastic.pure.nodes import workers_that_fit
+from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
 

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 import undula
 from undula.cluster.facts import AllReduce, Clock, Facts, Node, Stored, Unreached
 from undula.cluster.probe import Probe
-from undula.elastic.quiet import keep_quiet
+from undula.elastic.ray.ray_logging import keep_quiet
 from undula.errors import ClusterError
 from undula.plan.fleet import MARKET, SPOT
 

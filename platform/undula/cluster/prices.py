@@ -15,7 +15,7 @@ from typing import Any
 from undula.errors import SpecError
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.prices import MARKETS, Machine, PriceList, Prices
-from undula.state.ledger import Event
+from undula.state.records import Event
 
 PRICES_FILE = "UNDULA_PRICES"
 """Environment variable that names a file of prices, where no option does."""

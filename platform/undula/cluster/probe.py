@@ -38,8 +38,8 @@ class Probe:
             runs: path or URL of the run directories.
         """
         # Both import torch, which takes seconds: the driver, which needs none of it, imports this module as well.
-        from undula.run.trial import gpus_seen
-        from undula.state.snapshot import MEMORY
+        from undula.cluster.worker_check import gpus_seen
+        from undula.recovery.snapshot import MEMORY
 
         versions = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
         paths = [session] if "://" in runs else [session, runs]
@@ -47,7 +47,7 @@ class Probe:
         return Look(versions, *gpus_seen(), tuple(rooms.values()), _room(str(MEMORY)), _notice_source())
 
     def gpus(self) -> tuple[Gpu, ...]:
-        from undula.run.trial import try_gpus
+        from undula.cluster.worker_check import try_gpus
 
         return tuple(Gpu(*found) for found in try_gpus())
 
@@ -120,7 +120,7 @@ class Probe:
         self, backend: str, address: str, port: int, rank: int, world_size: int, timeout_s: float
     ) -> tuple[float, float]:
         """Seconds for one number, and bytes per second."""
-        from undula.run.trial import time_all_reduce
+        from undula.cluster.worker_check import time_all_reduce
 
         return time_all_reduce(backend, address, port, rank, world_size, timeout_s)
 

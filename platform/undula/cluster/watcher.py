@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from undula.cluster.gcs import Head
 from undula.cluster.notices import Notice, Source, Unreadable
+from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
 
 RETRY_S = 1.0

@@ -13,7 +13,8 @@ from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.prices import MARKETS, Machine, Prices
 from undula.report.goodput import CLASSES, Hold, holds
 from undula.report.summary import RecordedRun, counted, duration, number, printable
-from undula.state.ledger import Event, steps_done
+from undula.state.ledger import steps_done
+from undula.state.records import Event
 
 PriceFinder = Callable[[Sequence[Event]], Prices]
 """The prices of the time of a run, given its events."""

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from undula.state.ledger import Event, Ledger
+from undula.state.ledger import Ledger
+from undula.state.records import Event
 
 CLASSES = ("useful", "replayed", "restarting", "checkpoint", "data", "capacity")
 """Work that stands; work that was done again; starting, and falling out of step; held up by a checkpoint; waiting for data; waiting

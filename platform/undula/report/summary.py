@@ -16,7 +16,8 @@ import pyarrow as pa
 from undula.errors import RunError, UndulaError
 from undula.report.goodput import goodput
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.ledger import Event, Ledger, read_ledger, steps_done
+from undula.state.ledger import Ledger, read_ledger, steps_done
+from undula.state.records import Event
 from undula.storage import Store
 
 RUNNING_WITHIN_S = 60.0

@@ -36,7 +36,8 @@ from undula.report.summary import (
     without_nan,
 )
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.ledger import LEDGER, Event
+from undula.state.ledger import LEDGER
+from undula.state.records import Event
 from undula.storage import Entry, Store
 
 EVENTS_SHOWN = 12

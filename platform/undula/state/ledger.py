@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from undula.errors import StorageError
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 
 LEDGER = "ledger"
@@ -61,54 +62,6 @@ EVENT_SCHEMA = pa.schema(
         ("data", pa.string()),  # JSON object
     ]
 )
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """A committed step; fields and units are those of STEP_SCHEMA."""
-
-    attempt: int
-    step: int
-    epoch: int
-    samples: int
-    step_samples: int
-    world_size: int
-    loss: float
-    lr: float
-    data_s: float
-    compute_s: float
-    communication_s: float
-    other_s: float
-    sample_digest: int
-    time: float
-    logged: str = "{}"
-    weights_digest: int | None = None
-    blocked_s: float = 0.0
-    span: int = 1
-
-    @property
-    def done(self) -> int:
-        """Steps of the plan that are committed with it."""
-        return self.step + self.span
-
-    @property
-    def seconds(self) -> float:
-        """That the step took."""
-        return self.data_s + self.compute_s + self.communication_s + self.other_s
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to the run, in words for a person and in data for a program."""
-
-    kind: str
-    message: str
-    step: int | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    time: float = field(default_factory=time.time)
-
-    def row(self) -> dict[str, Any]:
-        return {**asdict(self), "data": json.dumps(self.data)}
 
 
 class SegmentWriter:

@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from undula.run.messages import clock
 from undula.study.spec import StudySpec
 from undula.study.trials import State, Trial, TrialRecord
+from undula.telemetry.messages import clock
 
 INTERVAL_S = 5.0
 MIN_WIDTH, MAX_WIDTH = 80, 200

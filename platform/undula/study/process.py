@@ -14,22 +14,22 @@ import ray
 from ray.train import TrainingFailedError
 from ray.tune import Trainable
 
-from undula.elastic.failures import whole_story
-from undula.elastic.fleet import Work
-from undula.elastic.horovod import HorovodConfig
-from undula.elastic.spec import HorovodSpec, WorkersSpec
-from undula.elastic.trainer import elastic_trainer
+from undula.elastic.pure.fleet import Work
+from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
+from undula.elastic.ray.failures import whole_story
+from undula.elastic.ray.horovod import HorovodConfig
+from undula.elastic.ray.trainer import elastic_trainer
+from undula.elastic.worker import Worker, open_data
 from undula.errors import StorageError
-from undula.run.alone import Alone
-from undula.run.hub import HubPublisher, TellEverywhere, start_hub
-from undula.run.job import Job
-from undula.run.loop import Run
-from undula.run.messages import Message, Status
-from undula.run.worker import Worker, open_data
-from undula.state.ledger import Event
+from undula.state.records import Event
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
+from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
+from undula.telemetry.messages import Message, Status
+from undula.train.job import Job
+from undula.train.run import Run
+from undula.train.single_process import Alone
 
 HUB_INTERVAL_S = 0.25
 LEAVE_LIMIT_S = 30.0

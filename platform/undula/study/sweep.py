@@ -14,14 +14,14 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from undula.elastic.spec import WorkersSpec
-from undula.run.loop import Run
+from undula.elastic.pure.spec import WorkersSpec
 from undula.storage import Store
 from undula.study.process import Order, TrialProcess, resources
 from undula.study.progress import Progress
 from undula.study.records import TRIALS, read_record, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, State, Trial, TrialRecord
+from undula.train.run import Run
 
 LOST_PROCESSES = 10
 """Times that a trial's process may be lost; nodes that Ray knows to have been preempted do not count."""

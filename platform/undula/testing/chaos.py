@@ -15,7 +15,8 @@ from pathlib import Path
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
-from undula.state.ledger import Event, EventWriter, last_event, read_ledger
+from undula.state.ledger import EventWriter, last_event, read_ledger
+from undula.state.records import Event
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes

@@ -26,7 +26,7 @@ from ray.autoscaler.tags import (
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.plan.fleet import MACHINE, MARKET, TYPE
-from undula.state.snapshot import MEMORY
+from undula.recovery.snapshot import MEMORY
 from undula.testing.machine import MACHINE_FILE, NOTICE
 from undula.testing.nodes import kill_tree
 

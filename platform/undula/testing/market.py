@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from undula.elastic.capacity import Node
-from undula.elastic.fleet import FleetManager, Pace, Work
+from undula.elastic.pure.fleet import FleetManager, Pace, Work
+from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import ON_DEMAND, SPOT, Fleet, FleetSpec
-from undula.state.ledger import Event
+from undula.state.records import Event
 
 STEPS = 10**6
 """That the work is cut into."""

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
-from undula.cluster.gcs import Head
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
+from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
-from undula.state.snapshot import MEMORY
+from undula.recovery.snapshot import MEMORY
 
 START_TIMEOUT_S = 20.0
 ANSWER_LIMIT_S = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from undula.cluster.check import Finding, check_cluster, load_cluster, node_types
-from undula.elastic.spec import WorkersSpec
+from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError
 from undula.plan.fleet import FleetSpec
 

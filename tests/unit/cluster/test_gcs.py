@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from undula.cluster.gcs import Head
+from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
 
 STAND_IN = """#!/bin/sh

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from undula.cli import _parser
+from undula.cli.main import _parser
 
 ROOT = Path(__file__).parents[3]
 TEXTS, AMOUNTS = {str: str}, {str: str}
@@ -142,7 +142,7 @@ def test_the_token_is_a_secret_s_and_workers_have_no_rights_in_kubernetes(manife
 
 
 def test_the_image_s_job_is_one_of_ours(manifest: dict[str, Any]) -> None:
-    from undula.spec import load_spec
+    from undula.config.job import load_spec
 
     _, script, *overrides = manifest["spec"]["entrypoint"].split()
     path = ROOT / script.removeprefix("/home/ray/undula/")

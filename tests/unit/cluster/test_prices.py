@@ -17,7 +17,7 @@ from undula.cluster.check import load_cluster, node_types
 from undula.cluster.prices import AWS_TITLE, PRICES_FILE, load_prices, mean_price, spot_history, with_aws_history
 from undula.errors import SpecError
 from undula.plan.prices import Machine, Prices
-from undula.state.ledger import Event
+from undula.state.records import Event
 
 CLUSTER = Path(__file__).parents[3] / "cluster.yaml"
 BEGAN = 1_795_233_000.0

@@ -13,7 +13,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from undula.cli import main
+from undula.cli.main import main
 from undula.data import convert, load_manifest, stream
 from undula.data.convert import open_source, shuffled
 from undula.errors import ManifestError

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from undula.elastic.events import ControllerEvents, EventQueue
-from undula.run.hub import TellEverywhere
-from undula.state.ledger import Event, read_ledger
+from undula.elastic.ray.events import ControllerEvents, EventQueue
+from undula.state.ledger import read_ledger
+from undula.state.records import Event
 from undula.storage import Store
+from undula.telemetry.hub import TellEverywhere
 
 
 def test_a_slow_sink_holds_nobody_up_and_gets_all_in_order() -> None:

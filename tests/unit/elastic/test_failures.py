@@ -10,9 +10,9 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 
-from undula.elastic.failures import LONGEST_PAUSE_S, STORAGE_FAILURES, RetryUnlessBug, summary, whole_story
+from undula.elastic.ray.failures import LONGEST_PAUSE_S, STORAGE_FAILURES, RetryUnlessBug, summary, whole_story
 from undula.errors import ManifestError, StorageError
-from undula.run.tracebacks import keep_traceback
+from undula.train.tracebacks import keep_traceback
 
 USERS_CODE = """
 def train(batch):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from undula.elastic.capacity import Node
-from undula.elastic.fleet import AVOID_S, FleetManager, Pace, Work
+from undula.elastic.pure.fleet import AVOID_S, FleetManager, Pace, Work
+from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import MARKET, ON_DEMAND, SPOT, TYPE, Fleet, FleetSpec
 
 TOTAL = 100

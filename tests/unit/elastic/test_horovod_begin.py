@@ -10,9 +10,9 @@ import torch.distributed as dist
 from horovod_ranks import meeting_place, rank_variables
 from ranks import on_ranks
 
-from undula.elastic.horovod import begin, places
-from undula.elastic.spec import HorovodSpec
-from undula.run.handover import process
+from undula.elastic.pure.spec import HorovodSpec
+from undula.elastic.ray.horovod import begin, places
+from undula.recovery.handover import process
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
 MIB_OF_FLOATS = 2**18

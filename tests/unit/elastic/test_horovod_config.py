@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from undula.elastic.horovod import HorovodConfig, interface_of, places
-from undula.elastic.spec import HorovodSpec
+from undula.elastic.pure.spec import HorovodSpec
+from undula.elastic.ray.horovod import HorovodConfig, interface_of, places
 from undula.errors import ClusterError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.elastic.policy import (
+from undula.elastic.pure.policy import (
     HANG_FLOOR_S,
     START_LIMIT_S,
     Decision,
@@ -20,7 +20,7 @@ from undula.elastic.policy import (
     hang_limit_s,
     lost_ranks,
 )
-from undula.run.handover import ProgressView
+from undula.recovery.progress import ProgressView
 
 NOW = 1_000_000.0
 SEATS = st.lists(

@@ -13,7 +13,7 @@ from undula.plan.noise import Measured, NoiseScale
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.rules import RULES, Ramp, RuleName, Scaled, scaled_beta, warning
 from undula.plan.schedule import ScheduleSpec
-from undula.run.rate import GroupRates, Rate, rate_for
+from undula.train.learning_rate import GroupRates, Rate, rate_for
 
 ELASTIC = PlanSpec(global_batch=8, virtual_workers=8, epochs=3, batch="elastic", batch_workers=2)
 

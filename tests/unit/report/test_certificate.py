@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from undula.config.job import as_tree
 from undula.data.manifest import Manifest
 from undula.data.planned import PlannedSamples
 from undula.data.write import write_shards
@@ -14,8 +15,8 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.certificate import certify, data_of
 from undula.report.summary import JobRecord, RecordedRun
-from undula.spec import as_tree
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger, StepRow
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.records import StepRow
 from undula.storage import Store
 
 SPEC = PlanSpec(global_batch=12, virtual_workers=4, epochs=2)

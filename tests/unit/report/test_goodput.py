@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.report.goodput import CLASSES, goodput
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Event, Ledger, StepRow
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.records import Event, StepRow
 
 
 def row(step: int, time: float, attempt: int, world: int, data_s: float = 0.1, blocked_s: float = 0.0) -> StepRow:

@@ -10,7 +10,8 @@ import pytest
 
 from undula.report.page import CURVE_POINTS, render, write_report
 from undula.report.summary import JobRecord, RecordedRun, summarize
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Event, Ledger
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.records import Event
 from undula.storage import Store
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"

@@ -30,7 +30,8 @@ from undula.report.summary import (
     ticks,
     validations,
 )
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Event, Ledger, StepRow
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 
 JOB = JobRecord("run", total_steps=10, total_samples=80)

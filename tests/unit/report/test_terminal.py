@@ -13,7 +13,8 @@ from rich.console import Console
 
 from undula.errors import RunError
 from undula.report.terminal import plot, print_run, print_runs, strip
-from undula.state.ledger import Event, EventWriter, LedgerWriter, StepRow
+from undula.state.ledger import EventWriter, LedgerWriter
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 
 FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])

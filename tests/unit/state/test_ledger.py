@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from undula.errors import StorageError
 from undula.state import ledger as module
-from undula.state.ledger import Event, LedgerWriter, StepRow, committed, last_event, next_attempt, read_ledger
+from undula.state.ledger import LedgerWriter, committed, last_event, next_attempt, read_ledger
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 
 

@@ -8,16 +8,17 @@ import pytest
 import ray
 
 from undula.data.spec import DataSpec
-from undula.elastic.fleet import Work
-from undula.elastic.spec import WorkersSpec
+from undula.elastic.pure.fleet import Work
+from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import StorageError
+from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.run.job import GradientSpec, Job, ValidationSpec
-from undula.state.ledger import Event
+from undula.state.records import Event
 from undula.state.spec import CheckpointSpec
 from undula.study import process
 from undula.study.process import Order, TrialProcess
+from undula.train.job import Job, ValidationSpec
 
 
 def order() -> Order:

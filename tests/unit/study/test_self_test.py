@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from undula import cli
+from undula.cli import main as cli
 from undula.study import self_test
 from undula.study.self_test import Check, table
 
@@ -65,6 +65,6 @@ def test_exit_status_says_whether_one_failed(
 
 
 def test_without_the_extra_the_sentence_says_what_to_install() -> None:
-    hide = "import sys; sys.modules['scipy'] = None; from undula.cli import main; main(['study', 'self-test'])"
+    hide = "import sys; sys.modules['scipy'] = None; from undula.cli.main import main; main(['study', 'self-test'])"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "undula: scipy is not installed: pip install 'undula[study]'\n")

@@ -9,15 +9,15 @@ import pytest
 from small_text import write_text
 
 from undula import study_command
-from undula.cli import main
+from undula.cli.main import main
 from undula.errors import ManifestError, RunError, SpecError, StorageError
-from undula.spec import load_study
 from undula.state.directory import JOB_FILE
+from undula.study.conduct import conduct
+from undula.study.job import Study
+from undula.study.load import load_study
 from undula.study.records import TRIALS, read_spec, write_outcome
 from undula.study.search import wanted
 from undula.study.trials import Measurement, State, TrialRecord
-from undula.study_entrypoint import conduct
-from undula.study_job import Study
 
 JOB = {"schedule": {"warmup_samples": 64}, "plan": {"global_batch": 8, "max_steps": 20}}
 

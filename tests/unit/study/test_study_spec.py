@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from undula.config.job import load_spec
 from undula.errors import SpecError
-from undula.spec import LoadedStudy, load_spec, load_study
+from undula.study.load import LoadedStudy, load_study
 
 STUDY = """\
 name: study

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from undula.elastic.spec import WorkersSpec
-from undula.state.ledger import Event, LedgerWriter, StepRow
+from undula.elastic.pure.spec import WorkersSpec
+from undula.state.ledger import LedgerWriter
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 from undula.study import sweep
 from undula.study.progress import Progress

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.errors import RunError
-from undula.run.messages import Status
-from undula.state.ledger import Event, LedgerWriter, StepRow
+from undula.state.ledger import LedgerWriter
+from undula.state.records import Event, StepRow
 from undula.storage import Store
 from undula.study import under_way
 from undula.study.live_table import best_of, fewest_steps, seconds_left, study_table
@@ -23,6 +23,7 @@ from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, 
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord, reached, trial_row
 from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, Sign, is_under_way, refuse_another_driver, said_under_way
+from undula.telemetry.messages import Status
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
 TRIAL = Trial(10, 0.1, "none", 0, "own", 0)

@@ -1,0 +1,5 @@
+"""`python -m undula.cli`."""
+
+from undula.cli.main import main
+
+main()

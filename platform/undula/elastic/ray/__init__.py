@@ -1,0 +1,1 @@
+"""Everything that uses private API of Ray. No other package may."""

@@ -1,0 +1,96 @@
+"""Ray Train's controller, made to keep workers from one group to the next, and to look when there is something to see."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.controller.state import RunningState
+from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
+from ray.train.v2.api.config import ScalingConfig
+
+from undula.elastic.ray.events import ControllerEvents, EventQueue
+from undula.elastic.ray.failures import RetryUnlessBug
+from undula.elastic.ray.group import WorkerGroups
+from undula.elastic.ray.pool import WorkerPool
+from undula.elastic.ray.scaling import PoolPolicy, elastic_statuses
+from undula.recovery.snapshot import parsed
+
+POLL_INTERVAL_S = 0.25
+FAST_POLL_S = 0.02
+FAST_FOR_S = 1.0
+"""After a worker has called, and while a group ends."""
+ANSWER_S = 0.05
+"""A poll takes; a later answer is the next one's."""
+
+
+class ElasticController(TrainController):
+    """Ray Train's controller with a pool of workers, which polls when there is something to see."""
+
+    def __init__(
+        self,
+        *,
+        scaling_config: ScalingConfig,
+        grow: str,
+        hang_limit_s: float | None,
+        pool: WorkerPool,
+        callbacks: list[Any],
+        **arguments: Any,
+    ):
+        self._events = EventQueue(pool.on_event)
+        self._pool = replace(pool, on_event=self._events, fleet=replace(pool.fleet, on_event=self._events))
+        self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
+        self._called = asyncio.Event()
+        self._fast_until = float("-inf")
+        events = ControllerEvents(self._events)
+        told = events.naming_ready(self._pool.ready)
+        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, told)
+        self._retries: RetryUnlessBug = arguments["failure_policy"]
+        super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
+
+    async def wake(self) -> None:
+        """A worker has something to tell."""
+        self._fast_until = time.monotonic() + FAST_FOR_S
+        self._called.set()
+
+    async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
+        """Keep a copy of a rank's snapshot; False where there is no room for it."""
+        if data.nbytes > self._pool.keeper.room():
+            return False
+        self._pool.keeper.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
+        return True
+
+    async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
+        """What one of so many ranks is to fetch of what was kept, or given by workers whose node was to go."""
+        found = self._pool.keeper.share(rank, world_size)
+        return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]
+
+    async def _poll_workers(self) -> WorkerGroupPollStatus:
+        await self._pause()
+        assert self._worker_group is not None
+        status = self._worker_group.poll_status(timeout=ANSWER_S)
+        ranks = [each.progress for each in elastic_statuses(status) if each.progress]
+        self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
+        return status
+
+    async def _step(self) -> Any:
+        if self._worker_group is None and not isinstance(self.get_state(), RunningState):
+            # Ray's own loop would not let anything else run while it waits for nodes.
+            await asyncio.sleep(max(self._retries.take_pause_s(), FAST_POLL_S))
+        return await super()._step()
+
+    async def _shutdown(self) -> Any:
+        result = await super()._shutdown()
+        self._pool.close()
+        self._events.close()
+        return result
+
+    async def _pause(self) -> None:
+        is_fast = time.monotonic() < self._fast_until or self._elastic_policy.is_leaving
+        try:
+            await asyncio.wait_for(self._called.wait(), FAST_POLL_S if is_fast else POLL_INTERVAL_S)
+        except TimeoutError:
+            return
+        self._called.clear()

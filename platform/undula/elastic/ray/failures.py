@@ -1,0 +1,140 @@
+"""What to do about failures of workers, and how to tell of them."""
+
+import re
+
+import torch
+from ray.train import WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
+
+from undula.errors import StorageError, UndulaError
+from undula.train.tracebacks import is_of_collective, kept_traceback
+
+BUGS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
+    *(SyntaxError, TypeError, ValueError, UndulaError),
+)
+"""Exceptions that come again when the same code runs again."""
+
+STORAGE_FAILURES = 60
+"""One after another without a step between them; with the pauses that comes to half an hour."""
+LONGEST_PAUSE_S = 30.0
+
+LOSSES = (
+    ("NODE_OUT_OF_MEMORY|running low on memory", "out of memory: Ray ended the process as its node had little left"),
+    ("node (has )?died|node is dead", "its node is gone"),
+    ("worker process has died", "its process has crashed or was killed, perhaps by the system as memory ran out"),
+)
+"""What Ray says of a lost worker -> what is told."""
+
+
+class NotEnoughWorkersError(WorkerGroupStartupFailedError):
+    """Fewer workers than a group needs: nothing has failed, the run waits."""
+
+
+class RetryUnlessBug(DefaultFailurePolicy):
+    """Tries again, up to max_failures, but for errors of the user's code that no other attempt would mend.
+
+    Exceptions of the user's code count over the whole run; lost workers only as long as no step is committed between them, as a
+    cluster of spot nodes loses many. A storage that fails between two groups of a run that has stepped is given time: a group that
+    trains would have outlasted it.
+    """
+
+    def __init__(self, failure_config: FailureConfig):
+        super().__init__(failure_config)
+        self.has_stepped = False
+        """Whether the group has committed a step, as the controller saw; since the last failure."""
+        self._has_ever_stepped = False
+        self._exceptions = self._losses = self._storage_failures = 0
+        self._pause_s = 0.0
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        if is_waiting(training_failed_error):
+            return FailureDecision.RETRY
+        if isinstance(training_failed_error, PreemptionError):
+            return super().make_decision(training_failed_error)
+        if not self._is_retryable_error(training_failed_error) or is_bug(training_failed_error):
+            return FailureDecision.RAISE
+        has_stepped, self.has_stepped = self.has_stepped, False
+        self._has_ever_stepped |= has_stepped
+        limit = self.failure_config.max_failures
+        if self._has_ever_stepped and limit != 0 and is_of_storage(training_failed_error):
+            self._storage_failures = 1 if has_stepped else self._storage_failures + 1
+            self._pause_s = min(2.0**self._storage_failures, LONGEST_PAUSE_S)
+            is_over = self._storage_failures > STORAGE_FAILURES
+        elif is_exception(training_failed_error):
+            self._exceptions += 1
+            is_over = self._exceptions > limit
+        else:
+            self._losses = 1 if has_stepped else self._losses + 1
+            is_over = self._losses > limit
+        return FailureDecision.RAISE if limit >= 0 and is_over else FailureDecision.RETRY
+
+    def take_pause_s(self) -> float:
+        """Seconds to wait before the next group, once."""
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return pause_s
+
+
+def is_waiting(error: BaseException) -> bool:
+    """Whether there was only nobody to start with."""
+    return isinstance(error, ControllerError) and isinstance(error.controller_failure, NotEnoughWorkersError)
+
+
+def is_exception(error: BaseException) -> bool:
+    """Whether a worker failed by an exception of its own code, and not because another was lost."""
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    return any(kept_traceback(failure) is not None and not is_of_collective(failure) for failure in failures)
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether the storage is all that workers failed by."""
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    own = [failure for failure in failures if not is_of_collective(failure)]
+    return bool(own) and all(isinstance(failure, StorageError) for failure in own)
+
+
+def is_bug(error: BaseException) -> bool:
+    """Whether every worker that failed did so by an exception of its code, and one of them by a bug."""
+    failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
+    is_lost = any(
+        kept_traceback(failure) is None for failure in failures
+    )  # a worker died: the others' words may be the echo
+    return not is_lost and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
+
+
+def summary(error: BaseException) -> str:
+    """The failures of the workers in one line: rank, exception and place of each; last those that only met a lost one."""
+    if not isinstance(error, WorkerGroupError):
+        return _one_line(error)
+    failures = sorted(error.worker_failures.items())
+    broken = [str(rank) for rank, failure in failures if is_of_collective(failure)]
+    told = [f"rank {rank}: {_one_line(failure)}" for rank, failure in failures if not is_of_collective(failure)]
+    if broken:
+        told.append(f"rank{'s' * (len(broken) > 1)} {', '.join(broken)}: a collective broke, as another rank is gone")
+    return "; ".join(told)
+
+
+def whole_story(error: BaseException) -> str:
+    """The traceback of the first worker that failed by an exception of its code, uncut; Ray's text where none did."""
+    for rank, failure in sorted(error.worker_failures.items()) if isinstance(error, WorkerGroupError) else []:
+        if text := kept_traceback(failure):
+            return f"rank {rank}:\n{text}"
+    return str(error)
+
+
+def _one_line(failure: BaseException) -> str:
+    text = kept_traceback(failure)
+    if text is None:
+        said = str(failure).strip()
+        known = (words for pattern, words in LOSSES if re.search(pattern, said))
+        return next(known, (said.splitlines() or [type(failure).__name__])[-1])
+    message = (str(failure).strip().splitlines() or [""])[0]
+    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
+    at = f" at {own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
+    kind = "out of memory: " if isinstance(failure, MemoryError | torch.OutOfMemoryError) else ""
+    return f"{kind}{type(failure).__name__}: {message}{at}"

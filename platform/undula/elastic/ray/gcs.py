@@ -1,0 +1,151 @@
+"""Asks a cluster's head about its nodes and actors, and drains nodes: one command a line on stdin, one JSON answer a line on stdout.
+
+A process of its own, as Ray reads a cluster's token once in the life of a process, and waits without end for a head that accepts and is
+silent: `python -m undula.elastic.ray.gcs ADDRESS`.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from undula.errors import ClusterError
+
+PREEMPTION = 2
+"""DRAIN_NODE_REASON_PREEMPTION of Ray's autoscaler.proto."""
+ALIVE = 0
+"""GcsNodeInfo.ALIVE of Ray's gcs.proto."""
+START_LIMIT_S = 30.0
+"""For the process to have imported Ray, which takes 4 s beside a job that takes all cores."""
+ANSWER_LIMIT_S = 5.0
+HELLO = "hello"
+"""The command that is answered without the head."""
+LAST_MS = 10**14
+"""Ray takes 64 bits, and a deadline this late is a mistake."""
+
+
+class Head:
+    """The head of a cluster, as asked by a process of its own; by a new one after a question that it did not answer.
+
+    Args:
+        address: of its head; `auto` for the cluster that this machine is a node of.
+        env: environment of the process, with the cluster's token.
+        limit_s: for an answer.
+    """
+
+    def __init__(self, address: str, env: Mapping[str, str], limit_s: float = ANSWER_LIMIT_S):
+        self._address, self._env, self._limit_s = address, dict(env), limit_s
+        self._asking = threading.Lock()
+        self._is_new = True
+        self._is_closed = False
+        self._process = self._started()
+
+    def ask(self, command: str) -> Any:
+        """The answer to one command.
+
+        Raises:
+            ClusterError: there is none within the limit.
+        """
+        with self._asking:
+            if self._process.poll() is not None and not self._is_closed:
+                self._process.communicate()
+                self._process, self._is_new = self._started(), True
+            if self._is_new:
+                self._is_new = not self._line(HELLO, START_LIMIT_S)
+            try:
+                return json.loads(self._line(command, self._limit_s))
+            except ValueError:
+                self._process.kill()  # or a later answer would be taken for that to the next question
+                self._process.wait()
+                raise ClusterError(f"the head of the cluster at {self._address} does not answer") from None
+
+    def drain(self, node: str, deadline: float | None) -> None:
+        """Tell the cluster that a node will go, at a time in seconds since the epoch where one is known.
+
+        Raises:
+            ClusterError: it does not take it.
+        """
+        deadline_ms = (deadline or 0.0) * 1e3
+        if not 0 <= deadline_ms < LAST_MS:
+            raise ClusterError(f"node {node[:8]} cannot be drained: {deadline} is no time")
+        answer = self.ask(f"drain {node} {int(deadline_ms)}")
+        accepted, why = answer if isinstance(answer, list) and len(answer) == 2 else (False, answer)
+        if not accepted:
+            raise ClusterError(f"node {node[:8]} cannot be drained: {why}")
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._process.kill()
+        self._process.communicate()
+
+    def _started(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "undula.elastic.ray.gcs", self._address],
+            env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def _line(self, command: str, limit_s: float) -> str:
+        """What comes back; empty where nothing does."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        limit = threading.Timer(limit_s, self._process.kill)
+        limit.start()
+        try:
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
+            return self._process.stdout.readline()
+        except (OSError, ValueError):  # it ended, or was closed
+            return ""
+        finally:
+            limit.cancel()
+
+
+def main() -> None:
+    raylet: Any = import_module("ray._raylet")
+    for module in ("ray._private.services", "ray._private.state", "ray.util"):
+        import_module(module)
+    client: Any = None
+    state: Any = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == HELLO:
+            answer: Any = True
+        else:
+            if client is None:
+                client, state = _connected(raylet, sys.argv[1])
+            answer = _answer(client, state, command, arguments)
+        print(json.dumps(answer), flush=True)
+
+
+def _connected(raylet: Any, address: str) -> tuple[Any, Any]:
+    if address == "auto":
+        address = import_module("ray._private.services").canonicalize_bootstrap_address_or_die(address)
+    state: Any = import_module("ray._private.state").GlobalState()
+    options = raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    state._initialize_global_state(options)
+    return raylet.GcsClient(address=address), state
+
+
+def _answer(client: Any, state: Any, command: str, arguments: list[str]) -> Any:
+    if command == "alive":
+        return list(_alive(client))
+    if command == "here":
+        own = import_module("ray.util").get_node_ip_address()
+        return [node for node, info in _alive(client).items() if info.node_manager_address == own]
+    if command == "count":
+        groups = [group for group in state.placement_group_table().values() if group["state"] != "REMOVED"]
+        return {"actors": len(state.actor_table(None, None, "ALIVE")), "placement groups": len(groups)}
+    node, deadline_ms = arguments
+    return client.drain_node(node, PREEMPTION, "spot", int(deadline_ms))
+
+
+def _alive(client: Any) -> dict[str, Any]:
+    infos = client.get_all_node_info(timeout=10)
+    return {node.hex(): info for node, info in infos.items() if info.state == ALIVE}
+
+
+if __name__ == "__main__":
+    main()

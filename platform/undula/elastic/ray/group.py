@@ -1,0 +1,137 @@
+"""A worker group of Ray Train, made of workers that were there before it and stay after it."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.context import TrainRunContext
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
+from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import invoke_context_managers
+
+from undula.elastic.ray.failures import NotEnoughWorkersError
+from undula.elastic.ray.pool import PooledWorker, WorkerPool
+from undula.errors import UndulaError
+
+
+@dataclass(frozen=True)
+class WorkerGroups:
+    """Makes worker groups of a pool's workers; stands where Ray's controller has a class."""
+
+    pool: WorkerPool
+
+    def create(
+        self, train_run_context: TrainRunContext, worker_group_context: WorkerGroupContext, callbacks: Any = None
+    ) -> "ElasticWorkerGroup":
+        group = ElasticWorkerGroup(train_run_context, worker_group_context, callbacks)
+        group.start_from(self.pool)
+        return group
+
+
+class NoPlacementGroup(PlacementGroupHandle):
+    """The pool's actors hold their own resources."""
+
+    placement_group: Any = None
+
+    def ready(self) -> Any: ...
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return True
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PooledState(WorkerGroupState):
+    """The state of a group whose workers go back to their pool."""
+
+    group: "ElasticWorkerGroup"
+    pool: WorkerPool
+
+    def shutdown(self) -> None:
+        ids = [actor_id(worker) for worker in self.workers]
+        self.pool.take_back(dict(zip(ids, self.group.silent_s(), strict=True)))
+
+
+class ElasticWorkerGroup(WorkerGroup):
+    """Ray Train's worker group but for where its workers come from and go to."""
+
+    def start_from(self, pool: WorkerPool) -> None:
+        """Start with the first ready workers of a pool.
+
+        Raises:
+            NotEnoughWorkersError: there are too few.
+            WorkerGroupStartupFailedError: one was lost on the way; the others are in the pool again.
+        """
+        context = self._worker_group_context
+        members = pool.answering(pool.ready()[: context.num_workers])
+        if len(members) < context.num_workers:
+            raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
+        for member in members:
+            member.in_group = member.has_trained = True
+            member.giving = None  # what it has given is older than what it will have
+            pool.trained_on.add(member.node)
+        workers = _ranked_by_node(self._assign_worker_ranks([_as_worker(member, context) for member in members]))
+        state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)
+        try:
+            self._begin(state, context)
+        except Exception as error:
+            self._worker_group_state = state
+            state.shutdown()
+            self._clear_state()  # type: ignore[no-untyped-call]
+            if isinstance(error, ray.exceptions.RayError) and not isinstance(error, UndulaError):
+                raise WorkerGroupStartupFailedError(f"a worker was lost while the group started: {error}") from error
+            raise
+
+    def silent_s(self) -> list[float]:
+        """By rank: for how long a poll has not been answered."""
+        now = time.monotonic()
+        polls = [self._world_rank_to_ongoing_poll.get(rank) for rank in range(len(self.get_workers()))]
+        return [now - poll.start_time if poll else 0.0 for poll in polls]
+
+    def _begin(self, state: PooledState, context: WorkerGroupContext) -> None:
+        managers: list[Any] = [callback.on_worker_group_start for callback in self._callbacks]
+        with invoke_context_managers(managers):
+            for callback in self._callbacks:
+                callback.before_worker_group_start(context)
+            self._replica_groups = [
+                ReplicaGroup([worker], context.resources_per_worker, list(self._replica_group_callbacks))
+                for worker in state.workers
+            ]
+            self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(state.workers))}
+            self._init_train_context(state.workers, state.sync_actor)
+            self._worker_group_state = state
+            for callback in self._callbacks:
+                callback.after_worker_group_start(self)
+        ray.get([worker.actor.run_train_fn.remote(context.train_fn_ref) for worker in state.workers])
+        for callback in self._callbacks:
+            callback.after_worker_group_training_start(self)
+
+
+def actor_id(worker: Worker) -> str:
+    """The id under which the pool knows it."""
+    return str(worker.actor._actor_id.hex())
+
+
+def _ranked_by_node(workers: list[Worker]) -> list[Worker]:
+    """With local ranks by node, where Ray Train counts by address: several nodes of one machine have one address."""
+    nodes: dict[str, list[Worker]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.metadata.node_id, []).append(worker)
+    for node_rank, peers in enumerate(nodes.values()):
+        for local_rank, worker in enumerate(peers):
+            assert worker.distributed_context is not None
+            worker.distributed_context = replace(
+                worker.distributed_context, local_rank=local_rank, local_world_size=len(peers), node_rank=node_rank
+            )
+    return workers
+
+
+def _as_worker(member: PooledWorker, context: WorkerGroupContext) -> Worker:
+    assert member.metadata is not None
+    return Worker(member.actor, member.metadata, context.resources_per_worker)

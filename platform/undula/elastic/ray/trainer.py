@@ -1,0 +1,258 @@
+"""Undula's trainers: Ray Train's own, with the same arguments, that tell what happens to their workers."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, cast
+
+import ray
+from ray.train import DataConfig, ValidationConfig
+from ray.train.torch import TorchConfig
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import (
+    ENABLE_PREEMPTION_WATCHER_ENV_VAR,
+    get_env_vars_to_propagate,
+)
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import ObjectRefWrapper
+from ray.train.v2.api.callback import RayTrainCallback
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.result import Result
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
+from undula.elastic.pure.fleet import FleetManager, Work
+from undula.elastic.pure.spec import WorkersSpec
+from undula.elastic.ray.backend import ElasticTorchConfig
+from undula.elastic.ray.capacity import Refusals
+from undula.elastic.ray.controller import ElasticController
+from undula.elastic.ray.events import ControllerEvents, EventSink, log_event
+from undula.elastic.ray.failures import RetryUnlessBug
+from undula.elastic.ray.horovod import HorovodConfig, check, import_horovod
+from undula.elastic.ray.pool import WorkerPool
+from undula.errors import SpecError
+from undula.plan.fleet import FleetSpec
+from undula.storage import Store
+from undula.telemetry.hub import UNRECORDED
+
+
+class ElasticTrainer(DataParallelTrainer):
+    """What the trainers have in common. They take the arguments of Ray's own, and:
+
+    Args:
+        on_event: called in the controller's process with each resize, crash and notice; it must be picklable. By default events go to
+            the logger "undula".
+        grow, hang_limit_s: as WorkersSpec's.
+        prepare: called in each worker's process before it joins its first group, beside the group that trains.
+        fleet: as WorkersSpec's; a deadline needs `work`.
+        work: what a deadline is reckoned from.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        on_event: EventSink = log_event,
+        grow: Literal["auto", "always", "never"] = "auto",
+        hang_limit_s: float | None = None,
+        prepare: Callable[[], None] | None = None,
+        fleet: FleetSpec | None = None,
+        work: Work | None = None,
+        **arguments: Any,
+    ):
+        super().__init__(train_loop_per_worker, **arguments)
+        self._on_event = on_event
+        self._grow = grow
+        self._hang_limit_s = hang_limit_s
+        self._prepare = prepare
+        self._fleet = fleet or FleetSpec()
+        self._work = work
+        if self._fleet.deadline and work is None:
+            raise SpecError("fleet has a deadline, and nothing says how much there is to do: give work")
+
+    def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
+        """As Ray's, but for the controller's class, its policies, and callbacks that would only idle or do what ours do."""
+        kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
+        controller_arguments["callbacks"] = kept
+        controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
+        del controller_arguments["scaling_policy"]  # the controller makes its own
+        env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
+        options["scheduling_strategy"] = "DEFAULT"  # and in no placement group of a trial of Ray Tune
+        controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
+        pool = self._pool(controller_arguments["train_fn_ref"])
+        pool.tick()  # the first workers start beside the controller's process
+        controller: Any = controller_class.remote(
+            scaling_config=self.scaling_config,
+            grow=self._grow,
+            hang_limit_s=self._hang_limit_s,
+            pool=pool,
+            **controller_arguments,
+        )
+        if threading.current_thread() is threading.main_thread():
+            self._register_sigint_handler(controller)
+        ray.get(controller.run.remote())
+        return cast(Result, ray.get(controller.get_result.remote()))
+
+    def _pool(self, train_fn_ref: ObjectRefWrapper[Any]) -> WorkerPool:
+        scaling, config = cast(ScalingConfig, self.scaling_config), cast(RunConfig, self.run_config)
+        return WorkerPool(
+            train_fn_ref=train_fn_ref,
+            prepare=self._prepare,
+            resources=scaling._resources_per_worker_not_none,
+            runtime_env=WorkerGroup._get_worker_runtime_env(config.worker_runtime_env or {}),
+            fleet=FleetManager(
+                self._fleet,
+                scaling.max_workers,
+                scaling.min_workers,
+                self._work or Work(0, 0.0),
+                bool(scaling.use_gpu),
+                self._on_event,
+                Refusals(),
+            ),
+            on_event=self._on_event,
+        )
+
+    def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
+        """Those whose actors would only idle beside the training, which takes up to 1 % of a core each."""
+        return (PlacementGroupCleanerCallback, *(() if self.datasets else (DatasetsCallback,)))
+
+
+class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
+    """A TorchTrainer whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+
+    Takes TorchTrainer's arguments but for those that it deprecates, and ElasticTrainer's.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        torch_config: TorchConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        **elastic: Any,
+    ):
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            torch_config=ElasticTorchConfig(**vars(torch_config or TorchConfig())),
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            validation_config=validation_config,
+            **elastic,
+        )
+
+
+class ElasticHorovodTrainer(ElasticTrainer):
+    """Ray's former HorovodTrainer, whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+
+    `hvd.init()` has been called before the train function; calling it again does nothing. Takes HorovodTrainer's arguments but for
+    those that Ray Train has given up, and ElasticTrainer's.
+
+    Raises:
+        ClusterError: Horovod is not installed here, or lacks something that `horovod_config` asks for.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[[], Any] | Callable[[dict[str, Any]], Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        horovod_config: HorovodConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        dataset_config: DataConfig | None = None,
+        validation_config: ValidationConfig | None = None,
+        prepare: Callable[[], None] | None = None,
+        **elastic: Any,
+    ):
+        horovod_config = horovod_config or HorovodConfig()
+        check(horovod_config.spec, has_gpus=scaling_config is not None and bool(scaling_config.use_gpu))
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=horovod_config,
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+            validation_config=validation_config,
+            prepare=partial(_import_horovod_and, prepare),
+            **elastic,
+        )
+
+
+def _import_horovod_and(prepare: Callable[[], None] | None) -> None:
+    import_horovod()
+    if prepare:
+        prepare()
+
+
+def scaling_config(workers: WorkersSpec) -> ScalingConfig:
+    """Ray's ScalingConfig for a job's workers."""
+    gpus = {"GPU": workers.gpus} if workers.gpus else {}
+    return ScalingConfig(
+        num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
+        use_gpu=workers.gpus > 0,
+        resources_per_worker={"CPU": workers.cpus, **gpus, **workers.resources},
+    )
+
+
+def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
+    """Ray's RunConfig for a run directory; Ray keeps its own notes in its folder `ray`."""
+    return RunConfig(
+        name="ray",
+        storage_path=store.path(),
+        storage_filesystem=store.filesystem,
+        failure_config=FailureConfig(max_failures=workers.max_failures),
+    )
+
+
+def elastic_trainer(
+    train_loop_per_worker: Callable[[], Any],
+    horovod_config: HorovodConfig | None,
+    workers: WorkersSpec,
+    work: Work,
+    store: Store,
+    on_event: EventSink,
+    prepare: Callable[[], None],
+) -> ElasticTrainer:
+    """The trainer of a job: torch's, or Horovod's where that is configured."""
+    settings: dict[str, Any] = {
+        "scaling_config": scaling_config(workers),
+        "run_config": run_config(workers, store),
+        "on_event": on_event,
+        "grow": workers.grow,
+        "hang_limit_s": workers.hang_limit_s,
+        "prepare": prepare,
+        "fleet": workers.fleet,
+        "work": work,
+    }
+    if horovod_config is None:
+        return ElasticTorchTrainer(train_loop_per_worker, **settings)
+    return ElasticHorovodTrainer(train_loop_per_worker, horovod_config=horovod_config, **settings)
+
+
+def ray_trainer(
+    train_loop_per_worker: Callable[[], Any], workers: WorkersSpec, store: Store, on_event: EventSink
+) -> TorchTrainer:
+    """Ray Train's own elastic trainer, which looks for more workers every second, to compare with."""
+    config = run_config(workers, store)
+    callbacks: list[Any] = [ControllerEvents(on_event)]
+    config.callbacks = callbacks
+    assert config.failure_config is not None
+    config.failure_config.max_failures = -1
+    scaling = scaling_config(workers)
+    scaling.elastic_resize_monitor_interval_s = 1
+    return TorchTrainer(train_loop_per_worker, scaling_config=scaling, run_config=config)

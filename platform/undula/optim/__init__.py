@@ -1,0 +1,1 @@
+"""Optimizers by name, and the layer-wise optimizers for large batches."""

@@ -1,0 +1,1 @@
+"""Sums of gradients: exact ones, and Adasum."""

@@ -1,0 +1,162 @@
+"""A study with its job: what each trial is trained with, and what can be known to be wrong before anything starts."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from undula.config.job import LoadedSpec, as_tree, changed_key
+from undula.data.mixture import load_data
+from undula.errors import ManifestError, RunError, SpecError, StorageError
+from undula.plan.plan import Plan
+from undula.state.directory import JOB_FILE, STUDY_FILE, job_record
+from undula.storage import open_store
+from undula.study.load import LoadedStudy
+from undula.study.records import TRIALS, read_spec, write_study
+from undula.study.trials import Trial
+
+
+class Study:
+    """A study and its job, with everything that the job decides where the study is silent."""
+
+    def __init__(self, loaded: LoadedStudy):
+        self._loaded = loaded
+        self.base = loaded.job
+        """With the study's overrides."""
+        job = loaded.job.spec
+        try:
+            self.rows = load_data(job.data).num_rows
+        except (StorageError, ManifestError) as error:
+            key = "data.mix" if job.data.mix else "data.train"
+            raise type(error)(f"{loaded.job.origins.get(key, 'default')}: {key}: {error}") from error
+        plan = Plan(job.plan, self.rows)
+        samples = loaded.spec.samples or plan.total_samples
+        warmups = loaded.spec.warmups or (round(job.schedule.over(plan).warmup_samples),)
+        self.spec = replace(loaded.spec, samples=samples, warmups=warmups)
+        self.url = f"{job.runs.rstrip('/')}/{loaded.spec.name}"
+        self.store = open_store(self.url)
+
+    def job(self, trial: Trial) -> LoadedSpec:
+        """The job of a trial: `undula run` with the same values trains the same."""
+        return self._loaded.job_with(self.values(trial))
+
+    def plan(self, batch: int) -> Plan:
+        """Of a trial with such a batch, without its end."""
+        spec = replace(self.base.spec.plan, global_batch=batch, epochs=2**40, max_steps=None)
+        return Plan(spec, self.rows)
+
+    def samples_at(self, trial: Trial, step: int) -> int:
+        """That a trial has consumed after so many steps."""
+        return self.plan(trial.batch).step(step).samples_before
+
+    def values(self, trial: Trial) -> dict[str, Any]:
+        """What a trial has in place of the job's values, by dotted key."""
+        spec, job, plan = self.spec, self.base.spec, self.plan(trial.batch)
+        assert spec.samples is not None
+        epochs, rest = divmod(spec.samples, plan.samples_per_epoch)
+        steps = max(epochs * plan.steps_per_epoch + -(-rest // trial.batch), 1)
+        scale = job.plan.global_batch / trial.batch
+        values: dict[str, Any] = {
+            "name": trial.name,
+            "runs": f"{self.url}/{TRIALS}",
+            "plan.global_batch": trial.batch,
+            "plan.seed": trial.seed,
+            "plan.epochs": -(-steps // plan.steps_per_epoch),
+            "plan.max_steps": steps,
+            "schedule.base_lr": trial.base_lr,
+            "schedule.base_batch": spec.batches[0],
+            "schedule.batch_rule": trial.rule,
+            "schedule.warmup_samples": trial.warmup,
+            "schedule.warmup_epochs": None,
+            "schedule.warmup_steps": None,
+            "validation.every_steps": max(round(spec.samples / spec.measurements / trial.batch), 1),
+            "checkpoint.every_steps": max(round(job.checkpoint.every_steps * scale), 1),
+            "checkpoint.keep": 1,
+        }
+        if spec.metric == "training_loss":
+            values["data.validation"] = None
+        if trial.optimizer != "own":
+            values["config.optimizer.name"] = trial.optimizer
+        return values
+
+    def begin(self) -> None:
+        """study.json says from now on what is asked for."""
+        write_study(self.store, {"spec": as_tree(self.spec), "job": self.base.tree()})
+
+    def check(self, trials: Iterable[Trial], fresh: bool = False, knows_defaults: bool = True) -> None:
+        """What can be known to be wrong with trials. Those that are there must be what they were begun as; axes may become longer.
+
+        Args:
+            trials: which.
+            fresh: what is there will be forgotten.
+            knows_defaults: whether the job's `config` has the script's own defaults; else its keys are compared that are given.
+
+        Raises:
+            SpecError: the job refuses a trial's values.
+            RunError: the first key that has another value than in a trial that is there.
+        """
+        if self.store.exists(JOB_FILE):
+            raise RunError(f"{self.url} is a run's directory: give the study another name")
+        first, samples = self.spec.first_rung, self.spec.samples or 0
+        if first and first > samples:
+            raise SpecError(
+                f"{self._loaded.where(['first_rung'])}: first_rung is {first:,}, and a training has {samples:,} samples: give a smaller one"
+            )
+        if not fresh:
+            self._refuse_other_study()
+        for trial in trials:
+            try:
+                loaded = self.job(trial)
+            except SpecError as error:
+                raise SpecError(f"{error} (this is of the trial {trial.name})") from None
+            self._refuse_long_warmup(trial, loaded)
+            record, now = {} if fresh else job_record(self.store / TRIALS / trial.name), loaded.tree()
+            if record and not knows_defaults:
+                now["config"] = _filled(now["config"], record["spec"]["config"])
+            if record and (change := changed_key(record["spec"], now)):
+                raise RunError(self._changed(f"has trained {trial.name} with", *change))
+
+    def _refuse_other_study(self) -> None:
+        """A study may become longer, and what its trials are compared by stays."""
+        if not self.store.exists(STUDY_FILE):
+            return
+        before, now = read_spec(self.store), self.spec
+        pairs = {
+            "samples": (before.samples, now.samples),
+            "metric": (before.metric, now.metric),
+            "measurements": (before.measurements, now.measurements),
+            "batches": (before.batches[:1], now.batches[:1]),
+            "rules": (before.rules[:1], now.rules[:1]),  # under which alone the first batch is trained
+        }
+        for key, (old, new) in pairs.items():
+            if old != new:
+                raise RunError(f"{self._loaded.where([key])}: {self._changed('was begun with', key, old, new)}")
+
+    def _refuse_long_warmup(self, trial: Trial, loaded: LoadedSpec) -> None:
+        plan = Plan(loaded.spec.plan, self.rows)
+        warmup = loaded.spec.schedule.over(plan).warmup_samples
+        if warmup > plan.total_samples:
+            where = self._loaded.where
+            origin, mend = where(["warmups"]), "give smaller warmups, or more samples"
+            if not self._loaded.spec.warmups:
+                origin = f"{where(['job'])}: {self._loaded.file}"
+                mend = "give warmups, as its schedule's is too long here, or more samples"
+            raise SpecError(
+                f"{origin}: {trial.name} would warm up for {warmup:,.0f} samples and train for {plan.total_samples:,}, so that it never "
+                f"had its learning rate: {mend}"
+            )
+
+    def _changed(self, verb: str, key: str, before: object, now: object) -> str:
+        return (
+            f"{self.url} {verb} {key} {json.dumps(before)}, and it is {json.dumps(now)} now: restore it, give the study another name, "
+            "or start over with --fresh"
+        )
+
+
+def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree with what it leaves out as in another."""
+    filled = dict(defaults)
+    for key, value in given.items():
+        below = filled.get(key)
+        filled[key] = _filled(value, below) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return filled

@@ -1,0 +1,103 @@
+"""The hub: a small actor through which workers and controller tell the driver what goes on. It also says that a run is under way."""
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import ray
+
+from undula.errors import RunError
+from undula.state.ledger import EventWriter
+from undula.state.records import Event
+from undula.storage import Store
+from undula.telemetry.messages import Line, Message, Publisher
+
+UNRECORDED: dict[str, Any] = {"enable_task_events": False}
+"""For actors that are called several times a second: Ray's head would keep each call, up to a hundred thousand of them."""
+NAMESPACE = "undula"
+KEPT_MESSAGES = 10_000
+
+
+class Hub:
+    """Messages in the order in which they came. Runs as an actor."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[int, Message]] = deque(maxlen=KEPT_MESSAGES)
+        self._count = 0
+
+    def publish(self, message: Message) -> None:
+        self._messages.append((self._count, message))
+        self._count += 1
+
+    def read(self, start: int) -> tuple[int, list[Message]]:
+        """Messages from number `start` on, and the number to ask for next."""
+        return self._count, [message for number, message in self._messages if number >= start]
+
+
+@dataclass(frozen=True)
+class HubPublisher:
+    """Publishes to a hub from anywhere in the cluster."""
+
+    hub: Any
+
+    def __call__(self, message: Message) -> None:
+        self.hub.publish.remote(message)
+
+
+@dataclass
+class TellEverywhere:
+    """Events of the controller: to the ledger, and to the driver's live view."""
+
+    store: Store
+    publish: HubPublisher
+    _writer: EventWriter | None = None
+    """Each process has its own, made with its first event."""
+
+    def __reduce__(self) -> tuple[type["TellEverywhere"], tuple[Store, HubPublisher]]:
+        return TellEverywhere, (self.store, self.publish)
+
+    def __call__(self, event: Event) -> None:
+        self._writer = self._writer or EventWriter(self.store, "controller")
+        self._writer.event(event)
+        self.publish(event)
+
+
+def start_hub(store: Store) -> Any:
+    """The hub of a run, on this node, for as long as this driver lives; RunError where the run is under way already."""
+    node = ray.get_runtime_context().get_node_id()
+    actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node}, **UNRECORDED)(Hub)
+    try:
+        return actor.options(name=f"hub {store.path()}", namespace=NAMESPACE).remote()
+    except ValueError:
+        raise RunError(
+            f"{store.url} is being trained by another job on this cluster: wait for it, stop it, or give another name"
+        ) from None
+
+
+class TeeToDriver:
+    """A stand-in for sys.stdout that also shows whole lines to the driver, so that `print` in a training loop is seen."""
+
+    def __init__(self, stdout: TextIO, publish: Publisher, rank: int):
+        self._stdout = stdout
+        self._publish = publish
+        self._rank = rank
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._publish(Line(self._rank, line))
+        return self._stdout.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
+
+    def __enter__(self) -> "TeeToDriver":
+        sys.stdout = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.stdout = self._stdout
+        if self._rest:
+            self._publish(Line(self._rank, self._rest))

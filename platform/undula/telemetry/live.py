@@ -1,0 +1,112 @@
+"""The live view: one line a second of where the run stands, events on lines of their own; plain lines where nobody can rewrite one."""
+
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from undula.telemetry.messages import Line, Message, Status, clock
+
+INTERVAL_S = 1.0
+STATUS_PREFIX = "step "
+TABLE_TOP, TABLE_FOOT, LAST_TABLE_FOOT = "┏", "└", "┗"
+
+
+def status_line(status: Status) -> str:
+    """`step 120/400  loss 2.4131  lr 2.1e-03  812 samples/s  2 workers  0:41 left`"""
+    workers = f"{status.world_size} worker{'s' if status.world_size != 1 else ''}"
+    width = len(str(status.total_steps))
+    return (
+        f"{STATUS_PREFIX}{status.step:>{width}}/{status.total_steps}  loss {status.loss:.4f}  lr {status.lr:.2e}  "
+        f"{status.samples_per_s:,.0f} samples/s  {workers}  {clock(status.seconds_left)} left"
+    )
+
+
+class LiveScreen:
+    """Shows lines; on a terminal a status line, or a table that is framed by box drawing, is rewritten in place by the next one.
+
+    A table whose last line is heavy stays.
+    """
+
+    def __init__(self, out: TextIO):
+        self._out = out
+        self._rewrites = out.isatty()
+        self._status: list[str] = []
+        self._table: list[str] = []
+
+    def show(self, line: str) -> None:
+        if not self._rewrites:
+            self._out.write(f"{line}\n")
+        elif line.startswith(TABLE_TOP) or self._table:
+            self._table.append(line[: shutil.get_terminal_size().columns - 1])  # a line that wraps would be two
+            if line.startswith(TABLE_FOOT):
+                self._rewrite([], self._table)
+                self._table = []
+            elif line.startswith(LAST_TABLE_FOOT):
+                self._rewrite(self._table, [])
+                self._table = []
+        elif line.startswith(STATUS_PREFIX):
+            self._rewrite([], [line])
+        else:
+            self._rewrite([line], self._status)
+        self._out.flush()
+
+    def close(self) -> None:
+        """Leave the last status line where it is."""
+        if self._status:
+            self._out.write("\n")
+            self._out.flush()
+            self._status = []
+
+    def _rewrite(self, lines: list[str], status: list[str]) -> None:
+        """Lines in place of the status that is there, and a status below them."""
+        up = f"\x1b[{len(self._status) - 1}A" if len(self._status) > 1 else ""
+        erase = f"{up}\r\x1b[J" if self._status else ""
+        self._out.write(erase + "".join(f"{line}\n" for line in lines) + "\n".join(status))
+        self._status = status
+
+
+def message_lines(messages: list[Message]) -> list[str]:
+    """Lines for a batch of messages: every event and printed line in order, and of several statuses the last."""
+    lines = []
+    last_status = None
+    for message in messages:
+        if isinstance(message, Status):
+            last_status = status_line(message)
+        elif isinstance(message, Line):
+            lines.append(f"rank {message.rank}: {message.text}")
+        else:
+            at = f"{time.strftime('%H:%M:%S', time.localtime(message.time))}  "
+            is_told = not message.step or re.search(rf"\b{message.step}\b", message.message)
+            lines.append(f"{at}{message.message}" + ("" if is_told else f" (step {message.step})"))
+    return lines + ([last_status] if last_status else [])
+
+
+@contextmanager
+def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
+    """Show what a hub gets, until the block ends."""
+    import ray  # not at the top: the client that follows a job shows lines too, and must not load Ray before its token is set
+
+    screen = LiveScreen(out)
+    closed = threading.Event()
+
+    def follow() -> None:
+        position, ending = 0, False
+        while not ending:
+            ending = closed.wait(INTERVAL_S)  # after the end once more, for the last messages
+            position, messages = ray.get(hub.read.remote(position))
+            for line in message_lines(messages):
+                screen.show(line)
+        screen.close()
+
+    thread = threading.Thread(target=follow, name="undula-live", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(timeout=10)

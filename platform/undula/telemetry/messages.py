@@ -1,0 +1,44 @@
+"""What workers and controller tell the driver."""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from undula.state.records import Event
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where the run stands."""
+
+    step: int
+    """Steps committed."""
+    total_steps: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    world_size: int
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """Something that the user's code printed."""
+
+    rank: int
+    text: str
+
+
+Message: TypeAlias = Status | Event | Line
+
+
+def clock(seconds: float) -> str:
+    """`0:41`, `12:07` or `3:02:15`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Publisher(Protocol):
+    """Takes messages for the driver; never waits and never fails."""
+
+    def __call__(self, message: Message) -> None: ...

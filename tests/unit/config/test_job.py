@@ -1,0 +1,363 @@
+"""A job's YAML: read as it is meant, and refused in one sentence that names the place, the key and the mend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from undula.config.job import JobSpec, LoadedSpec, as_tree, hide_secrets, json_schema, load_spec
+from undula.config.yaml_file import flatten
+from undula.errors import SpecError
+
+JOB = """\
+name: job
+data:
+  train: /data/train
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    width: int = 64
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """A script's own settings."""
+
+    rate: float
+    model: Model = field(default_factory=Model)
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate is {self.rate}: give 0 or more")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "job.yaml"
+
+
+@pytest.fixture
+def load(file: Path) -> Callable[..., LoadedSpec]:
+    """Loads JOB with more YAML at its end."""
+
+    def loaded(more: str = "", *overrides: str, config_type: type | None = None) -> LoadedSpec:
+        file.write_text(JOB + more)
+        return load_spec(file, overrides, config_type)
+
+    return loaded
+
+
+@pytest.fixture
+def refused(file: Path) -> Callable[..., str]:
+    """The sentence with which some YAML is refused, without the file's folder."""
+
+    def sentence(text: str, *overrides: str, config_type: type | None = None) -> str:
+        file.write_text(text)
+        with pytest.raises(SpecError) as caught:
+            load_spec(file, overrides, config_type)
+        assert "\n" not in str(caught.value)
+        return str(caught.value).replace(f"{file.parent}/", "")
+
+    return sentence
+
+
+Load = Callable[..., LoadedSpec]
+Refused = Callable[..., str]
+
+
+def test_defaults_fill_what_is_not_given(load: Load) -> None:
+    spec = load().spec
+    assert spec == JobSpec(name="job", data={"train": "/data/train"})
+    assert (spec.plan.global_batch, spec.plan.virtual_workers, spec.engine) == (64, 4, "torch")
+    assert spec.run_url == "~/undula/runs/job"
+
+
+def test_yaml_sets_values_of_every_kind(load: Load) -> None:
+    spec = load(
+        "plan: {global_batch: 128, shuffle: none, micro_batch: null}\n"
+        "schedule: {base_lr: 0.5, decay: constant}\n"
+        "workers: {gpus: 1, resources: {spot: 0.5}}\n"
+        "runs: s3://bucket/runs/\n"
+    ).spec
+    assert (spec.plan.global_batch, spec.plan.shuffle, spec.plan.micro_batch) == (128, "none", None)
+    assert (spec.schedule.base_lr, spec.schedule.decay) == (0.5, "constant")
+    assert (spec.workers.gpus, spec.workers.resources) == (1.0, {"spot": 0.5})
+    assert spec.run_url == "s3://bucket/runs/job"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3e-4", 3e-4), ("1E-3", 1e-3), ("2e0", 2.0), (".5e-1", 0.05), ("1.e-2", 0.01)]
+)
+def test_exponents_are_numbers_as_in_yaml_1_2(load: Load, text: str, value: float) -> None:
+    assert load(f"schedule: {{base_lr: {text}}}\n").spec.schedule.base_lr == value
+    assert load("", f"schedule.base_lr={text}").spec.schedule.base_lr == value
+
+
+def test_quoted_exponent_stays_text(load: Load) -> None:
+    assert load("config: {text: '3e-4'}\n").config.text == "3e-4"
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(load: Load) -> None:
+    spec = load(
+        "plan: {seed: 1, epochs: 2}\n", "plan.seed=2", "plan.seed=3", "data.columns=[text, label]", "name=other"
+    ).spec
+    assert (spec.plan.seed, spec.plan.epochs, spec.data.columns, spec.name) == (3, 2, ("text", "label"), "other")
+
+
+def test_override_may_hold_an_equals_sign(load: Load) -> None:
+    assert load("", "config.query=a=b").config.query == "a=b"
+
+
+def test_each_value_knows_where_it_came_from(load: Load, file: Path) -> None:
+    loaded = load("plan:\n  seed: 1\n  epochs: 2\n", "plan.epochs=3", "config.model={width: 8}")
+    assert loaded.origins["name"] == f"{file}:1"
+    assert loaded.origins["data.train"] == f"{file}:3"
+    assert loaded.origins["plan.seed"] == f"{file}:5"
+    assert loaded.origins["plan.epochs"] == "command line"
+    assert loaded.origins["config.model.width"] == "command line"
+    assert "plan.window" not in loaded.origins
+    lines = {line.split(":")[0].strip(): line.rpartition("# ")[2] for line in loaded.to_yaml().splitlines()}
+    assert (lines["seed"], lines["epochs"], lines["window"]) == (f"{file}:5", "command line", "default")
+
+
+def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
+    more = "workers: {resources: {spot: 1}, hang_limit_s: 2}\nconfig: {a: {b: {c: [1, 'x: y']}}, d: null, e: 3e-4}\n"
+    printed = load(more, "plan.seed=5")
+    file.write_text(printed.to_yaml())
+    assert load_spec(file).spec == printed.spec
+
+
+@pytest.mark.parametrize(
+    ("more", "overrides", "sentence"),
+    [
+        ("plam: {seed: 1}\n", (), "job.yaml:4: unknown key plam: did you mean plan?"),
+        ("plan:\n  sede: 1\n", (), "job.yaml:5: unknown key plan.sede: did you mean seed?"),
+        ("", ("plan.sede=1",), "command line: unknown key plan.sede: did you mean seed?"),
+        ("checkpoint: {zzz: 1}\n", (), "job.yaml:4: unknown key checkpoint.zzz: known here: every_steps, keep"),
+        ("1: 2\n", (), "job.yaml:4: unknown key 1: known here: "),
+        ("plan: {seed: x}\n", (), 'job.yaml:4: plan.seed is "x": it should be a valid integer'),
+        ("plan: {seed: 1.0}\n", (), "job.yaml:4: plan.seed is 1.0: it should be a valid integer"),
+        ("plan: {seed: '1'}\n", (), 'job.yaml:4: plan.seed is "1": it should be a valid integer'),
+        ("plan: {seed: true}\n", (), "job.yaml:4: plan.seed is true: it should be a valid integer"),
+        ("", ("plan.seed=a",), 'command line: plan.seed is "a": it should be a valid integer'),
+        ("", ("plan.epochs=0",), "command line: plan.epochs is 0: it should be greater than 0"),
+        ("", ("plan.epochs=",), "command line: plan.epochs is null: it should be a valid integer"),
+        ("plan: 3\n", (), "job.yaml:4: plan is 3: it should be a mapping"),
+        ("plan:\n", (), "job.yaml:4: plan is null: it should be a mapping"),
+        ("", ("schedule.base_lr=0",), "command line: schedule.base_lr is 0: it should be greater than 0"),
+        ("", ("schedule.base_lr=.nan",), "command line: schedule.base_lr is NaN: it should be "),
+        ("engine: gloo\n", (), "job.yaml:4: engine is \"gloo\": it should be 'torch'"),
+        (
+            "plan: {shuffle: all}\n",
+            (),
+            "job.yaml:4: plan.shuffle is \"all\": it should be 'none', 'row_groups' or 'window'",
+        ),
+        ("", ("name=a/b",), 'command line: name is "a/b": it should match pattern'),
+        ("", ("name=..",), 'command line: name is "..": it should match pattern'),
+        ("runs: ''\n", (), 'job.yaml:4: runs is "": '),
+        ("", ("data.columns=text",), 'command line: data.columns is "text": it should be '),
+        (
+            "plan:\n  global_batch: 10\n",
+            (),
+            "job.yaml:5: plan.global_batch is 10, which virtual_workers (4) does not divide: give 8 or 12",
+        ),
+        (
+            "",
+            ("plan.global_batch=10",),
+            "command line: plan.global_batch is 10, which virtual_workers (4) does not divide",
+        ),
+        ("", ("workers.min=3",), "command line: workers.min is 3, more than max (1): lower min or raise max"),
+        ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4): "),
+        (
+            "schedule: {decay: step}\n",
+            (),
+            "job.yaml:4: schedule.decay_at is missing, which says where decay: step falls: give fractions, such as [0.5, 0.75]",
+        ),
+        (
+            "schedule: {warmup_samples: 5}\n",
+            ("schedule.warmup_epochs=1",),
+            "command line: schedule.warmup_epochs and warmup_samples both give the length of the warmup: leave out one of them",
+        ),
+        (
+            "schedule: {batch_rule: surge, base_batch: 32}\n",
+            ("plan.virtual_workers=1",),
+            "job.yaml:4: schedule.batch_rule is surge, which takes two micro-batches or more, and a step is one: raise "
+            "plan.virtual_workers, or lower plan.micro_batch",
+        ),
+        (
+            "gradient: {noise_every_steps: 5, reduce: adasum}\n",
+            (),
+            "job.yaml:4: gradient.noise_every_steps is given, which takes a mean of gradients, and Adasum is none: leave out one of them",
+        ),
+        (
+            "config: {day: 2024-01-01}\n",
+            (),
+            "job.yaml:4: config.day is not text, a number, a list or a mapping: quote it",
+        ),
+        ("", ("plan.seed",), "command line: 'plan.seed' is not an override: write key.sub=value"),
+        ("", ("=1",), "command line: '=1' is not an override: write key.sub=value"),
+        ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override: write key.sub=value"),
+        ("", ("--fresh",), "command line: '--fresh' is not an override: write key.sub=value"),
+        ("", ("plan.seed=[",), "command line: the value of plan.seed is not YAML: '['"),
+        ("", ("name.first=1",), "command line: name.first cannot be set: name is 'job'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    refused: Refused, more: str, overrides: tuple[str, ...], sentence: str
+) -> None:
+    assert refused(JOB + more, *overrides).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("data: {train: /x}\n", "job.yaml: name is missing: it must be given"),
+        ("name: job\n", "job.yaml: data is missing: it must be given"),
+        ("name: job\ndata: {}\n", "job.yaml:2: data.train or data.mix must be given, and not both"),
+        ("- name: job\n", "job.yaml holds list: a job's YAML is a mapping"),
+        ("", "job.yaml is empty: a job's YAML is a mapping"),
+        ("a: b: c\n", "job.yaml is not YAML: "),
+        ("name: job\n--- \nname: two\n", "job.yaml is not YAML: "),
+        ("name: !!python/object/apply:os.getcwd []\n", "job.yaml is not YAML: "),
+        ("? [a, b]\n: c\n", "job.yaml is not YAML: "),
+    ],
+)
+def test_file_that_is_no_job_is_refused(refused: Refused, text: str, sentence: str) -> None:
+    assert refused(text).startswith(sentence)
+
+
+def test_several_mistakes_are_counted(refused: Refused) -> None:
+    assert refused(JOB, "plan.seed=a", "plan.epochs=b", "workers.cpus=c").endswith(" (and 2 more)")
+
+
+def test_file_that_cannot_be_read_is_named(file: Path) -> None:
+    with pytest.raises(SpecError, match=f"^cannot read {file}: No such file or directory$"):
+        load_spec(file)
+    file.write_bytes(b"name: \xff\xfe")
+    with pytest.raises(SpecError, match=f"^{file} is not UTF-8 text"):
+        load_spec(file)
+
+
+def test_config_without_a_type_reads_as_attributes(load: Load) -> None:
+    config = load("config: {model: {width: 8}, rate: 1}\n").config
+    assert (config.model.width, config["rate"]) == (8, 1)
+    with pytest.raises(AttributeError, match="config has no key 'depth'; it has model, rate"):
+        _ = config.depth
+
+
+def test_config_takes_the_type_that_the_script_declares(load: Load) -> None:
+    config = load("config: {rate: 1, model: {width: 8}, names: [a, b]}\n", "config.rate=2", config_type=Config).config
+    assert config == Config(rate=2.0, model=Model(width=8), names=("a", "b"))
+    assert isinstance(config.rate, float)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "sentence"),
+    [
+        ("{rate: 1, modle: {}}", (), "job.yaml:4: unknown key config.modle: did you mean model?"),
+        ("{rate: 1, model: {widht: 3}}", (), "job.yaml:4: unknown key config.model.widht: did you mean width?"),
+        ("{rate: x}", (), 'job.yaml:4: config.rate is "x": it should be a valid number'),
+        (
+            "{rate: 1}",
+            ("config.model.width=x",),
+            'command line: config.model.width is "x": it should be a valid integer',
+        ),
+        ("{}", (), "job.yaml:4: config.rate is missing: it must be given"),
+        ("{rate: -1}", (), "job.yaml:4: config.rate is -1.0: give 0 or more"),
+        ("{rate: 1, names: a}", (), 'job.yaml:4: config.names is "a": it should be '),
+    ],
+)
+def test_config_that_does_not_fit_its_type_is_refused(
+    refused: Refused, config: str, overrides: tuple[str, ...], sentence: str
+) -> None:
+    assert refused(f"{JOB}config: {config}\n", *overrides, config_type=Config).startswith(sentence)
+
+
+def test_schema_for_editors_accepts_every_resolved_spec_and_refuses_others(load: Load) -> None:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for more in (
+        "",
+        "config: {a: [1]}\nplan: {micro_batch: 4}\nworkers: {resources: {spot: 1}}\ngradient: {max_norm: 1}\n",
+    ):
+        validator.validate(as_tree(load(more).spec))
+    for wrong in (
+        {"name": "job"},
+        {"name": "a/b", "data": {"train": "x"}},
+        {"name": "a", "data": {"train": "x"}, "plam": {}},
+    ):
+        assert not validator.is_valid(wrong)
+
+
+def test_schema_tells_what_each_key_means() -> None:
+    schema = json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for name, key in section["properties"].items():
+            part = schema["$defs"].get(key.get("$ref", "").rpartition("/")[2], {})
+            assert key.get("description") or part.get("description"), name
+    assert schema["properties"]["name"]["description"].startswith("Names the run directory")
+
+
+def test_flatten_names_every_leaf() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == [("a.b", 1), ("a.c", {}), ("d", [2])]
+
+
+def test_workers_are_told_nothing_of_the_cluster(load: Load) -> None:
+    job = load("config: {rate: 1}\n", config_type=Config).job()
+    assert job.run_url == "~/undula/runs/job"
+    assert job.config == Config(rate=1.0)
+    assert not hasattr(job, "workers")
+
+
+@dataclass(frozen=True)
+class Layer:
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Nested:
+    one: Layer | None = None
+    many: tuple[Layer, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.many) > 2:
+            raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("config: {one: {siz: 2}}", "unknown key config.one.siz: did you mean size?"),
+        ("config: {many: [{size: 2}, {siz: 2}]}", "unknown key config.many.siz: did you mean size?"),
+        ("config: {many: [{}, {}, {}]}", "job.yaml:3: config."),
+        ("config: {days: [2024-01-01]}", "config.days is not text, a number, a list or a mapping: quote it"),
+        ("config: {2024-01-01: 1}", "is not text, a number, a list or a mapping: quote it"),
+        ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice: keep one"),
+        ("config: &a {b: *a}", "has an anchor that holds itself"),
+        ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
+        ("plan: {global_batch: 2, virtual_workers: 4}", "virtual_workers (4) does not divide: give 4"),
+    ],
+)
+def test_odd_input_is_answered_in_a_sentence_too(refused: Refused, text: str, sentence: str) -> None:
+    assert sentence in refused(f"name: job\ndata: {{train: x}}\n{text}\n", config_type=Nested)
+
+
+def test_an_override_of_a_whole_section_is_where_all_of_it_came_from(load: Load) -> None:
+    loaded = load("plan: {seed: 1, window: 2}\n", "plan={seed: 3}")
+    assert loaded.origins["plan.seed"] == "command line"
+    assert "plan.window" not in loaded.origins
+
+
+def test_secrets_of_the_spec_are_not_shown() -> None:
+    tree = {"config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": {"PASSWORD": "z", "secret": None}}}
+    shown = hide_secrets(tree)
+    assert shown["config"]["tokens"] == 3
+    assert shown["config"]["deep"] == {"PASSWORD": "(hidden)", "secret": None}
+    assert (shown["config"]["hf_token"], shown["config"]["api_key"]) == ("(hidden)", "(hidden)")

@@ -1,0 +1,299 @@
+"""Optimizers by name: who decays, who is scaled by norms, and that shards, resizes and resumes change nothing of it."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from horovod_ranks import on_horovod_ranks
+from numbers_job import numbers_job
+from pydantic import ValidationError
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from undula.config.job import load_spec
+from undula.errors import SpecError
+from undula.optim.optimizers import SETTINGS, OptimizerConfig, make_optimizer
+from undula.plan.noise import Measured
+from undula.plan.plan import Plan, PlanSpec
+from undula.plan.schedule import ScheduleSpec
+from undula.state.ledger import read_ledger
+from undula.state.model_state import load_state, model_and_optimizer_state
+from undula.storage import Store
+from undula.study.spec import CLASSES
+from undula.train.job import Job
+from undula.train.learning_rate import GroupRates, rate_for
+from undula.train.run import Run, Step
+
+LAYERWISE = ("lars", "lamb")
+DECAY, LR = 0.1, 0.5
+
+
+class Network(nn.Module):
+    """An embedding, a matrix with a bias, a norm, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.out = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.norm(self.words(words))) * self.scale  # type: ignore[no-any-return]
+
+
+def config(name: str, **settings: Any) -> OptimizerConfig:
+    return OptimizerConfig(name=name, weight_decay=DECAY, **settings)  # type: ignore[arg-type]
+
+
+def network(gradient: float = 0.3) -> Network:
+    torch.manual_seed(0)
+    module = Network()
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter) * gradient
+    return module
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_matrices_and_embeddings_decay_and_biases_gains_and_numbers_do_not(name: str) -> None:
+    module = network(gradient=0.0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    optimizer = make_optimizer(module, config(name), LR)
+    optimizer.step()
+    moved = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"words.weight", "out.weight"}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+
+
+def test_rules_know_each_by_its_class() -> None:
+    found = {name: type(make_optimizer(network(), config(name), LR)).__name__ for name in SETTINGS}
+    assert found == CLASSES
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_without_biases_has_one_group_whose_state_can_be_kept(name: str) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    optimizer = make_optimizer(module, config(name), LR)
+    assert len(optimizer.param_groups) == 1
+    state = model_and_optimizer_state(module, optimizer)
+    load_state(module, optimizer, state)
+
+
+def test_the_first_step_of_lars_is_the_papers() -> None:
+    """You et al. 2017, algorithm 1: the local rate is eta |w| / (|g| + beta |w|), and the step lr local (g + beta w)."""
+    module, before = network(), network()
+    make_optimizer(module, config("lars", trust_coefficient=0.02), LR).step()
+    for (name, after), former in zip(module.named_parameters(), before.parameters(), strict=True):
+        weight, gradient, local, decay = former.detach(), former.grad, 1.0, 0.0
+        assert gradient is not None
+        if weight.ndim > 1:
+            local, decay = 0.02 * float(weight.norm() / (gradient.norm() + DECAY * weight.norm())), DECAY
+        torch.testing.assert_close(after.detach(), weight - LR * local * (gradient + decay * weight), msg=name)
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_steps_of_lamb_are_the_papers(factor: float) -> None:
+    """You et al. 2020, algorithm 2 with phi(z) = z, for three steps; also for weights of large norms."""
+    module, beta1, beta2, eps = network(), 0.9, 0.99, 1e-6
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(factor)
+    optimizer = make_optimizer(module, config("lamb", betas=(beta1, beta2)), 0.01)
+    x = {name: value.detach().double() for name, value in module.named_parameters()}
+    m, v = ({name: torch.zeros_like(value) for name, value in x.items()} for _ in range(2))
+    for t in (1, 2, 3):
+        for name, parameter in module.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            g = parameter.grad.double()
+            m[name] = beta1 * m[name] + (1 - beta1) * g
+            v[name] = beta2 * v[name] + (1 - beta2) * g**2
+            r = m[name] / (1 - beta1**t) / ((v[name] / (1 - beta2**t)).sqrt() + eps)
+            if r.ndim > 1:
+                r = r + DECAY * x[name]
+                r = r * x[name].norm() / r.norm()
+            x[name] = x[name] - 0.01 * r
+        optimizer.step()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.detach().double(), x[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_weights_of_norm_zero_move_and_gradients_of_norm_zero_do_no_harm(name: str) -> None:
+    module = nn.Linear(2, 2)
+    nn.init.zeros_(module.weight)
+    optimizer = make_optimizer(module, OptimizerConfig(name=name), LR)  # type: ignore[arg-type]
+    for gradient in (torch.zeros(2, 2), torch.ones(2, 2)):
+        module.weight.grad = gradient
+        optimizer.step()
+        assert bool(module.weight.isfinite().all())
+    assert bool((module.weight < 0).all())
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_what_is_no_tensor_stays_the_same_from_step_to_step(name: str) -> None:
+    """Snapshots lay out their memory anew when a value changes."""
+    module = network()
+    optimizer = make_optimizer(module, config(name), LR)
+    seen = []
+    for _ in range(2):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        state = model_and_optimizer_state(module, optimizer)
+        seen.append({key: value for key, value in state.items() if not isinstance(value, Tensor)})
+        tensors = {key.rpartition(".")[2] for key in state if key.startswith("optimizer.state")}
+    assert seen[0] == seen[1]
+    assert tensors == ({"momentum_buffer"} if name == "lars" else {"exp_avg", "exp_avg_sq", "step"})
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_both_groups_follow_the_schedule_and_lambs_averages_the_rule(name: str) -> None:
+    plan = Plan(PlanSpec(global_batch=8, virtual_workers=8, batch="elastic"), 800)
+    schedule = ScheduleSpec(decay="constant", batch_rule="adam_sde")
+    optimizer = make_optimizer(network(), config(name), 0.1)
+    rates = GroupRates(optimizer, schedule, plan)
+    rate, _ = rate_for(schedule, plan, 4, 0, {})
+    rates.set(optimizer, rate.at(32, 32, 4, Measured()))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.2])
+    for group in optimizer.param_groups if name == "lamb" else ():
+        assert (group["betas"], group["eps"]) == (pytest.approx((0.6, 0.996)), pytest.approx(5e-7))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"name": "adamw", "momentum": 0.9},
+            "momentum is 0.9, which name: adamw does not have: leave it out, or give ",
+        ),
+        (
+            {"name": "lamb", "nesterov": False},
+            "nesterov is false, which name: lamb does not have: .* name: sgd or lars",
+        ),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, r"betas is \(0.9, 0.99\), which name: sgd .* adam or adamw or lamb"),
+        ({"name": "lars", "eps": 1e-8}, "eps is 1e-08, which name: lars does not have"),
+        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient is 0.1, .* leave it out, or give name: lars"),
+        ({"name": "lars", "momentum": 0.0, "nesterov": True}, "nesterov is true, which looks ahead along momentum"),
+    ],
+)
+def test_a_setting_that_the_optimizer_has_not_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        OptimizerConfig(**settings)
+
+
+@dataclass(frozen=True)
+class Config:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def test_a_jobs_optimizer_is_checked_with_its_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: x\ndata: {train: x}\nconfig:\n  optimizer:\n    name: lars\n    weight_decay: 0.1\n")
+    loaded = load_spec(file, ["config.optimizer.momentum=0.5"], Config)
+    assert loaded.config.optimizer == config("lars", momentum=0.5)
+    assert OptimizerConfig(**load_spec(file).config["optimizer"]) == config("lars")
+    assert load_spec(file, ["config.optimizer={name: lamb, betas: [0.9, 0.99]}"], Config).config.optimizer.betas
+    with pytest.raises(SpecError) as refusal:
+        load_spec(file, ["config.optimizer.eps=1e-3"], Config)
+    assert str(refusal.value) == (
+        "command line: config.optimizer.eps is 0.001, which name: lars does not have: leave it out, or give name: "
+        "adam or adamw or lamb"
+    )
+
+
+def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    monkeypatch.delitem(sys.modules, "undula.optim.layerwise", raising=False)
+    with pytest.raises(SpecError, match=r"^optimizer.name is lars, which needs .*: pip install 'undula\[study\]'$"):
+        make_optimizer(nn.Linear(1, 1), config("lars"), LR)
+
+
+def test_lamb_refuses_complex_numbers() -> None:
+    with pytest.raises(SpecError, match="lamb, which is for real numbers, and weight is complex: give adamw"):
+        make_optimizer(nn.Linear(2, 2, dtype=torch.complex64), config("lamb"), LR)
+
+
+def _stepped(rank: int, world_size: int, is_sharded: bool) -> dict[str, list[float]]:
+    """The weights after three steps of each; all ranks have the same samples, so that the mean over the ranks is that of one."""
+    found = {}
+    for name in LAYERWISE:
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+        if is_sharded:
+            fully_shard(module[0])
+            fully_shard(module)
+        optimizer = make_optimizer(module, config(name), 10.0 if name == "lars" else 0.1)
+        for _ in range(3):
+            module(torch.randn(6, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in module.parameters()]
+        found[name] = torch.cat([each.flatten() for each in whole]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_norms_are_those_of_whole_parameters_where_ranks_have_parts(world_size: int) -> None:
+    """Seven rows and three: parts of unequal norms, and on four ranks an empty one."""
+    alone = _stepped(0, 1, is_sharded=False)
+    for found in on_ranks(world_size, _stepped, True):
+        for name in LAYERWISE:
+            assert found[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
+
+
+def runs_of(job: Job) -> dict[str, Job]:
+    """One with each."""
+    return {name: replace(job, run_url=f"{job.run_url}-{name}") for name in LAYERWISE}
+
+
+def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> dict[str, list[list[float]]]:
+    """The weights after a run with each, or after it was left before step `stop`."""
+    found = {}
+    for name, its_own in runs_of(job).items():
+        run = Run(its_own, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+        model = run.model(nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)))
+        run.optimizer(make_optimizer(model, config(name), run.base_lr))
+        steps: Iterator[Step] = run.steps()
+        for step in steps:
+            if step.index == stop:
+                break
+            for batch in step.batches():
+                x = batch["x"].float()[:, None] / 48
+                step.backward((model(x) - x.square()).square().mean())
+            step.update()
+        found[name] = [parameter.flatten().tolist() for parameter in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize(("snapshot_every_steps", "origin"), [(0, "the checkpoint"), (1, "the memory of a node")])
+def test_a_run_that_goes_on_at_another_world_size_has_the_same_bits(
+    tmp_path: Path, snapshot_every_steps: int, origin: str
+) -> None:
+    """Four virtual workers on three ranks, then on two."""
+    job = replace(numbers_job(tmp_path, epochs=2), deterministic=True)
+    job = replace(job, checkpoint=replace(job.checkpoint, snapshot_every_steps=snapshot_every_steps))
+    (alone,) = on_ranks(1, _trained, job)
+    moved = replace(job, run_url=f"{tmp_path}/moved")
+    on_ranks(3, _trained, moved, 5)
+    assert on_ranks(2, _trained, moved) == [alone, alone]
+    for run in runs_of(moved).values():
+        told = read_ledger(Store(run.run_url)).events["message"].to_pylist()
+        assert [line for line in told if line.startswith(f"resumed from {origin} of step ")]
+
+
+def test_horovod_reduces_for_them_as_torch_does(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
+    job = numbers_job(tmp_path)
+    (alone,) = on_ranks(1, _trained, job)
+    together = replace(job, run_url=f"{tmp_path}/together", engine="horovod")
+    for found in on_horovod_ranks(2, _trained, together):
+        for name in LAYERWISE:
+            assert found[name] == [pytest.approx(weights, rel=1e-5, abs=1e-7) for weights in alone[name]]

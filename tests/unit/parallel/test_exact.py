@@ -1,0 +1,64 @@
+"""Exact sums: what is added in whatever order and grouping is the same, and is the sum."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from undula.parallel.reduce.exact import LIMIT, MOST_ADDED, ExactSum, exact_total, total_value
+
+FLOAT32 = st.floats(-1e5, 1e5, width=32)
+
+
+def summed(numbers: list[float]) -> float:
+    sums = ExactSum([torch.zeros(1)])
+    for number in numbers:
+        sums.add(0, torch.tensor([number], dtype=torch.float32))
+    return float(sums.values()[0])
+
+
+@given(numbers=st.lists(FLOAT32, min_size=1, max_size=50), data=st.data())
+def test_sums_do_not_depend_on_the_order(numbers: list[float], data: st.DataObject) -> None:
+    assert summed(numbers) == summed(data.draw(st.permutations(numbers)))
+
+
+@given(numbers=st.lists(FLOAT32, min_size=1, max_size=50))
+def test_sums_are_right(numbers: list[float]) -> None:
+    exact = sum(map(Fraction, numbers))
+    assert abs(Fraction(summed(numbers)) - exact) <= abs(exact) * Fraction(2) ** -52 + len(numbers) * Fraction(2) ** -66
+
+
+def test_what_is_not_finite_or_too_large_makes_its_own_sum_nan_and_no_other() -> None:
+    sums = ExactSum([torch.zeros(2), torch.zeros(1), torch.zeros(1), torch.zeros(1)])
+    sums.add(0, torch.tensor([1.0, 2.0]))
+    sums.add(1, torch.tensor([math.inf]))
+    sums.add(2, torch.tensor([-LIMIT]))
+    whole, infinite, large, missing = sums.values()
+    assert whole.tolist() == [1.0, 2.0]
+    assert infinite.isnan().all()
+    assert large.isnan().all()
+    assert missing is None
+    sums.clear()
+    assert sums.values() == [None] * 4
+
+
+def test_as_many_of_the_largest_numbers_as_may_be_added_stay_in_range_and_one_more_is_refused() -> None:
+    largest = math.nextafter(LIMIT, 0.0)
+    sums = ExactSum([torch.zeros(1)])
+    for _ in range(MOST_ADDED):
+        sums.add(0, torch.tensor([largest], dtype=torch.float64))
+    assert float(sums.values()[0]) == pytest.approx(MOST_ADDED * largest)
+    sums.add(0, torch.tensor([1.0]))
+    with pytest.raises(RuntimeError, match="at most 8192 micro-batches a step, and this one has 8193"):
+        sums.values()
+
+
+@given(numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), cut=st.integers(0, 20))
+def test_totals_do_not_depend_on_the_cut(numbers: list[float], cut: int) -> None:
+    (one, _), (other, _) = exact_total(numbers[:cut]), exact_total(numbers[cut:])
+    assert one + other == exact_total(numbers)[0]
+    if sum(map(abs, numbers)) < 1e300:
+        assert total_value(one + other, 0.0) == pytest.approx(math.fsum(numbers), rel=1e-15, abs=len(numbers) * 2**-79)

@@ -1,0 +1,146 @@
+"""Horovod's reduction, beside torch's: the same gradients of the same virtual workers at any number of ranks."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from horovod_ranks import on_horovod_ranks
+from torch import nn
+
+from undula.elastic.sockets import cut_sockets, open_sockets
+from undula.parallel.engines.torch_engines import Engine, ExactEngine, TorchEngine
+from undula.plan.plan import MicroBatch, assign
+from undula.train.tracebacks import is_of_collective
+
+pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
+SHARES = (4, 4, 3, 3, 2)
+
+
+def engine_named(name: str) -> Engine:
+    from undula.parallel.engines.horovod import HorovodEngine, sum_over_horovod
+
+    cpu = torch.device("cpu")
+    engines = {
+        "torch": lambda: TorchEngine(cpu),
+        "torch, fp16": lambda: TorchEngine(cpu, torch.float16),
+        "horovod": lambda: HorovodEngine(cpu),
+        "horovod, fp16": lambda: HorovodEngine(cpu, torch.float16),
+        "exact": lambda: ExactEngine(cpu),
+        "exact, horovod": lambda: ExactEngine(cpu, sum_over_horovod),
+    }
+    return engines[name]()
+
+
+def _gradients(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[float]]:
+    """Of two steps with each engine, one after another."""
+    found = []
+    for name in names:
+        torch.manual_seed(rank)  # the weights become rank 0's
+        module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+        torch.manual_seed(1)
+        rows = torch.randn(sum(SHARES), 5).split(SHARES)
+        engine = engine_named(name)
+        model = engine.wrap(module)
+        mine = assign(len(SHARES), world_size)[rank]
+        for _ in range(2):
+            module.zero_grad(set_to_none=True)
+            engine.begin_step(len(mine))
+            for place in mine:
+                engine.before_micro_batch(model, is_last=place == mine[-1])
+                (model(rows[place]).square().mean() * SHARES[place] / sum(SHARES)).backward()
+                engine.after_micro_batch(MicroBatch(0, place, 0, SHARES[place]))
+            engine.end_step(sum(SHARES))
+        found.append([value for parameter in module.parameters() for value in parameter.grad.flatten().tolist()])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_are_those_of_torchs_engine(world_size: int) -> None:
+    """5 virtual workers of uneven shares: the ranks have other numbers of backward passes."""
+    names = ("torch", "horovod", "horovod, fp16", "torch, fp16", "exact", "exact, horovod")
+    for by_engine in on_horovod_ranks(world_size, _gradients, names):
+        plain, horovod, half, torch_half, exact, exact_horovod = map(torch.tensor, by_engine)
+        torch.testing.assert_close(horovod, plain, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(half, plain, rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(torch_half, plain, rtol=2e-3, atol=1e-5)
+        assert exact_horovod.tolist() == exact.tolist()
+        if world_size > 1:
+            assert half.tolist() != plain.tolist()  # it was compressed
+
+
+class Parts(nn.Module):
+    """Of which each rank uses another, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(3, 1, dtype=torch.bfloat16) for _ in range(3))
+        self.convolution = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
+
+
+def _of_several_kinds(rank: int, world_size: int) -> list[list[float] | None]:
+    """Gradients of two steps; what each rank has not, another has, in types that Horovod has not."""
+    torch.manual_seed(rank)
+    module = Parts()
+    if rank:
+        module.mask.fill_(False)
+    engine = engine_named("horovod")
+    model = engine.wrap(module)
+    assert module.mask.tolist() == [True, False]
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        engine.begin_step(2 // world_size)
+        for place in range(rank, 2, world_size):
+            loss = model.parts[place](torch.ones(1, 3, dtype=torch.bfloat16)).sum().float()
+            (loss + model.convolution(torch.ones(1, 2, 4, 4)).sum()).backward()
+        engine.end_step(2)
+    return [None if parameter.grad is None else parameter.grad.flatten().tolist() for parameter in module.parameters()]
+
+
+def test_a_gradient_that_only_some_ranks_have_or_none_is_what_it_is_on_one() -> None:
+    (alone,) = on_horovod_ranks(1, _of_several_kinds)
+    assert alone[4:6] == [None, None]
+    assert None not in alone[:4] + alone[6:]
+    for found in on_horovod_ranks(2, _of_several_kinds):
+        assert found == alone
+
+
+def _sparse(rank: int, world_size: int) -> None:
+    engine_named("horovod").wrap(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+
+
+def test_sparse_gradients_are_refused_in_a_sentence() -> None:
+    with pytest.raises(AssertionError, match=r"RuntimeError: .* leave out sparse=True of 0"):
+        on_horovod_ranks(1, _sparse)
+
+
+def _left_behind(rank: int, world_size: int) -> float | None:
+    """Rank 1 stays away; rank 0, which waits for it in a reduction, is woken by its own hand."""
+    import threading
+
+    import horovod.torch as hvd
+
+    hvd.shutdown()
+    dist.barrier()
+    before = open_sockets()
+    hvd.init()
+    own = open_sockets() - before
+    assert own
+    if rank == 1:
+        dist.barrier()  # it comes to no reduction before rank 0 has given up
+        return None
+    threading.Timer(1.0, cut_sockets, [own]).start()
+    began = time.monotonic()
+    with pytest.raises(Exception, match="Horovod has been shut down") as caught:
+        hvd.allreduce(torch.ones(4), op=hvd.Sum, name="waits")
+    waited = time.monotonic() - began
+    assert is_of_collective(caught.value)
+    dist.barrier()
+    return waited
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_is_woken() -> None:
+    waited = on_horovod_ranks(2, _left_behind)[0]
+    assert waited is not None
+    assert waited < 15.0  # by itself Horovod waits for 30 s

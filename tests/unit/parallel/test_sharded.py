@@ -1,0 +1,144 @@
+"""A model that torch's `fully_shard` has sharded: the same run, and a state that no rank has all of."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numbers_job import numbers_job
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from undula.parallel.engines.select import engine_for
+from undula.parallel.spec import GradientSpec
+from undula.recovery.restore import restore
+from undula.recovery.snapshot import find_snapshots
+from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.state.checkpoint import Checkpointer
+from undula.state.model_state import model_and_optimizer_state
+from undula.state.pieces import rank_state
+from undula.storage import Store
+from undula.train.job import Job
+from undula.train.run import Run
+
+
+def network(is_sharded: bool) -> nn.Module:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
+    if is_sharded:
+        fully_shard(module[0])
+        fully_shard(module)
+    return module
+
+
+def whole(module: nn.Module) -> dict[str, list[float]]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).flatten().tolist()
+        for name, value in module.named_parameters()
+    }
+
+
+def _weights(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[float]:
+    run = Run(job, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+    model = run.model(network(is_sharded))
+    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].float()[:, None] / 48
+        return (model(x) - x.square()).square().mean()
+
+    for step in run.steps(validate=loss):
+        for batch in step.batches():
+            step.backward(loss(batch))
+        step.update()
+    return [weight for weights in whole(model).values() for weight in weights]
+
+
+def test_a_sharded_model_trains_as_a_whole_one_does(tmp_path: Path) -> None:
+    """Four virtual workers on three ranks: one has more micro-batches than the others, in validation too."""
+    job = numbers_job(tmp_path, micro_batch=2)
+    job = replace(job, data=replace(job.data, validation=job.data.train))
+    (alone,) = on_ranks(1, _weights, job, False)
+    for world_size in (1, 2, 3):
+        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
+        for found in on_ranks(world_size, _weights, its_own, True):
+            assert found == pytest.approx(alone, rel=1e-5)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network(is_sharded=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _write(rank: int, world_size: int, folder: str, steps_of: list[list[int]]) -> dict[int, dict[str, Any]]:
+    model, optimizer = trained()
+    writer = SnapshotWriter(Path(folder), "plan", 1, rank)
+    found = {}
+    for step in (5, 6):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(step)
+        found[step] = whole(model)
+        if step in steps_of[rank]:
+            writer.begin(step, rank_state(model_and_optimizer_state(model, optimizer)), {}, [])
+            writer.wait()
+    assert writer.problem is None
+    return found
+
+
+def _read(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any], bool]:
+    model, optimizer = network(is_sharded=True), None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    world = dist.group.WORLD
+    assert world is not None
+    checkpoints = Checkpointer(Store(f"{folder}/run"), world, 2, keep=2)
+
+    def find() -> list[Any]:  # each rank has another node
+        return find_snapshots(Path(folder), "plan")[rank::world_size]
+
+    restored = restore(model, optimizer, checkpoints, "plan", None, find, lambda step: None, 2, world)
+    moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+    return restored.step, whole(model), any(bool(moment.any()) for moment in moments)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("steps_of", "step"), [([[5, 6]], 6), ([[5, 6], [5, 6]], 6), ([[5, 6], [5]], 5), ([[6], [5]], 0)]
+)
+def test_parts_of_several_ranks_make_up_a_state_for_any_number_of_them(
+    tmp_path: Path, world_size: int, steps_of: list[list[int]], step: int
+) -> None:
+    written = on_ranks(len(steps_of), _write, str(tmp_path), steps_of)[0]
+    for found_step, weights, has_moments in on_ranks(world_size, _read, str(tmp_path)):
+        assert found_step == step
+        assert has_moments == (step > 0)
+        assert step == 0 or weights == written[step]
+
+
+def _refusal(rank: int, world_size: int, folder: str) -> list[str]:
+    job = numbers_job(Path(folder))
+    half, adasum = GradientSpec(compression="fp16"), GradientSpec(reduce="adasum")
+    found = []
+    for changes in ({"deterministic": True}, {"engine": "horovod"}, {"gradient": half}, {"gradient": adasum}, {}):
+        module = nn.Sequential(nn.Linear(1, 2)) if not changes else network(is_sharded=True)
+        if not changes:
+            fully_shard(module[0])
+        with pytest.raises(RuntimeError) as refusal:
+            engine_for(module, torch.device("cpu"), replace(job, **changes), rank, world_size)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    *keys, partly = on_ranks(1, _refusal, str(tmp_path))[0]
+    for message, key in zip(keys, ("deterministic: true", "engine: horovod", "fp16", "adasum"), strict=True):
+        assert key in message.partition("whole gradients")[0]
+    assert "call fully_shard() on it as well" in partly

@@ -1,0 +1,188 @@
+"""Snapshots in a node's memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from undula.recovery import snapshot, snapshot_writer
+from undula.recovery.live_state import find_state
+from undula.recovery.snapshot import Snapshot, available_memory, find_snapshots, is_private, packed, parsed
+from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.state.pieces import Part, RankState, rank_state
+from undula.state.records import StepRow
+
+
+def row(step: int) -> StepRow:
+    return StepRow(1, step, 0, step + 1, 1, 2, 0.5, 0.1, 0.0, 0.1, 0.0, 0.0, 7, 1.0)
+
+
+def state(value: float) -> dict[str, object]:
+    return {
+        "model.w": torch.full((3, 5), value),
+        "model.half": torch.full((7,), value, dtype=torch.bfloat16),
+        "model.none": torch.empty(0, 4),
+        "optimizer.step": torch.tensor(value),
+        "optimizer.lr": 0.25,
+    }
+
+
+def take(writer: SnapshotWriter, step: int) -> None:
+    writer.begin(step, rank_state(state(float(step))), {}, [row(step - 1)])
+    writer.wait()
+
+
+def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
+    return max(find_snapshots(folder, plan_digest), key=lambda found: found.age, default=None)
+
+
+def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    for step in (1, 2, 3):
+        take(writer, step)
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    assert (found.age, found.rows) == ((0, 3), (row(2),))
+    assert found.sharding is None
+    loaded = found.load().whole()
+    assert loaded.keys() == state(3).keys()
+    for name, value in state(3.0).items():
+        assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
+
+
+def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    take(writer, 2)
+
+    def killed(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        take(writer, 3)
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    assert found.age == (0, 2)
+    assert torch.equal(found.load().parts["model.w"].tensor, torch.full((3, 5), 2.0))
+
+
+def test_a_new_writer_does_not_begin_by_losing_what_is_there(tmp_path: Path) -> None:
+    for step, left in ((5, [5]), (6, [5, 6]), (7, [6, 7])):
+        take(SnapshotWriter(tmp_path, "plan"), step)
+        assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.rglob("meta.json")) == left
+
+
+def test_another_plans_snapshot_is_none(tmp_path: Path) -> None:
+    take(SnapshotWriter(tmp_path, "plan"), 1)
+    assert newest_snapshot(tmp_path, "other plan") is None
+    assert newest_snapshot(tmp_path / "nowhere", "plan") is None
+
+
+def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_writer, "FREE_SHARE", 0.0)
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    assert writer.problem is not None
+    assert not writer.is_due(1.0)
+    assert writer.bytes == 0
+
+
+def test_memory_that_is_full_ends_the_snapshots_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", full)
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    assert writer.problem is not None
+    assert "No space left" in writer.problem
+    assert newest_snapshot(tmp_path, "plan") is None
+
+
+def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    assert writer.is_due(step_s=0.1)
+    take(writer, 1)
+    writer._cost_s = 0.0025
+    assert writer.every_steps == 3
+    assert [writer.is_due(step_s=0.1) for _ in range(3)] == [False, False, True]
+
+
+def test_the_interval_and_the_memory_are_told_once_they_are_known(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    for step in range(1, 9):
+        assert writer.words() is None
+        writer.is_due(step_s=0.1)
+        take(writer, step)
+    writer._cost_s = 0.0025
+    assert writer.words() == "snapshots every 3 steps, 0 MiB of each node's memory, 0.8% of the time"
+    writer._cost_s = 0.0005
+    assert writer.words() == "snapshots after every step, 0 MiB of each node's memory, 0.5% of the time"
+
+
+def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    writer = SnapshotWriter(folder, "plan")
+    take(writer, 1)
+    assert writer.bytes > 0
+    writer.forget()
+    assert not folder.exists()
+
+
+def test_a_part_of_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
+    part = Part(torch.arange(6.0).view(2, 3), (5, 3), (3, 0))
+    meta, data = packed("plan", (2, 7), RankState({"w": part}, {"lr": 0.5}), [row(6)])
+    found = parsed(meta, data)
+    assert (found.age, found.rows, found.sharding) == ((2, 7), (row(6),), {"w": ((5, 3), ((3, 0), (2, 3)))})
+    again = found.load().parts["w"]
+    assert (again.shape, again.offsets) == (part.shape, part.offsets)
+    assert torch.equal(again.tensor, part.tensor)
+
+
+def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+    grown = {**state(2.0), "model.more": torch.ones(1000)}
+    writer.begin(2, rank_state(grown), {"model.more": torch.full((1000,), 3.0)}, [])
+    writer.wait()
+    assert writer.problem is None
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    loaded = found.load().whole()
+    assert torch.equal(loaded["model.w"], torch.full((3, 5), 2.0))
+    assert torch.equal(loaded["model.more"], torch.full((1000,), 3.0))
+
+
+def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> None:
+    folder = tmp_path / "open" / "run"
+    take(SnapshotWriter(folder, "plan"), 1)
+    assert is_private(folder)
+    folder.parent.chmod(0o777)
+    writer = SnapshotWriter(folder, "plan")
+    take(writer, 2)
+    assert writer.problem == f"{folder.parent} can be written to by others: remove it"
+    assert find_state(folder, "plan", None, 0, 1) == []
+    folder.parent.chmod(0o700)
+    assert [found.age for found in find_state(folder, "plan", None, 0, 1)] == [(0, 1)]
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("max", "5000"), ("current", "4000"), ("stat", "anon 3000\ninactive_file 500\nslab 1\n")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    monkeypatch.setattr(snapshot, "CONTROL_GROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
+    assert available_memory() == 1500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 2**20
+
+
+def test_a_snapshot_of_another_version_is_none(tmp_path: Path) -> None:
+    take(SnapshotWriter(tmp_path, "plan"), 1)
+    (meta,) = tmp_path.rglob("meta.json")
+    meta.write_text(json.dumps({"plan_digest": "plan", "step": 1}))
+    assert newest_snapshot(tmp_path, "plan") is None

@@ -1,0 +1,64 @@
+"""The live view: one line a second, events on their own, rewritten in place only on a terminal."""
+
+import io
+
+import pytest
+
+from undula.state.records import Event
+from undula.telemetry.live import LiveScreen, message_lines, status_line
+from undula.telemetry.messages import Line, Status, clock
+
+
+def status(step: int) -> Status:
+    return Status(step, 400, loss=2.41306, lr=2.1e-3, samples_per_s=1812.4, world_size=2, seconds_left=41)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_status_says_where_the_run_stands() -> None:
+    assert status_line(status(120)) == "step 120/400  loss 2.4131  lr 2.10e-03  1,812 samples/s  2 workers  0:41 left"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (10935, "3:02:15")])
+def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_of_several_statuses_the_last_is_shown_and_of_other_messages_all() -> None:
+    messages = [status(1), Event("crash", "a worker died", time=0), Line(1, "hello"), status(2)]
+    lines = message_lines(messages)
+    assert [line.split("  ")[-1] for line in lines[:2]] == ["a worker died", "rank 1: hello"]
+    assert lines[2].startswith("step   2/400")
+    assert len(lines) == 3
+
+
+def test_plain_lines_where_nobody_can_rewrite_one() -> None:
+    out = io.StringIO()
+    screen = LiveScreen(out)
+    for line in ("step 1", "event", "step 2"):
+        screen.show(line)
+    screen.close()
+    assert out.getvalue() == "step 1\nevent\nstep 2\n"
+
+
+def test_on_a_terminal_an_event_stands_above_the_status() -> None:
+    out = Terminal()
+    screen = LiveScreen(out)
+    for line in ("step 1", "event", "step 2"):
+        screen.show(line)
+    screen.close()
+    shown = out.getvalue().replace("\r\x1b[J", "<")
+    assert shown == "step 1<event\nstep 1<step 2\n"
+
+
+def test_on_a_terminal_a_table_is_drawn_over_the_last_one() -> None:
+    out = Terminal()
+    screen = LiveScreen(out)
+    for line in ("┏━┓", "┃1┃", "└─┘", "event", "┏━┓", "┃2┃", "┗━┛", "report"):
+        screen.show(line)
+    screen.close()
+    shown = out.getvalue().replace("\x1b[2A\r\x1b[J", "<")
+    assert shown == "┏━┓\n┃1┃\n└─┘<event\n┏━┓\n┃1┃\n└─┘<┏━┓\n┃2┃\n┗━┛\nreport\n"

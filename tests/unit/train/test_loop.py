@@ -1,0 +1,142 @@
+"""The loop in one process, without Ray: what a step insists on, and what it records."""
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from numbers_job import numbers_job, write_numbers
+from torch import nn
+
+from undula.errors import RunError
+from undula.recovery.handover import GroupEndedError, process
+from undula.state.ledger import read_ledger
+from undula.storage import Store
+from undula.train.job import Job
+from undula.train.run import Run, Step
+from undula.train.tracebacks import is_of_collective
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # as Ray gives each worker one
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return numbers_job(tmp_path)
+
+
+def steps_of(job: Job) -> Iterator[tuple[Run, nn.Module, Step]]:
+    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    for step in run.steps():
+        yield run, model, step
+
+
+def train(job: Job, after_backward: Callable[[Step, int], None] = lambda step, number: None) -> None:
+    for _, model, step in steps_of(job):
+        for number, batch in enumerate(step.batches()):
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+            after_backward(step, number)
+        step.update()
+
+
+def test_an_epoch_is_trained_and_every_sample_seen_once(job: Job) -> None:
+    seen: list[float] = []
+    for _, model, step in steps_of(job):
+        for batch in step.batches():
+            seen += batch["x"].tolist()
+            step.backward(model(batch["x"][:, None]).mean())
+        step.update()
+    assert sorted(seen) == list(range(48))
+    assert read_ledger(Store(job.run_url)).steps["step_samples"].to_pylist() == [12] * 4
+
+
+def test_values_are_averaged_over_samples_whether_logged_before_or_after_backward(job: Job) -> None:
+    train(job, after_backward=lambda step, number: step.log(number=number))
+    logged = read_ledger(Store(job.run_url)).steps["logged"].to_pylist()
+    assert [json.loads(text) for text in logged] == [{"number": 1.5}] * 4
+
+
+def test_a_step_that_leaves_its_batches_early_is_refused(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+        break
+    with pytest.raises(RuntimeError, match=r"after the loop over step\.batches\(\), all of them"):
+        step.update()
+    steps.close()
+
+
+def test_batches_of_a_step_come_once(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+    with pytest.raises(RuntimeError, match="called twice"):
+        next(step.batches())
+    steps.close()
+
+
+def test_a_group_that_is_lost_before_its_first_commit_leaves_what_a_fresh_start_has(job: Job) -> None:
+    """AdamW's state, asked for before there is one, would have counted a step."""
+    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
+    steps = run.steps()
+    next(next(steps).batches())
+    run.hand_over()
+    assert process.kept is None
+    steps.close()
+
+
+def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
+    steps = steps_of(job)
+    run, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+    step.update()
+    run, model, step = next(steps)
+    steps.close()
+    run.hand_over()
+    run.forget()
+    process.kept = None
+    held = weakref.ref(model)
+    del model, step, steps
+    gc.collect()  # as a worker does when it joins the next group: torch leaves cycles
+    assert held() is None
+
+
+def test_a_rank_that_computes_after_its_group_has_ended_ends_with_the_next_batch(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    batches = step.batches()
+    step.backward(model(next(batches)["x"][:, None]).mean())
+    process.has_ended = True
+    try:
+        with pytest.raises(GroupEndedError) as caught:
+            next(batches)
+    finally:
+        process.join_group()
+    assert is_of_collective(caught.value)
+    steps.close()
+
+
+def test_a_run_does_not_go_on_with_other_data(job: Job, tmp_path: Path) -> None:
+    steps = steps_of(job)
+    for (_, model, step), _ in zip(steps, range(3), strict=False):
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None]).mean())
+        step.update()
+    steps.close()
+    write_numbers(tmp_path, 60)
+    with pytest.raises(RunError, match="is of another plan or other data"):
+        train(job)
