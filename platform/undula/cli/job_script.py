@@ -22,7 +22,7 @@ from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
-from undula.elastic.worker import Worker, open_data
+from undula.elastic.worker import JobWorker, open_data
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.state.directory import JOB_FILE, forget, held, identity
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
@@ -91,7 +91,7 @@ def _fit(
     trainer_name: str,
 ) -> Exception | None:
     on_event = TellEverywhere(prepared.store, publish)
-    worker = Worker(train, job, publish)
+    worker = JobWorker(train, job, publish)
     trainer: DataParallelTrainer
     if trainer_name == "ray":
         trainer = ray_trainer(worker, spec.workers, prepared.store, on_event)

@@ -37,7 +37,11 @@ STEP_SCHEMA = pa.schema(
         ("epoch", pa.int32()),
         ("samples", pa.int64()),  # of the whole run, this step included
         ("step_samples", pa.int32()),
-        ("world_size", pa.int32()),
+        ("world_size", pa.int32()),  # ranks
+        (
+            "cells",
+            pa.int32(),
+        ),  # smallest sets of ranks that run a micro-batch; as many as ranks unless a model spans several
         ("loss", pa.float64()),  # mean over the step's samples
         ("lr", pa.float64()),
         ("data_s", pa.float64()),  # seconds, mean over ranks; the first four add up to the step
@@ -49,6 +53,8 @@ STEP_SCHEMA = pa.schema(
         ("logged", pa.string()),  # JSON object of step.log(...)
         ("weights_digest", pa.uint64()),  # after the step, every few steps of a deterministic run; else null
         ("blocked_s", pa.float64()),  # before the step, while a checkpoint held the training up
+        ("grad_norm", pa.float64()),  # norm of the step's gradient before clipping
+        ("applied", pa.bool_()),  # whether the optimizer moved the weights
     ]
 )
 EVENT_SCHEMA = pa.schema(

@@ -19,7 +19,7 @@ from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer
-from undula.elastic.worker import Worker, open_data
+from undula.elastic.worker import JobWorker, open_data
 from undula.errors import StorageError
 from undula.state.records import Event
 from undula.storage import open_store
@@ -29,7 +29,7 @@ from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
 from undula.telemetry.messages import Message, Status
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.single_process import Alone
+from undula.train.single_process import SingleProcess
 
 HUB_INTERVAL_S = 0.25
 LEAVE_LIMIT_S = 30.0
@@ -71,11 +71,12 @@ class TrialProcess(Trainable):
         assert train is not None
         self._train = train
         self._thread: threading.Thread | None = None
+        self._here: SingleProcess | None = None
         self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Another trial in the same process: its imports and its memory stay."""
-        Alone.leave()
+        self._leave()
         self._take(new_config)
         return True  # Tune would take any other answer for the new trial's failure
 
@@ -87,8 +88,13 @@ class TrialProcess(Trainable):
 
     def cleanup(self) -> None:
         if self._thread and self._order.is_packed:  # one with workers of its own ends with this process
-            Alone.leave()
+            self._leave()
             self._thread.join(LEAVE_LIMIT_S)
+
+    def _leave(self) -> None:
+        """End a training in this process at its next step."""
+        if self._here:
+            self._here.leave()
 
     def _take(self, config: dict[str, Any]) -> None:
         self._order: Order = ray.cloudpickle.loads(config["order"])
@@ -99,9 +105,13 @@ class TrialProcess(Trainable):
         self._has_begun = True
         self._news: SimpleQueue[News] = SimpleQueue()
         order, after = self._order, self._thread
-        listener = Listener(order.metric, self._news.put, Alone.leave if order.is_packed else None)
-        start = train_here if order.is_packed else train_with_workers
-        training = partial(start, self._train, order, listener)
+        listener = Listener(order.metric, self._news.put, self._leave if order.is_packed else None)
+        training: Callable[[], None]
+        if order.is_packed:
+            self._here = SingleProcess(self._train, order.job, listener)
+            training = partial(train_here, self._here)
+        else:
+            training = partial(train_with_workers, self._train, order, listener)
         self._thread = threading.Thread(
             target=_trained, args=(training, listener, after), name="undula-trial", daemon=True
         )
@@ -173,14 +183,14 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
-def train_here(train: Callable[[Run], None], order: Order, listener: Listener) -> None:
-    """In this process, alone."""
+def train_here(training: SingleProcess) -> None:
+    """Train in this process. A training whose storage fails goes on from its newest checkpoint after a pause."""
     for pause_s in STORAGE_PAUSES_S:
         try:
-            return Alone(train, order.job, listener)()
+            return training()
         except StorageError:
             sleep(pause_s)
-    return Alone(train, order.job, listener)()
+    return training()
 
 
 def train_with_workers(train: Callable[[Run], None], order: Order, listener: Listener) -> None:
@@ -190,7 +200,7 @@ def train_with_workers(train: Callable[[Run], None], order: Order, listener: Lis
     publish = HubPublisher(hub)
     horovod = HorovodConfig(**vars(order.horovod)) if order.horovod else None
     trainer = elastic_trainer(
-        Worker(train, order.job, publish),
+        JobWorker(train, order.job, publish),
         horovod,
         order.workers,
         order.work,

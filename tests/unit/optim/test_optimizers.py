@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from horovod_ranks import on_horovod_ranks
-from numbers_job import numbers_job
+from numbers_job import cpu_run, numbers_job
 from pydantic import ValidationError
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from undula.storage import Store
 from undula.study.spec import CLASSES
 from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, rate_for
-from undula.train.run import Run, Step
+from undula.train.run import Step
 
 LAYERWISE = ("lars", "lamb")
 DECAY, LR = 0.1, 0.5
@@ -258,7 +258,7 @@ def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> d
     """The weights after a run with each, or after it was left before step `stop`."""
     found = {}
     for name, its_own in runs_of(job).items():
-        run = Run(its_own, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+        run = cpu_run(its_own, rank, world_size)
         model = run.model(nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)))
         run.optimizer(make_optimizer(model, config(name), run.base_lr))
         steps: Iterator[Step] = run.steps()

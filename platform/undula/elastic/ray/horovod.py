@@ -14,11 +14,12 @@ from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
 from undula.elastic.pure.spec import HorovodSpec
+from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.backend import ElasticTorchBackend, InProcessGroup
 from undula.elastic.rendezvous import RendezvousServer
 from undula.elastic.sockets import cut_sockets, open_sockets
 from undula.errors import ClusterError
-from undula.recovery.handover import process
+from undula.recovery.worker_state import WorkerState
 
 WITHOUT_EFFECT = ("verbose", "ssh_port", "ssh_identity_file", "ssh_str", "placement_group_timeout_s")
 """Arguments of Ray's former HorovodConfig for what Ray itself does, or what nothing used."""
@@ -131,22 +132,22 @@ class InHorovodGroup(InProcessGroup):
     def __enter__(self) -> None:
         super().__enter__()  # so that Horovod, which ends the process where a rank does not come, begins when all are there
         before = open_sockets()
-        begin(_variables[ray.train.get_context().get_world_rank()])
-        process.collective_sockets = open_sockets() - before
+        begin(_variables[ray.train.get_context().get_world_rank()], worker_state())
+        worker_state().collective_sockets = open_sockets() - before
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            cut_sockets(process.collective_sockets)  # or the end would wait for ranks that are lost
+            cut_sockets(worker_state().collective_sockets)  # or the end would wait for ranks that are lost
         hvd: Any = import_module("horovod.torch")
         hvd.shutdown()
         hvd.mpi_ops._handle_map.clear()  # what was not waited for holds the former group's gradients
-        process.collective_sockets = frozenset()
+        worker_state().collective_sockets = frozenset()
         super().__exit__(kind, error, trace)
 
 
-def begin(variables: Mapping[str, str]) -> None:
+def begin(variables: Mapping[str, str], state: WorkerState) -> None:
     """`hvd.init()` with these variables, in a process that may have been in groups before, beside others that have not.
 
     Horovod 0.28.1 as it comes keeps its parameters from one `init` to the next, and spoils them (parameter_manager.cc,
@@ -159,8 +160,8 @@ def begin(variables: Mapping[str, str]) -> None:
     global _has_begun
     hvd: Any = import_module("horovod.torch")
     wanted = {**os.environ, **variables}
-    process.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
-    if not (_has_begun or process.is_spent):
+    state.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
+    if not (_has_begun or state.is_spent):
         _use({**{name: value for name, value in variables.items() if "TIMELINE" not in name}, **places(["alone"])[0]})
         hvd.init()
         hvd.shutdown()
