@@ -17,7 +17,8 @@ PRELOADED = (
         "undula.telemetry.tensorboard",
         "undula.state.safetensors_io",
         "horovod.torch",
-        "pytorch_optimizer",
+        "undula.optim.lamb",
+        "undula.optim.lars",
     ),
     "undula.cli.job_script",
 )
