@@ -17,7 +17,8 @@ PRELOADED = (
         "undula.telemetry.tensorboard",
         "undula.state.checkpoint_files",
         "horovod.torch",
-        "pytorch_optimizer",
+        "undula.optim.lamb",
+        "undula.optim.lars",
     ),
     "undula.cli.job_script",
 )

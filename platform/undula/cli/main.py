@@ -190,7 +190,7 @@ def _run_store(run: str) -> Store:
 
 
 def _build_horovod(options: argparse.Namespace) -> int:
-    from undula.build_horovod import build_horovod
+    from undula.elastic.build_horovod import build_horovod
 
     build_horovod(options.cache)
     return 0

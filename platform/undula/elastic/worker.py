@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import ray
 import ray.train
 import ray.train.torch
@@ -85,5 +85,5 @@ def _replicas(worker: WorkerState) -> ReplicaClient | None:
 def _leave_batch_scheduling() -> None:
     """Take precedence over Ray's daemons where these run as batch processes, as undula.cluster.local starts them."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_BATCH:
-        for thread in Path("/proc/self/task").iterdir():  # the collectives' threads as well
-            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
+        for thread in psutil.Process().threads():  # including those of the collectives
+            os.sched_setscheduler(thread.id, os.SCHED_OTHER, os.sched_param(0))

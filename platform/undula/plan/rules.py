@@ -113,7 +113,7 @@ class Rule:
 
     scaled: Callable[[float, float | None], Scaled]
     holds_for: frozenset[str] | None
-    """Optimizers that its derivation or its experiments cover, by their classes in torch.optim and pytorch_optimizer; None for all."""
+    """Class names of the optimizers, of torch.optim and undula.optim, that its derivation or its experiments cover; None for all."""
     is_measured: bool = False
     """Whether it needs the gradient noise scale."""
 

@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -139,10 +140,8 @@ def is_private(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of memory that a process can still have here: the machine's, or its control group's where that has less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    found = [int(kib) * 2**10]
+    """Memory in bytes that a process can still allocate: that of the machine, or of its control group if that is less."""
+    found = [int(psutil.virtual_memory().available)]
     for folder, limit, used, cached in CONTROL_GROUPS:
         with suppress(OSError, ValueError):  # another version's, or without a limit
             (reclaimable,) = re.findall(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)

@@ -1,16 +1,14 @@
 """The actor in which a worker of Ray Train lives, made to outlast its worker group."""
 
 import gc
-import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from ray.air._internal.device_manager import get_torch_device_manager_by_context
@@ -152,10 +150,14 @@ class ElasticWorker(RayTrainWorker):
         return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
 
     def kill(self, pid: int) -> None:
-        """SIGKILL another worker of this machine, which is stopped and does not end at Ray's word."""
-        with suppress(OSError):
-            if type(self).__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        """Send SIGKILL to another worker of this machine, which is stopped and does not end when Ray asks it to.
+
+        A process that has taken over the worker's id in the meantime is left alone.
+        """
+        with suppress(psutil.Error):
+            other = psutil.Process(pid)
+            if type(self).__name__ in " ".join(other.cmdline()):
+                other.kill()
 
 
 def abort_collectives(state: WorkerState) -> None:
@@ -168,8 +170,8 @@ def abort_collectives(state: WorkerState) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Resident memory of this process, in bytes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def fault_in(num_bytes: int) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
+import psutil
 import ray
 import ray.train
 from ray.train.backend import BackendConfig
@@ -103,10 +104,8 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
 
 def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
     """Called in each worker before its train function."""
-    from psutil import net_if_addrs  # Horovod brings it along
-
     global _variables
-    interface = interface_of(node_address(), nics, net_if_addrs())
+    interface = interface_of(node_address(), nics, psutil.net_if_addrs())
     _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
     if nics:
         os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
@@ -154,8 +153,8 @@ def begin(variables: Mapping[str, str], state: WorkerState) -> None:
     BayesianParameter::SetValue): where the cycle time is fixed, a second `init` writes that one's default over the fusion threshold,
     1 MiB in place of 128. Ranks with the one and ranks with the other fuse different gradients, or write past the smaller buffer. So
     each process is alone in a first group that does nothing, and all of a group have had their second `init`. With both of them fixed
-    that one ends the process, and what autotune found stays as well: such a process is in one group only. `undula build-horovod` mends
-    the first two in the source; a Horovod that was built otherwise is not told apart from its own.
+    that one ends the process, and what autotune found stays as well: such a process is in one group only. `undula build-horovod` fixes
+    the first two in the source; this code does not tell its builds apart from others.
     """
     global _has_begun
     hvd: Any = import_module("horovod.torch")
