@@ -120,7 +120,7 @@ def test_runs_that_cannot_be_written_are_told_with_their_mend(two_nodes: Nodes, 
     assert line.startswith("fail  storage     the head ")
     assert f"cannot write {tmp_path}/file/runs" in line
     assert "Not a directory: give in --runs a folder that can be made and written to" in line
-    assert "1 to mend; 3 nodes in" in out
+    assert "1 to fix; 3 nodes in" in out
 
 
 def test_ray_without_its_token_fails(s3: Any) -> None:

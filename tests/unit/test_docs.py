@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from undula.cli.reference import markdown
 from undula.config.job import load_spec
-from undula.reference import markdown
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,6 +22,7 @@ from undula.errors import SpecError
 from undula.parallel.spec import EngineName, GradientSpec
 from undula.plan.plan import STRICT, PlanSpec
 from undula.plan.schedule import ScheduleSpec
+from undula.state.defaults import DEFAULT_RUNS
 from undula.state.spec import CheckpointSpec
 from undula.train.job import Job, ValidationSpec
 
@@ -38,7 +39,7 @@ class JobSpec:
     """Names the run directory below `runs`. The same name goes on where the run stood."""
     data: DataSpec
     """What the job reads."""
-    runs: Annotated[str, MinLen(1)] = "~/undula/runs"
+    runs: Annotated[str, MinLen(1)] = DEFAULT_RUNS
     """Path or s3:// URL that holds the run directories; all nodes must reach it."""
     engine: EngineName = "torch"
     """What reduces the gradients: torch DistributedDataParallel, or Horovod, which `undula build-horovod` installs."""
@@ -100,6 +101,12 @@ class JobSpec:
     @property
     def run_url(self) -> str:
         return f"{self.runs.rstrip('/')}/{self.name}"
+
+    @property
+    def buckets(self) -> list[str]:
+        """S3 buckets that the job reads and writes."""
+        urls = [self.run_url, *(part.url for part in self.data.mix or ()), self.data.train, self.data.validation]
+        return [url.removeprefix("s3://").partition("/")[0] for url in urls if url and url.startswith("s3://")]
 
 
 @dataclass(frozen=True)

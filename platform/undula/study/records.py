@@ -125,7 +125,7 @@ def read_spec(study: Store) -> StudySpec:
         return TypeAdapter(StudySpec).validate_python(json.loads(study.read(STUDY_FILE))["spec"])
     except StorageError:
         raise RunError(
-            f"{study.url} holds no study: give the directory of one, or the name of one in ~/undula/runs"
+            f"{study.url} holds no study: give the directory of one, or its name, and the folder that it lies in with --runs"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())

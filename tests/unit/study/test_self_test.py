@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from undula.cli import main as cli
+from undula.cli.main import main
 from undula.study import self_test
 from undula.study.self_test import Check, table
 
@@ -55,11 +55,11 @@ def test_exit_status_says_whether_one_failed(
 ) -> None:
     monkeypatch.setattr(self_test, "TOPICS", {"Gains": lambda: iter([("gain", known, 2.0, 0.01)])})
     with pytest.raises(SystemExit) as ended:
-        cli.main(["study", "self-test"])
+        main(["study", "self-test"])
     assert ended.value.code == status
     assert ("FAIL" in capsys.readouterr().out) == bool(status)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["study", "self-test", "--json"])
+        main(["study", "self-test", "--json"])
     assert ended.value.code == status
     assert json.loads(capsys.readouterr().out)[0]["passed"] is not bool(status)
 
