@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,20 +52,6 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     is_at_end = newest is not None and newest.step >= plan.total_steps
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
     return Prepared(store, plan, is_finished)
-
-
-def describe(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
-    """What `job.json` in the run directory says."""
-    data = load_data(loaded.spec.data)
-    return {
-        "name": loaded.spec.name,
-        "plan_digest": plan.digest(data.digest),
-        "manifest_digest": data.digest,
-        "total_steps": plan.total_steps,
-        "total_samples": plan.total_samples,
-        "train_rows": data.num_rows,
-        "spec": loaded.tree(),
-    }
 
 
 def model_shapes(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> dict[str, tuple[int, ...]] | None:

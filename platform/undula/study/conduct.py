@@ -1,18 +1,16 @@
 """A study from its first line to its last: spec -> trials -> Ray Tune -> report."""
 
-import json
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside_the_script
-from undula.driver.preflight import check_job, describe
-from undula.elastic.pure.fleet import Work
+from undula.driver.launch import record_job
+from undula.driver.preflight import check_job
 from undula.plan.plan import Plan
 from undula.report.summary import counted
-from undula.state.directory import JOB_FILE, held, identity
+from undula.state.directory import held
 from undula.study.job import Study
 from undula.study.live_table import StudyScreen
 from undula.study.load import load_study
@@ -81,15 +79,6 @@ def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
 def _order(study: Study, trial: Trial) -> Order:
     """What the process of a trial is told; its run directory says what it is."""
     loaded = study.job(trial)
-    store = study.store / TRIALS / trial.name
     plan = Plan(loaded.spec.plan, study.rows)
-    record = {**describe(loaded, plan), **identity(store)}
-    store.write(JOB_FILE, json.dumps(record, indent=1).encode())
-    return Order(
-        job=replace(loaded.job(), run_id=record["id"]),
-        workers=loaded.spec.workers,
-        horovod=loaded.spec.horovod if loaded.spec.engine == "horovod" else None,
-        metric=study.spec.metric,
-        is_packed=study.spec.packed is not None,
-        work=Work(plan.total_steps, record["began"]),
-    )
+    launch = record_job(loaded, plan, study.store / TRIALS / trial.name)
+    return Order(launch, study.spec.metric, is_packed=study.spec.packed is not None)

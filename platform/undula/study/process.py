@@ -14,20 +14,17 @@ import ray
 from ray.train import TrainingFailedError
 from ray.tune import Trainable
 
-from undula.elastic.pure.fleet import Work
-from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
+from undula.driver.launch import LaunchSpec, launch
+from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
-from undula.elastic.ray.horovod import HorovodConfig
-from undula.elastic.ray.trainer import elastic_trainer
-from undula.elastic.worker import Worker, open_data
 from undula.errors import StorageError
 from undula.state.records import Event
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
-from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
+from undula.telemetry.follower import HubFollower
+from undula.telemetry.hub import start_hub
 from undula.telemetry.messages import Message, Status
-from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import Alone
 
@@ -42,14 +39,10 @@ STORAGE_PAUSES_S = (2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0)
 class Order:
     """What a trial's process is told to train."""
 
-    job: Job
-    workers: WorkersSpec
-    horovod: HorovodSpec | None
-    """None with torch's engine."""
+    launch: LaunchSpec
     metric: str
     is_packed: bool
     """Whether it trains in the trial's process itself, and not with workers of its own."""
-    work: Work
 
 
 @dataclass(frozen=True)
@@ -177,45 +170,26 @@ def train_here(train: Callable[[Run], None], order: Order, listener: Listener) -
     """In this process, alone."""
     for pause_s in STORAGE_PAUSES_S:
         try:
-            return Alone(train, order.job, listener)()
+            return Alone(train, order.launch.job, listener)()
         except StorageError:
             sleep(pause_s)
-    return Alone(train, order.job, listener)()
+    return Alone(train, order.launch.job, listener)()
 
 
 def train_with_workers(train: Callable[[Run], None], order: Order, listener: Listener) -> None:
     """As an elastic run of its own."""
-    store = open_store(order.job.run_url)
+    store = open_store(order.launch.job.run_url)
     hub = start_hub(store)
-    publish = HubPublisher(hub)
-    horovod = HorovodConfig(**vars(order.horovod)) if order.horovod else None
-    trainer = elastic_trainer(
-        Worker(train, order.job, publish),
-        horovod,
-        order.workers,
-        order.work,
-        store,
-        TellEverywhere(store, publish),
-        prepare=partial(open_data, order.job),
-    )
-    over = threading.Event()
-    follower = threading.Thread(target=_follow, args=(hub, listener, over), name="undula-hub", daemon=True)
-    follower.start()
-    try:
-        trainer.fit()
-    finally:
-        over.set()
-        follower.join()
-        ray.kill(hub)
 
-
-def _follow(hub: Any, listener: Listener, over: threading.Event) -> None:
-    position, is_last = 0, False
-    while not is_last:
-        is_last = over.wait(HUB_INTERVAL_S)  # after the end once more, for the last messages
-        position, messages = ray.get(hub.read.remote(position))
+    def handle(messages: list[Message]) -> None:
         for message in messages:
             listener(message)
+
+    try:
+        with HubFollower(hub, handle, HUB_INTERVAL_S):
+            launch(train, order.launch, store, hub)
+    finally:
+        ray.kill(hub)
 
 
 def resources(workers: WorkersSpec, packed: int | None) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from undula.data.spec import DataSpec
+from undula.driver.launch import LaunchSpec
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import StorageError
@@ -34,7 +35,7 @@ def order() -> Order:
         deterministic=False,
         config=None,
     )
-    return Order(job, WorkersSpec(), None, "validation_loss", is_packed=True, work=Work(1, 0.0))
+    return Order(LaunchSpec(job, WorkersSpec(), None, Work(1, 0.0)), "validation_loss", is_packed=True)
 
 
 def config() -> dict[str, Any]:
