@@ -111,8 +111,12 @@ class LoadedSpec:
     """`spec.config`, as the script's own type where it declares one."""
     origins: Mapping[str, str]
 
+    def origin(self, key: str) -> str:
+        """The origin of a dotted key's value, for messages."""
+        return self.origins.get(key, "default")
+
     def job(self) -> Job:
-        """What the workers need of the spec."""
+        """The part of the spec that the workers need."""
         spec = self.spec
         return Job(
             name=spec.name,
@@ -137,7 +141,7 @@ class LoadedSpec:
 
     def to_yaml(self) -> str:
         """The resolved spec as YAML, each value with its origin in a comment."""
-        rows = [(key, json.dumps(value), self.origins.get(key, "default")) for key, value in flatten(self.tree())]
+        rows = [(key, json.dumps(value), self.origin(key)) for key, value in flatten(self.tree())]
         lines: list[str] = []
         shown: tuple[str, ...] = ()
         for key, text, origin in rows:

@@ -28,7 +28,7 @@ class Study:
             self.rows = load_data(job.data).num_rows
         except (StorageError, ManifestError) as error:
             key = "data.mix" if job.data.mix else "data.train"
-            raise type(error)(f"{loaded.job.origins.get(key, 'default')}: {key}: {error}") from error
+            raise type(error)(f"{loaded.job.origin(key)}: {key}: {error}") from error
         plan = Plan(job.plan, self.rows)
         samples = loaded.spec.samples or plan.total_samples
         warmups = loaded.spec.warmups or (round(job.schedule.over(plan).warmup_samples),)
