@@ -108,7 +108,7 @@ class Study:
             try:
                 loaded = self.job(trial)
             except SpecError as error:
-                raise SpecError(f"{error} (this is of the trial {trial.name})") from None
+                raise SpecError(f"{error} (in the trial {trial.name})") from None
             self._refuse_long_warmup(trial, loaded)
             record, now = {} if fresh else job_record(self.store / TRIALS / trial.name), loaded.tree()
             if record and not knows_defaults:

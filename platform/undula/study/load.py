@@ -53,7 +53,7 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
     Raises:
         SpecError: one sentence, as of `load_spec`, about the study or about its job.
     """
-    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches", mend=_mend_of_study)
+    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches", fix=_fix_of_unknown_key)
     job_file = file.parent / spec.job
     if not job_file.is_file():
         raise SpecError(
@@ -73,7 +73,7 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
     return LoadedStudy(spec, job, job_file, where, values, config_type)
 
 
-def _mend_of_study(tree: Mapping[str, Any], key: str) -> str | None:
+def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
     if "data" in tree and "batches" not in tree:
         return "this is a job's YAML, which `undula run` trains; a study's names it with the key job"
     if key in {each.name for each in dataclasses.fields(JobSpec)}:

@@ -1,4 +1,4 @@
-"""A study's YAML: read as it is meant, and refused in one sentence that names the place, the key and the mend."""
+"""A study's YAML: read as it is meant, and refused in one sentence that names the place, the key and the fix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -184,7 +184,7 @@ def test_a_key_of_the_job_s_is_told_where_it_goes(refused: Refused) -> None:
 
 def test_a_study_is_no_job(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text("name: study\nsamples: 8\n" + STUDY.partition("\n")[2])
-    with pytest.raises(SpecError, match="unknown key samples: this is a study's YAML, which `undula study` trains"):
+    with pytest.raises(SpecError, match="unknown key samples: this is a study's YAML; start it with `undula study`"):
         load_spec(tmp_path / "study.yaml")
 
 
@@ -212,7 +212,7 @@ def test_file_that_is_no_study_is_refused(refused: Refused) -> None:
     assert (
         refused("", text="") == "study.yaml is empty: a study's YAML is a mapping with the keys name, job, batches, ..."
     )
-    assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing: it must be given"
+    assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing; add it"
 
 
 def test_trainings_that_share_nothing_are_refused(refused: Refused) -> None:
