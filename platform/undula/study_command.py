@@ -110,10 +110,10 @@ def _is_done(loaded: "LoadedStudy", fresh: bool) -> bool:
         UndulaError: what is wrong with its trials.
     """
     from undula.study.job import Study
-    from undula.study.progress import Progress, known
+    from undula.study.progress import StudyProgress, read_progress
 
     study = Study(loaded)
-    progress = Progress(study.spec) if fresh else known(study.store, study.spec)
+    progress = StudyProgress(study.spec) if fresh else read_progress(study.store, study.spec)
     study.check(progress.wanted(), fresh, knows_defaults=False)
     if not progress.is_done:
         return False
@@ -131,18 +131,18 @@ def files_of(script: Path, study: Path, job: Path) -> tuple[str, str]:
 
 
 def _status(options: argparse.Namespace) -> int:
+    from undula.study.heartbeat import has_driver
     from undula.study.live_table import study_table
-    from undula.study.progress import known
+    from undula.study.progress import read_progress
     from undula.study.records import read_spec
     from undula.study.trials import trial_row
-    from undula.study.under_way import is_under_way
     from undula.telemetry.live import LiveScreen
 
     store = study_store(options.study, options.runs)
     screen = LiveScreen(sys.stdout)
     while True:
-        spec, is_there = read_spec(store), is_under_way(store)
-        records = list(known(store, spec).records.values())
+        spec, is_there = read_spec(store), has_driver(store)
+        records = list(read_progress(store, spec).records.values())
         if not is_there:
             records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
         if options.json:
@@ -185,9 +185,9 @@ def _report(options: argparse.Namespace) -> int:
 def _publish(store: Store, spec: "StudySpec") -> None:
     with needs_extra("study"):
         from undula.study.page import publish
-    from undula.study.progress import known
+    from undula.study.progress import read_progress
 
-    print("\n".join(publish(store, spec, list(known(store, spec).records.values()))))
+    print("\n".join(publish(store, spec, list(read_progress(store, spec).records.values()))))
 
 
 def _self_test(options: argparse.Namespace) -> int:

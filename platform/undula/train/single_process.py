@@ -15,7 +15,7 @@ from undula.train.run import Run
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleProcess:
     """A training in this process. One at a time, as torch's process group and a worker's state are the process's."""
 
     train: Callable[[Run], None]

@@ -112,7 +112,9 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
 
 
 def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
-    with pytest.raises(SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples"):
+    with pytest.raises(
+        SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples; lower first_rung"
+    ):
         check(study(scheduler="asha", first_rung=999))
 
 
