@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from undula.plan.prices import Prices
-    from undula.state.records import Event
+    from undula.state.events import Event
 
 
 def add_price_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,8 +25,8 @@ from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
 from undula.elastic.worker import Worker, open_data
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.state.directory import JOB_FILE, forget, held, identity
+from undula.state.events import StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
-from undula.state.records import Event
 from undula.study.load import load_study
 from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
 from undula.telemetry.live import live_view
@@ -107,7 +107,7 @@ def _fit(
     except TrainingFailedError as error:
         return error
     except SystemExit:
-        EventWriter(prepared.store, "driver").event(Event("stop", "stopped from outside"))
+        EventWriter(prepared.store, "driver").event(StopEvent())
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job as a success
     return None
 
@@ -145,12 +145,8 @@ def _say_result(prepared: Prepared, error: Exception | None) -> None:
     ledger = read_ledger(store)
     done, total = steps_done(ledger.steps), prepared.plan.total_steps
     result = "finished" if done == total else f"stopped after {done} of {total} steps"
-    validation = last_event(ledger.events, "validation")
-    loss = (
-        f"validation loss {validation['data']['loss']:.4f} at step {validation['step']}"
-        if validation
-        else "no validation"
-    )
+    validation = last_event(ledger.events, ValidationEvent)
+    loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from undula.errors import SpecError
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.prices import MARKETS, Machine, PriceList, Prices
-from undula.state.records import Event
+from undula.state.events import Event, GroupEvent, WaitingEvent
 
 PRICES_FILE = "UNDULA_PRICES"
 """Environment variable that names a file of prices, where no option does."""
@@ -91,7 +91,8 @@ def with_aws_history(prices: Prices, events: Sequence[Event]) -> Prices:
     used = {
         machine
         for event in events
-        for machine in map(Machine.of, event.data.get("workers") or ())
+        if isinstance(event, GroupEvent | WaitingEvent)
+        for machine in map(Machine.of, event.workers)
         if machine.market == SPOT and "." in (machine.type or "")  # of all clouds' names, AWS's have a dot
     }
     if not used:

@@ -12,9 +12,10 @@ from undula.recovery.handover import process
 from undula.recovery.replica import Mirror
 from undula.recovery.snapshot import Snapshot, find_snapshots, is_private
 from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.state.events import SnapshotEvent, WarningEvent
 from undula.state.model_state import MODEL
 from undula.state.pieces import RankState, rank_state
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 
 SCHEDULED = ("params", "lr")
 """Of an optimizer's groups: what is no state, as each step sets it."""
@@ -93,7 +94,7 @@ class StateMemory:
         """Whether there is no memory for this rank's part, without which those of the others are of no use."""
         return self._live.is_sharded and self._writer is not None and self._writer.problem is not None
 
-    def news(self, done: int, lacks_part: bool) -> Event | None:
+    def news(self, done: int, lacks_part: bool) -> SnapshotEvent | WarningEvent | None:
         """What is to be told of the snapshots: what they cost, once, and why there are none any more.
 
         Args:
@@ -105,11 +106,11 @@ class StateMemory:
         if lacks_part or (self._writer.problem and not self._live.is_sharded):
             problem = self._writer.problem or "the node of another rank has no room for its part"
             self.close()
-            return Event("notice", f"no snapshots in memory: {problem}", done)
-        if process.has_told_snapshots or not (told := self._writer.words()):
+            return WarningEvent("no_snapshots", problem, step=done)
+        if process.has_told_snapshots or not (cost := self._writer.cost()):
             return None
         process.has_told_snapshots = True
-        return Event("snapshot", told, done, {"bytes": self._writer.bytes})
+        return SnapshotEvent(self._writer.bytes, *cost, step=done)
 
     def forget(self) -> None:
         """The run is over."""

@@ -21,7 +21,6 @@ from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer
 from undula.elastic.worker import Worker, open_data
 from undula.errors import StorageError
-from undula.state.records import Event
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
@@ -118,7 +117,7 @@ class Listener:
     """
 
     def __init__(self, metric: str, tell: Callable[[News], None], leave: Callable[[], None] | None = None):
-        self._kind = EVENT_OF[metric]
+        self._event_type = EVENT_OF[metric]
         self._tell = tell
         self._leave = leave
         self._last = News(0, inf, is_measured=False)
@@ -128,13 +127,13 @@ class Listener:
             return
         if isinstance(message, Status) and not isfinite(message.loss):
             self._diverged(News(message.step, message.loss, False, message=f"its training loss was {message.loss}"))
-        elif isinstance(message, Event) and message.kind == self._kind:
-            news = News(message.step or 0, loss := float(message.data["loss"]), is_measured=True)
-            if isfinite(loss):
+        elif isinstance(message, self._event_type):
+            news = News(message.step, message.loss, is_measured=True)
+            if isfinite(message.loss):
                 self._last = news
                 self._tell(news)
             else:
-                self._diverged(replace(news, message=f"its loss was {loss}"))
+                self._diverged(replace(news, message=f"its loss was {message.loss}"))
 
     def ended(self, error: str | None) -> None:
         """The training is over: by itself, or with an error in words."""

@@ -1,20 +1,20 @@
 """What has come of a study's trials, read from their run directories, and what the study itself writes there."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from math import inf
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
 from undula.plan.rules import RULES
 from undula.state.commit import CHECKPOINTS
 from undula.state.directory import STUDY_FILE
-from undula.state.ledger import Ledger, read_ledger
+from undula.state.events import LossEvent, StartEvent, ValidationEvent
+from undula.state.ledger import Ledger, events_of, read_ledger
 from undula.storage import Store
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord
@@ -23,7 +23,10 @@ from undula.study.under_way import UNDER_WAY_FILE
 TRIALS = "trials"
 REPORT = "report"
 OUTCOME = "outcome.json"
-EVENT_OF = {"validation_loss": "validation", "training_loss": "loss"}
+EVENT_OF: Mapping[str, type[ValidationEvent | LossEvent]] = {
+    "validation_loss": ValidationEvent,
+    "training_loss": LossEvent,
+}
 
 
 def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None:
@@ -71,8 +74,8 @@ def top_rate(spec: StudySpec, trial: Trial) -> float | None:
 
 def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
     """The metric where it was measured. The training loss is the mean since the last place, whatever group of workers told of it."""
-    events = ledger.events.filter(pc.equal(ledger.events["kind"], EVENT_OF[spec.metric])).to_pylist()
-    told = {int(event["step"]): json.loads(event["data"])["loss"] for event in events}  # the newest, where done again
+    events: list[ValidationEvent | LossEvent] = events_of(ledger.events, EVENT_OF[spec.metric])
+    told = {event.step: event.loss for event in events}  # the newest, where done again
     steps = ledger.steps
     done = np.asarray(steps["step"]) + np.asarray(steps["span"])
     curve, begin = [Measurement(0, 0, told[0])] if 0 in told else [], 0
@@ -99,14 +102,14 @@ def _noise(ledger: Ledger) -> tuple[tuple[int, float], ...]:
 def _seconds(ledger: Ledger) -> tuple[float, float]:
     """On the wall clock, and times the workers, from each group's start to its last step or event."""
     wall = work = 0.0
-    starts: list[dict[str, Any]] = ledger.events.filter(pc.equal(ledger.events["kind"], "start")).to_pylist()
+    starts = events_of(ledger.events, StartEvent)
     rows = np.concatenate([np.asarray(part["time"]) for part in (ledger.steps, ledger.replaced, ledger.events)])
     for number, start in enumerate(starts):
-        until = starts[number + 1]["time"] if number + 1 < len(starts) else inf
-        within = rows[(rows >= start["time"]) & (rows < until)]
-        seconds = float(within.max(initial=start["time"]) - start["time"])  # nodes' clocks may differ
+        until = starts[number + 1].time if number + 1 < len(starts) else inf
+        within = rows[(rows >= start.time) & (rows < until)]
+        seconds = float(within.max(initial=start.time) - start.time)  # nodes' clocks may differ
         wall += seconds
-        work += seconds * json.loads(start["data"])["world_size"]
+        work += seconds * start.world_size
     return wall, work
 
 

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 import ray
 
 from undula.errors import RunError
+from undula.state.events import Event
 from undula.state.ledger import EventWriter
-from undula.state.records import Event
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
 

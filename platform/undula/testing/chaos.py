@@ -15,8 +15,8 @@ from pathlib import Path
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
+from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
-from undula.state.records import Event
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
@@ -157,7 +157,7 @@ class Chaos:
         """Something has happened to the cluster: for who looks on, and in the run's ledger."""
         self.done.append(Done(time.time(), what, self._driver.step))
         self._driver.show(f"chaos: {what}")
-        self._events.event(Event("fault", what, max(self._driver.step, 0)))
+        self._events.event(FaultEvent(what, step=max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """A notice, and its end when the time is over."""
@@ -173,8 +173,8 @@ class Chaos:
 
     def worker_pids(self) -> list[int]:
         """The processes of the group that trains now, by rank."""
-        group = last_event(read_ledger(self._store).events, "group")
-        return [worker["pid"] for worker in group["data"]["workers"]] if group else []
+        group = last_event(read_ledger(self._store).events, GroupEvent)
+        return [worker["pid"] or 0 for worker in group.workers] if group else []
 
 
 def replay(

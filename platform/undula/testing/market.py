@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from undula.elastic.pure.fleet import FleetManager, Pace, Work
 from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import ON_DEMAND, SPOT, Fleet, FleetSpec
-from undula.state.records import Event
+from undula.state.events import Event
 
 STEPS = 10**6
 """That the work is cut into."""

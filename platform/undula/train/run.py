@@ -35,9 +35,10 @@ from undula.recovery.restore import Restored, restore
 from undula.recovery.snapshot import folder_of
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.state.checkpoint import Checkpointer
+from undula.state.events import CheckpointEvent, EndEvent, Event, StartEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import next_attempt
 from undula.state.model_state import model_and_optimizer_state
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import open_store
 from undula.telemetry.messages import Publisher
 from undula.telemetry.reporter import Telemetry
@@ -187,16 +188,14 @@ class Run:
         if change:
             self._event(change)
         if start == 0 and self._group_rates.warning:
-            self._event(Event("notice", self._group_rates.warning))
+            self._event(WarningEvent("batch_rule", self._group_rates.warning))
         self._live = LiveState(self._model, self._optimizer, self._state)
         if (every := self._job.checkpoint.snapshot_every_steps) != 0:
             writer = SnapshotWriter(folder, self._plan_digest, self._attempt, self._local_rank, every)
             self._memory = StateMemory(self._live, writer, self._mirror, self.rank, self._local_rank)
         validation = self._validation(validate)
         if validate is None and self._job.data.validation is not None:
-            self._event(
-                Event("notice", "data.validation is given, and run.steps() has no validate=: nothing is validated")
-            )
+            self._event(WarningEvent("no_validation"))
         try:
             process.progress.begin(start)
             if validation and start == 0:
@@ -275,7 +274,7 @@ class Run:
             answers: list[Any] = [None] * self.world_size
             dist.all_gather_object(answers, is_given, group=self._control)
             if not all(answers):
-                self._event(Event("notice", "the head has no room for the parts of the model: saving to storage", done))
+                self._event(WarningEvent("no_room_for_shards", step=done))
                 self._save(done)
         self._finish_saving()
         raise LeaveGroup
@@ -344,11 +343,8 @@ class Run:
 
     def _tell_start(self, restored: Restored) -> None:
         for problem in restored.damaged.values():
-            self._event(Event("notice", f"checkpoint skipped: {problem}", restored.step))
-        workers = f"{self.world_size} worker{'s' if self.world_size > 1 else ''}"
-        message = f"resumed from {restored.origin} of step {restored.step}" if restored.origin else "started"
-        data = {"world_size": self.world_size, "attempt": self._attempt, "resumed": bool(restored.origin)}
-        self._event(Event("start", f"{message} with {workers}", restored.step, data))
+            self._event(WarningEvent("checkpoint_skipped", problem, step=restored.step))
+        self._event(StartEvent(self.world_size, self._attempt, restored.origin or None, step=restored.step))
 
     def _validation(self, validate: Loss | None) -> Validation | None:
         if validate is None or self._job.data.validation is None:
@@ -367,7 +363,7 @@ class Run:
 
     def _validate(self, validation: Validation, done: int) -> None:
         loss, samples = exact_mean(*validation.losses(), self._control)
-        self._event(Event("validation", f"validation loss {loss:.4f}", done, {"loss": loss, "samples": samples}))
+        self._event(ValidationEvent(loss, samples, step=done))
 
     def _save(self, done: int) -> None:
         self._finish_saving()
@@ -376,12 +372,12 @@ class Run:
         self._checkpoints.save(done, self._plan_digest, self._state())
 
     def _tell_saved(self, done: int, seconds: float) -> None:
-        self._event(Event("checkpoint", f"checkpoint of step {done} committed", done, {"seconds": seconds}))
+        self._event(CheckpointEvent(seconds, step=done))
 
     def _finish_saving(self) -> BaseException | None:
         error = self._checkpoints.wait()
         if error:
-            self._event(Event("notice", f"a checkpoint failed, training goes on: {_reason(error)}"))
+            self._event(WarningEvent("checkpoint_failed", _reason(error)))
         return error
 
     def _end(self) -> None:
@@ -389,7 +385,7 @@ class Run:
             raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
         if self._memory:
             self._memory.forget()
-        self._event(Event("end", f"finished after {self.plan.total_steps} steps", self.plan.total_steps))
+        self._event(EndEvent(step=self.plan.total_steps))
 
     def _event(self, event: Event) -> None:
         if self._telemetry:

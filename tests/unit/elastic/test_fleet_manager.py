@@ -9,6 +9,7 @@ import pytest
 from undula.elastic.pure.fleet import AVOID_S, FleetManager, Pace, Work
 from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import MARKET, ON_DEMAND, SPOT, TYPE, Fleet, FleetSpec
+from undula.state.events import Event, FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 
 TOTAL = 100
 STEP_S = 10.0
@@ -23,8 +24,7 @@ class Run:
     now: float = 0.0
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
-
+    events: list[Event] = field(default_factory=list)
     fewest: int = 1
     began: float = 0.0
 
@@ -35,7 +35,7 @@ class Run:
             self.fewest,
             Work(TOTAL, self.began),
             True,
-            lambda event: self.told.append(event.message),
+            self.events.append,
             lambda _: self.refused,
         )
 
@@ -76,6 +76,11 @@ def test_nodes_of_another_market_are_given_back() -> None:
     run.have(None, "d")  # is there anyway
     assert run.look() == Fleet(4, 0)
     assert run.fleet.given_back == {"c"}
+    request, release = run.events
+    assert isinstance(request, FleetEvent)
+    assert (request.spot, request.on_demand, request.time_left_s) == (4, 0, None)
+    assert isinstance(release, ReleaseEvent)
+    assert (release.node, release.spot, release.on_demand) == ("c", 4, 0)
     assert run.fleet.labels == [{MARKET: SPOT}] * 4
     assert run.fleet.room(ON_DEMAND, Counter()) == 0
 
@@ -145,7 +150,7 @@ def test_after_the_deadline_nothing_more_is_bought() -> None:
     run = deadline(1000)
     run.look(1500, done=10)
     assert run.look(done=10) == Fleet(4, 0)
-    assert sum("the deadline was" in line for line in run.told) == 1
+    assert [event.late_s for event in run.events if isinstance(event, OverdueEvent)] == [500.0]
 
 
 def test_nodes_that_are_too_few_to_train_are_made_enough() -> None:
@@ -170,14 +175,14 @@ def test_types_that_are_not_to_be_had_are_asked_for_no_more_but_for_those_that_a
     run.refused = {"a-type": "no capacity", "other-type": ""}
     run.look()
     assert run.fleet.labels == [{TYPE: "spot-type"}] + [{TYPE: "!in(a-type,other-type)"}] * 3
-    words = "is not to be had{}: other types are asked for"
-    assert run.told == [f"a-type {words.format(' (no capacity)')}", f"other-type {words.format('')}"]
+    refusals = [event for event in run.events if isinstance(event, RefusalEvent)]
+    assert [(event.node_type, event.reason) for event in refusals] == [("a-type", "no capacity"), ("other-type", "")]
     run.refused = {}
     run.look(AVOID_S)
     assert run.fleet.labels == [{}] * 4
     run.refused = {"a-type": "no capacity"}
     run.look()
-    assert len(run.told) == 2  # as before
+    assert [event.kind for event in run.events] == ["refusal"] * 2  # as before
     run.have(SPOT, "b", "c", "d")
     run.look()
     assert run.fleet.labels == [{}] * 4  # all are there
@@ -198,7 +203,7 @@ def test_a_type_of_which_there_are_some_and_no_more_is_told_of_once() -> None:
     run.refused = {"spot-type": ""}
     for _ in range(5):
         run.look()
-    assert len(run.told) == 1
+    assert [event.kind for event in run.events] == ["refusal"]
 
 
 def test_on_demand_nodes_in_the_place_of_spot_do_not_end_the_looking_for_other_types() -> None:
@@ -223,8 +228,9 @@ def test_room_that_nobody_uses_is_told_once() -> None:
     nodes = {"a": Node("a", 2, 1, None), "b": Node("b", 2, 0, None)}
     for now in (10.0, 60.0, 80.0, 200.0):
         run.fleet.look(nodes, Counter(), Counter({"a": 1, "b": 2}), now)
-    assert len(run.told) == 1
-    assert run.told[0].startswith("node a has had room for 1 more worker for 60 s: the job takes 4 at most")
+    (idle,) = run.events
+    assert isinstance(idle, IdleEvent)
+    assert (idle.node, idle.free, idle.idle_s, idle.most) == ("a", 1, 60.0, 4)
 
 
 def test_a_pace_is_of_the_time_in_groups_alone() -> None:

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -19,7 +19,7 @@ from undula.elastic.ray.actor import ElasticWorker
 from undula.elastic.ray.capacity import Labels, look
 from undula.recovery.replica_store import SnapshotKeeper
 from undula.recovery.snapshot import parsed
-from undula.state.records import Event
+from undula.state.events import CrashEvent, Event, NodeEvent, WarningEvent
 from undula.telemetry.hub import UNRECORDED
 
 LOOK_INTERVAL_S = 0.25
@@ -135,7 +135,7 @@ class WorkerPool:
         except RayError:
             return True
         if isinstance(found, str):
-            self.on_event(Event("notice", f"the newest state goes with its last node: {found}"))
+            self.on_event(WarningEvent("state_at_risk", found))
         elif found:
             meta, data = found
             self.keeper.keep(worker.id, parsed(meta, bytearray(data)))
@@ -180,7 +180,7 @@ class WorkerPool:
         there = _those_that_say_yes({member.actor.answer.remote(): member for member in members}, ANSWER_S)
         for member in members:
             if member not in there:
-                self.drop(member.id, "does not answer")
+                self.drop(member.id, "unresponsive")
         return [member for member in members if member in there]
 
     def take_back(self, silent_s: Mapping[str, float]) -> None:
@@ -197,21 +197,20 @@ class WorkerPool:
         for worker in members:
             worker.in_group = False
             if worker.id not in left:
-                self.drop(worker.id, "cannot be in another group" if worker in answering else None)
+                self.drop(worker.id, "unusable" if worker in answering else None)
 
-    def drop(self, worker: str, why: str | None = None) -> None:
+    def drop(self, worker: str, cause: Literal["unresponsive", "unusable"] | None = None) -> None:
         """End a worker's process; at once, where it is stopped and another of its machine can.
 
         Args:
             worker: its id.
-            why: told, where nobody would know otherwise.
+            cause: reported as a crash; None where another event reports the loss.
         """
         gone = self.workers.pop(worker, None)
         if gone is None:
             return
-        if why and gone.metadata:
-            who = f"process {gone.metadata.pid} on {gone.node[:8]}"
-            self.on_event(Event("crash", f"{who} {why}: ended, its node gets another one", data={"node": gone.node}))
+        if cause and gone.metadata:
+            self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))
         ray.kill(gone.actor)
         for other in self.workers.values():
             if gone.metadata and other.metadata and other.metadata.hostname == gone.metadata.hostname:
@@ -246,8 +245,7 @@ class WorkerPool:
                 self._tried[node.id] = now
                 there[node.market] += count
                 if self.trained_on:
-                    words = f"node {node.id[:8]} has room: {count} worker{'s' * (count > 1)} being started there"
-                    self.on_event(Event("node", words, data={"node": node.id}))
+                    self.on_event(NodeEvent(node.id, count))
                 for _ in range(count):
                     self._start(node.id, now)
 

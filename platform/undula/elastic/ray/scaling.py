@@ -32,7 +32,7 @@ from undula.elastic.ray.group import PooledState, actor_id
 from undula.elastic.ray.pool import WorkerPool
 from undula.recovery.handover import Request
 from undula.recovery.progress import ProgressView
-from undula.state.records import Event
+from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, SaveEvent, WaitedFor, WaitingEvent
 
 TELL_INTERVAL_S = 30.0
 START_S = 15.0
@@ -228,10 +228,8 @@ class PoolPolicy(ScalingPolicy):
             worker = state.workers[rank]
             if actor_id(worker) not in self.pool.workers:
                 continue  # it was ended, and Ray has not noticed yet
-            where = f"rank {rank} (process {worker.metadata.pid} on {worker.metadata.node_ip})"
-            self.on_event(
-                Event("crash", f"{where} made no step for {limit:.1f} s: treated as lost", data={"rank": rank})
-            )
+            place = worker.metadata
+            self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=limit))
             self.pool.drop(actor_id(worker))
         return False
 
@@ -240,18 +238,16 @@ class PoolPolicy(ScalingPolicy):
         if self._group.woken is not None:
             return time.monotonic() - self._group.woken > limit_s
         self._group.woken = time.monotonic()
-        self.on_event(Event("crash", f"all ranks have waited for each other for {limit_s:.1f} s: meeting anew"))
+        self.on_event(CrashEvent("deadlock", limit_s=limit_s))
         for worker in state.workers:
             worker.actor.break_collectives.remote()
         return False
 
     def _tell(self, decision: Resize | Save, current: int) -> None:
         if isinstance(decision, Save):
-            then = "waiting" if decision.ends else f"training on until {LEAVE_S:.0f} s before they go"
-            self.on_event(Event("notice", f"saving, then {then}: {decision.reason}"))
+            self.on_event(SaveEvent(decision.reason, lead_s=None if decision.ends else LEAVE_S))
             return
-        message = f"resizing from {current} to {len(decision.workers)} workers: {decision.reason}"
-        self.on_event(Event("resize", message, data={"from": current, "to": len(decision.workers)}))
+        self.on_event(ResizeEvent(current, len(decision.workers), decision.reason))
 
     def _tell_notices(self, state: WorkerGroupState) -> None:
         """Tell of nodes that will go; a train function that is no Run's learns of it by ray.train.get_preemption_info()."""
@@ -265,16 +261,8 @@ class PoolPolicy(ScalingPolicy):
             return
         self._noticed |= set(new)
         for node in new:
-            seconds = (pool.nodes[node].deadline or 0.0) - time.time()
-            when = f"in {max(seconds, 0):.0f} s" if seconds < float("inf") else "soon"
-            who = f"rank{'s' if len(ranks[node]) > 1 else ''} {', '.join(map(str, ranks[node]))}"
-            self.on_event(
-                Event(
-                    "notice",
-                    f"node {node[:8]} with {who} will go {when}",
-                    data={"node": node, "deadline": pool.nodes[node].deadline if seconds < float("inf") else None},
-                )
-            )
+            when = pool.nodes[node].deadline
+            self.on_event(NoticeEvent(node, tuple(ranks[node]), None if when == float("inf") else when))
         deadline = min(pool.nodes[node].deadline or float("inf") for node in new)
         deadline_ms = int(deadline * 1e3) if deadline < float("inf") else None
         info = PreemptionInfo(deadline_ms, {node: ranks[node] for node in pool.notices if node in ranks})
@@ -287,8 +275,7 @@ class PoolPolicy(ScalingPolicy):
             return
         lost, self._reached = self._reached - begun[0], -1
         if lost > 0:
-            words = f"{lost} step{'s are' if lost > 1 else ' is'} done again"
-            self.on_event(Event("lost", words, begun[0], {"steps": lost}))
+            self.on_event(LostEvent(lost, step=begun[0]))
 
     def _tell_waiting(self, ready: int, low: int, preparing: int) -> None:
         now = time.monotonic()
@@ -297,17 +284,8 @@ class PoolPolicy(ScalingPolicy):
         if is_early or (now - self._wait.told < TELL_INTERVAL_S and ready == self._wait.told_ready):
             return
         self._wait.told, self._wait.told_ready = now, ready
-        need = ", ".join(f"{amount:g} {name}" for name, amount in self.pool.resources.items() if amount)
-        missing = f"{low - ready} more worker{'s' if low - ready > 1 else ''} of {need}"
-        what = (
-            missing
-            if ready < low
-            else "a node that may have the run's state"
-            if self._wait.lost_since
-            else "more workers"
-        )
-        words = f"waiting for {what}: {ready} ready, {preparing} starting, at least {low} needed"
-        self.on_event(Event("waiting", words, data={"ready": ready}))
+        waited_for: WaitedFor = "workers" if ready < low else "state" if self._wait.lost_since else "growth"
+        self.on_event(WaitingEvent(ready, preparing, low, waited_for, self.pool.resources))
 
     def _get_num_workers_for_resource_request(self) -> int:
         return int(self.scaling_config.max_workers)
