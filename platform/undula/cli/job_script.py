@@ -28,7 +28,7 @@ from undula.state.directory import JOB_FILE, forget, held, identity
 from undula.state.events import StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.study.load import load_study
-from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
+from undula.telemetry.hub import EventRecorder, HubPublisher, start_hub
 from undula.telemetry.live import live_view
 from undula.train.job import Job
 from undula.train.run import Run
@@ -90,7 +90,7 @@ def _fit(
     publish: HubPublisher,
     trainer_name: str,
 ) -> Exception | None:
-    on_event = TellEverywhere(prepared.store, publish)
+    on_event = EventRecorder(prepared.store, publish)
     worker = Worker(train, job, publish)
     trainer: DataParallelTrainer
     if trainer_name == "ray":

@@ -10,7 +10,7 @@ UNFINISHED = 2
 
 
 @dataclass
-class SnapshotKeeper:
+class ReplicaStore:
     """Keeps the newest state that is whole, and what has come of newer ones."""
 
     _snapshots: dict[Age, dict[str, Snapshot]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from undula.errors import StorageError
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
-from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
+from undula.telemetry.hub import EventRecorder, HubPublisher, start_hub
 from undula.telemetry.messages import Message, Status
 from undula.train.job import Job
 from undula.train.run import Run
@@ -194,7 +194,7 @@ def train_with_workers(train: Callable[[Run], None], order: Order, listener: Lis
         order.workers,
         order.work,
         store,
-        TellEverywhere(store, publish),
+        EventRecorder(store, publish),
         prepare=partial(open_data, order.job),
     )
     over = threading.Event()

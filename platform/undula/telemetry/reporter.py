@@ -29,12 +29,12 @@ class Telemetry:
     """All that is told of a run, by its rank 0."""
 
     def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
-        from undula.telemetry.tensorboard import Board  # whose library imports boto3; only rank 0 needs it
+        from undula.telemetry.tensorboard import TensorBoardWriter  # whose library imports boto3; only rank 0 needs it
 
         self._total_steps = total_steps
         self._publish = publish
         self._ledger = LedgerWriter(store, attempt)
-        self._board = Board(store, attempt, start)
+        self._board = TensorBoardWriter(store, attempt, start)
         self._gauges = {key: Gauge(key, text, tag_keys=("run",)) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set_default_tags({"run": name})

@@ -21,7 +21,7 @@ from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
 
-LOOK_S = 0.05
+DECISION_INTERVAL_S = 0.05
 STOP_TIMEOUT_S = 30.0
 _STEP = re.compile(r"^step +(\d+)/(\d+) ")
 
@@ -124,7 +124,7 @@ class Chaos:
                     if self.carry_out(fault):
                         self.left.remove(fault)
             self.keep_dooms()
-            time.sleep(LOOK_S)  # paces the looks
+            time.sleep(DECISION_INTERVAL_S)  # paces the looks
         self.keep_dooms(float("inf"))  # Ray ends such a node in its own time, and nobody would know
         return self._driver.process.returncode
 
@@ -210,5 +210,5 @@ def replay(
                     nodes.kill(node)
                     chaos.tell(f"kill node ({node[:8]})")
         chaos.keep_dooms()
-        time.sleep(LOOK_S)  # paces the looks
+        time.sleep(DECISION_INTERVAL_S)  # paces the looks
     return began_at

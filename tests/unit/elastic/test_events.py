@@ -13,7 +13,7 @@ from undula.elastic.ray.events import ControllerEvents, EventQueue
 from undula.state.events import CrashEvent, Event, FaultEvent, GroupEvent, NoticeEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import decode_events, read_ledger
 from undula.storage import Store
-from undula.telemetry.hub import TellEverywhere
+from undula.telemetry.hub import EventRecorder
 
 
 def test_a_slow_sink_holds_nobody_up_and_gets_all_in_order() -> None:
@@ -36,7 +36,7 @@ def test_a_slow_sink_holds_nobody_up_and_gets_all_in_order() -> None:
 
 def test_what_the_storage_did_not_take_is_told_with_the_next_event_and_all_in_one_file(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "run"))
-    tell: TellEverywhere = pickle.loads(pickle.dumps(TellEverywhere(store, print)))  # type: ignore[arg-type]
+    tell: EventRecorder = pickle.loads(pickle.dumps(EventRecorder(store, print)))  # type: ignore[arg-type]
     events = tuple(FaultEvent(name, time=time) for time, name in enumerate(("first", "second", "third")))
     tell(events[0])
     (folder,) = tmp_path.glob("run/ledger")
@@ -84,7 +84,7 @@ def test_a_group_says_on_which_machines_its_ranks_are_as_far_as_labels_do() -> N
 def test_a_wait_says_on_which_machines_those_who_are_ready_are() -> None:
     told: list[Event] = []
     events = ControllerEvents(told.append, node_table)
-    tell = events.naming_ready(lambda: [worker("spot", 1), worker("bare", 2)])
+    tell = events.with_ready_workers(lambda: [worker("spot", 1), worker("bare", 2)])
     lost = CrashEvent("hang", rank=1)
     tell(WaitingEvent(2))
     tell(lost)

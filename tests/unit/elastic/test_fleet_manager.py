@@ -51,7 +51,7 @@ class Run:
         own = Counter({node.id: node.free for node in self.nodes.values() if node.deadline is None})
         ready = Counter({node: count for node, count in own.items() if node not in idle})
         full = {node.id: replace(node, free=node.free - own[node.id]) for node in self.nodes.values()}
-        self.fleet.look(full, ready, own, self.now)
+        self.fleet.update(full, ready, own, self.now)
         return self.fleet.wanted
 
 
@@ -65,7 +65,7 @@ def test_a_job_without_a_policy_takes_any_node_and_gives_none_back() -> None:
     run.have(None, "b")
     run.look()
     assert run.fleet.labels == [{}] * 4
-    assert not run.fleet.given_back
+    assert not run.fleet.released
     assert run.fleet.room(SPOT, Counter({SPOT: 1, None: 1})) == 2
 
 
@@ -75,7 +75,7 @@ def test_nodes_of_another_market_are_given_back() -> None:
     run.have(ON_DEMAND, "c")
     run.have(None, "d")  # is there anyway
     assert run.look() == Fleet(4, 0)
-    assert run.fleet.given_back == {"c"}
+    assert run.fleet.released == {"c"}
     request, release = run.events
     assert isinstance(request, FleetEvent)
     assert (request.spot, request.on_demand, request.time_left_s) == (4, 0, None)
@@ -90,7 +90,7 @@ def test_a_floor_is_asked_for_on_demand() -> None:
     run.have(ON_DEMAND, "a", "b")
     run.look(idle=("a",))
     assert run.fleet.labels == [{MARKET: SPOT}] * 3 + [{MARKET: ON_DEMAND}]
-    assert run.fleet.given_back == {"a"}  # b trains
+    assert run.fleet.released == {"a"}  # b trains
 
 
 def test_spot_nodes_that_do_not_come_are_waited_for_and_then_replaced_as_long_as_the_run_is_behind() -> None:
@@ -101,7 +101,7 @@ def test_spot_nodes_that_do_not_come_are_waited_for_and_then_replaced_as_long_as
     run.have(ON_DEMAND, *"abcd")
     assert run.look(done=1) == Fleet(4, 4)
     assert run.look(done=30) == Fleet(4, 0)  # well ahead of what is expected by now
-    assert run.fleet.given_back == set("abcd")
+    assert run.fleet.released == set("abcd")
 
 
 def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None:
@@ -113,21 +113,21 @@ def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None
     run.have(SPOT, *"wxyz")
     assert run.look(10, done=2, idle=tuple("wxyz")) == Fleet(4, 4)
     assert run.look(1, done=2, idle=tuple("yz")) == Fleet(4, 2)
-    assert len(run.fleet.given_back & set("abcd")) == 2
+    assert len(run.fleet.released & set("abcd")) == 2
     assert run.look(1, done=2) == Fleet(4, 0)
-    assert run.fleet.given_back == set("abcd")
+    assert run.fleet.released == set("abcd")
 
 
 def test_in_a_hurry_spot_nodes_go_as_on_demand_ones_train_in_their_place() -> None:
     run = deadline(1200)
     run.have(SPOT, "w", "x")
     assert run.look(200, done=10) == Fleet(4, 4)
-    assert not run.fleet.given_back
+    assert not run.fleet.released
     run.have(ON_DEMAND, *"abcd")
     assert run.look(done=11, idle=tuple("bcd")) == Fleet(3, 4)
-    assert not run.fleet.given_back
+    assert not run.fleet.released
     assert run.look(done=11) == Fleet(0, 4)
-    assert run.fleet.given_back == {"w", "x"}
+    assert run.fleet.released == {"w", "x"}
 
 
 def test_a_hurry_lasts_until_there_is_time_again() -> None:
@@ -220,14 +220,14 @@ def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
     run.have(ON_DEMAND, "a", "b")
     run.nodes["b"] = Node("b", 1, 0, 12.0, ON_DEMAND)
     run.look()
-    assert not run.fleet.given_back
+    assert not run.fleet.released
 
 
 def test_room_that_nobody_uses_is_told_once() -> None:
     run = Run(FleetSpec())
     nodes = {"a": Node("a", 2, 1, None), "b": Node("b", 2, 0, None)}
     for now in (10.0, 60.0, 80.0, 200.0):
-        run.fleet.look(nodes, Counter(), Counter({"a": 1, "b": 2}), now)
+        run.fleet.update(nodes, Counter(), Counter({"a": 1, "b": 2}), now)
     (idle,) = run.events
     assert isinstance(idle, IdleEvent)
     assert (idle.node, idle.free, idle.idle_s, idle.most) == ("a", 1, 60.0, 4)
@@ -235,14 +235,14 @@ def test_room_that_nobody_uses_is_told_once() -> None:
 
 def test_a_pace_is_of_the_time_in_groups_alone() -> None:
     pace = Pace()
-    pace.saw(0, 2, now=0.0)
-    pace.saw(1, 2, now=30.0)  # the first step of a group may compile
-    pace.saw(9, 2, now=38.0)
+    pace.observe(0, 2, now=0.0)
+    pace.observe(1, 2, now=30.0)  # the first step of a group may compile
+    pace.observe(9, 2, now=38.0)
     assert pace.step_s(1) is None  # too few
     pace.pause()
-    pace.saw(9, 1, now=100.0)
-    pace.saw(10, 1, now=101.0)
-    pace.saw(16, 1, now=113.0)
+    pace.observe(9, 1, now=100.0)
+    pace.observe(10, 1, now=101.0)
+    pace.observe(16, 1, now=113.0)
     assert pace.step_s(1) == pytest.approx((16.0 + 12.0) / 14)
     assert pace.done == 16
 
@@ -250,9 +250,9 @@ def test_a_pace_is_of_the_time_in_groups_alone() -> None:
 def test_a_pace_follows_what_is_new() -> None:
     pace = Pace()
     for step in range(5000):
-        pace.saw(step, 1, now=float(step))
+        pace.observe(step, 1, now=float(step))
     for step in range(5000, 10000):
-        pace.saw(step, 1, now=5000.0 + 3.0 * (step - 5000))
+        pace.observe(step, 1, now=5000.0 + 3.0 * (step - 5000))
     assert pace.step_s(1) == pytest.approx(3.0, rel=0.01)
 
 

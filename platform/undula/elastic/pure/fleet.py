@@ -12,14 +12,14 @@ from undula.plan.fleet import (
     TYPE,
     Fleet,
     FleetSpec,
-    Progress,
+    RemainingWork,
     by_deadline,
     on_demand_floor,
     spot_only,
 )
 from undula.state.events import Event, FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 
-LOOK_S = 1.0
+DECISION_INTERVAL_S = 1.0
 """Between a policy's looks."""
 UNUSED_S = 60.0
 """For which there may be room that nobody uses before it is told."""
@@ -56,7 +56,7 @@ class Pace:
     _last: tuple[float | None, int] | None = None
     """When the group's newest step was seen, None before its first, which may compile; and the step."""
 
-    def saw(self, step: int, world_size: int, now: float) -> None:
+    def observe(self, step: int, world_size: int, now: float) -> None:
         """A group of so many workers has committed `step` steps."""
         since, before = self._last or (None, step)
         self._last = self._last or (None, step)
@@ -99,11 +99,11 @@ class FleetManager:
     refusals: Callable[[float], Mapping[str, str]]
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))
-    given_back: frozenset[str] = frozenset()
+    released: frozenset[str] = frozenset()
     """Nodes that the run leaves, for the autoscaler to end."""
     labels: Sequence[Mapping[str, str]] = ()
     """That each worker's node is to have, for the autoscaler; one mapping for each worker that is wanted."""
-    _looked: float = float("-inf")
+    _decided_at: float = float("-inf")
     _short_since: float | None = None
     _hurries: bool = False
     _refused: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class FleetManager:
     _reported: dict[str, float] = field(default_factory=dict)
     """Time of the last event on each subject: a refused type, an unused node, or a passed deadline."""
 
-    def look(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
+    def update(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
         """Decide anew.
 
         Args:
@@ -122,15 +122,15 @@ class FleetManager:
             own: all workers of the run, by node.
             now: in seconds since the epoch.
         """
-        if now - self._looked < LOOK_S:
+        if now - self._decided_at < DECISION_INTERVAL_S:
             return
-        self._looked = now
+        self._decided_at = now
         staying = [node for node in nodes.values() if node.deadline is None]
         # What others use of a node is no room for this run.
         there = [replace(node, slots=min(node.slots, node.free + own.get(node.id, 0))) for node in staying]
         if not self.spec.is_any:
             self._follow(there, ready, now)
-        used = [node for node in there if node.id not in self.given_back]
+        used = [node for node in there if node.id not in self.released]
         if self.has_gpus:
             self._report_unused(used, now)
         self._learn_refusals(used, now)
@@ -151,19 +151,19 @@ class FleetManager:
             self.wanted = wanted
             self.on_event(event)
         limits = {SPOT: max(wanted.spot, self.size - counts[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
-        self._give_back({node for market, found in on.items() for node in _beyond(found, ready, limits[market])})
+        self._release({node for market, found in on.items() for node in _beyond(found, ready, limits[market])})
 
     def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, FleetEvent]:
         if self.spec.on_demand_floor:
             return _without_deadline(on_demand_floor(self.size, self.spec.on_demand_floor))
         if self.spec.deadline_s is None:
             return _without_deadline(spot_only(self.size))
-        progress = self._progress(self.spec.deadline_s, now)
-        if progress.time_left_s < 0:
-            self._report("deadline", OverdueEvent(-progress.time_left_s), now)
+        remaining = self._remaining(self.spec.deadline_s, now)
+        if remaining.time_left_s < 0:
+            self._report("deadline", OverdueEvent(-remaining.time_left_s), now)
             return _without_deadline(spot_only(self.size))
         spot = min(sum(node.slots for node in on[SPOT]), self.size)
-        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.given_back)
+        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.released)
         if spot > self._spot:  # where one has come, others may follow
             self._short_since = None
         self._spot = spot
@@ -171,32 +171,32 @@ class FleetManager:
         expected = spot
         if self._short_since is not None and now - self._short_since < self.spec.node_start_s:
             expected = self.size  # what is missing may be on its way
-        spare = progress.spare_s / progress.changeover_s
+        spare = remaining.spare_s / remaining.changeover_s
         self._hurries = self.pace.steps >= MEASURED_STEPS and (
             spare < (HURRIES_UNTIL if self._hurries else HURRIES_BELOW) and (self._hurries or spot < self.size)
         )
-        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, progress, self._hurries)
+        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, remaining, self._hurries)
         if 0 < expected < self.fewest:  # or they are held, and nothing trains on them
             wanted = Fleet(wanted.spot, max(wanted.on_demand, self.fewest - expected))
         is_known = self.pace.step_s(self.size) is not None
-        work_left_s = progress.left_s if is_known else None
-        return wanted, FleetEvent(wanted.spot, wanted.on_demand, work_left_s, progress.time_left_s)
+        work_left_s = remaining.left_s if is_known else None
+        return wanted, FleetEvent(wanted.spot, wanted.on_demand, work_left_s, remaining.time_left_s)
 
-    def _progress(self, deadline_s: float, now: float) -> Progress:
+    def _remaining(self, deadline_s: float, now: float) -> RemainingWork:
         # Before steps were measured the work is unknown: the run is behind, as nothing is done, and need not hurry.
         step_s = self.pace.step_s(self.size) or 1e-9
-        return Progress(
+        return RemainingWork(
             elapsed_s=now - self.work.began,
             deadline_s=deadline_s,
             total_s=self.work.total_steps * step_s,
             done_s=self.pace.done * step_s,
-            changeover_s=self.spec.node_start_s + LOOK_S,
+            changeover_s=self.spec.node_start_s + DECISION_INTERVAL_S,
         )
 
-    def _give_back(self, nodes: set[str]) -> None:
-        for node in sorted(nodes - self.given_back):
+    def _release(self, nodes: set[str]) -> None:
+        for node in sorted(nodes - self.released):
             self.on_event(ReleaseEvent(node, self.wanted.spot, self.wanted.on_demand))
-        self.given_back = frozenset(nodes)
+        self.released = frozenset(nodes)
 
     def _learn_refusals(self, used: Sequence[Node], now: float) -> None:
         """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""

@@ -73,7 +73,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         self._nodes = nodes
         self._job = secrets.token_hex(4)  # of one submission: between two of them nobody is held
 
-    def naming_ready(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
+    def with_ready_workers(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
         """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
 
         Such an event is told in the moment in which they were counted, by the thread that alone changes the pool: so they are the same.
