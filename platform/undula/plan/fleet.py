@@ -61,7 +61,7 @@ class FleetSpec:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RemainingWork:
     """How far a run is, in seconds of the whole fleet: what all of its nodes together do in one."""
 
     elapsed_s: float
@@ -113,14 +113,14 @@ def on_demand_floor(size: int, floor: int) -> Fleet:
     return Fleet(size - on_demand, on_demand)
 
 
-def by_deadline(size: int, there: Fleet, ready: Fleet, progress: Progress, hurries: bool) -> Fleet:
+def by_deadline(size: int, there: Fleet, ready: Fleet, remaining: RemainingWork, hurries: bool) -> Fleet:
     """Uniform Progress: as much spot as there is, and on-demand in the place of what is missing, as long as it is needed to be in time.
 
     Args:
         size: workers of the whole fleet.
         there: room for workers on nodes that are there, those that still start included.
         ready: workers that train. An on-demand node stays until the spot node that comes in its place is one of them.
-        progress: of the run.
+        remaining: of the run.
         hurries: whether what is left just fits: from then on each loss of a spot node would cost time that is not there, and on-demand
             nodes take the place of all of them, one after another as they are ready.
 
@@ -130,8 +130,8 @@ def by_deadline(size: int, there: Fleet, ready: Fleet, progress: Progress, hurri
     if hurries:
         return Fleet(max(size - ready.on_demand, 0), size)
     missing = max(size - there.spot, 0)
-    is_behind = progress.done_s < progress.expected_s()
-    catches_up = there.on_demand > 0 and progress.done_s < progress.expected_s(ahead_s=2 * progress.changeover_s)
+    is_behind = remaining.done_s < remaining.expected_s()
+    catches_up = there.on_demand > 0 and remaining.done_s < remaining.expected_s(ahead_s=2 * remaining.changeover_s)
     if is_behind or catches_up:
         return Fleet(size, max(missing, min(there.on_demand, size - ready.spot)))
     return Fleet(size, 0)

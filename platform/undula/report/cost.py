@@ -13,8 +13,8 @@ from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.prices import MARKETS, Machine, Prices
 from undula.report.goodput import CLASSES, Hold, holds
 from undula.report.summary import RecordedRun, counted, duration, number, printable
+from undula.state.events import Event, WorkerPlace
 from undula.state.ledger import steps_done
-from undula.state.records import Event
 
 PriceFinder = Callable[[Sequence[Event]], Prices]
 """The prices of the time of a run, given its events."""
@@ -130,7 +130,7 @@ def cost(held: Iterable[Hold], prices: Prices, samples: int, steps: int) -> Cost
     return Cost(by_class, by_market, on_demand, samples, steps, unpriced, tuple(quoted), prices.notes)
 
 
-def shares(workers: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], float]]:
+def shares(workers: Sequence[WorkerPlace]) -> Iterable[tuple[WorkerPlace, float]]:
     """Workers, each with its share of its node; one whose node is not told has a node of its own."""
     peers = Counter(worker.get("node") for worker in workers)
     return ((worker, 1 / peers[worker["node"]] if worker.get("node") else 1.0) for worker in workers)

@@ -51,7 +51,7 @@ from undula.report.summary import (
     validation_curve,
     without_nan,
 )
-from undula.state.records import Event
+from undula.state.events import Event
 from undula.storage import Store
 
 PAGE = "report.html"

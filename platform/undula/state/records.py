@@ -1,9 +1,6 @@
-"""What the ledger records of a run: its committed steps, and what happened to it. Plain data, without the library that stores it."""
+"""A row of the ledger for each committed step, as plain data without the library that stores it."""
 
-import json
-import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -34,24 +31,10 @@ class StepRow:
 
     @property
     def done(self) -> int:
-        """Steps of the plan that are committed with it."""
+        """Number of the plan's steps that are committed once this one is."""
         return self.step + self.span
 
     @property
     def seconds(self) -> float:
-        """That the step took."""
+        """Duration of the step in seconds."""
         return self.data_s + self.compute_s + self.communication_s + self.other_s
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to the run, in words for a person and in data for a program."""
-
-    kind: str
-    message: str
-    step: int | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    time: float = field(default_factory=time.time)
-
-    def row(self) -> dict[str, Any]:
-        return {**asdict(self), "data": json.dumps(self.data)}

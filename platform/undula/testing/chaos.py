@@ -17,13 +17,13 @@ import psutil
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
+from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
-from undula.state.records import Event
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
 
-LOOK_S = 0.05
+DECISION_INTERVAL_S = 0.05
 STOP_TIMEOUT_S = 30.0
 _STEP = re.compile(r"^step +(\d+)/(\d+) ")
 
@@ -126,7 +126,7 @@ class Chaos:
                     if self.carry_out(fault):
                         self.left.remove(fault)
             self.keep_dooms()
-            time.sleep(LOOK_S)  # paces the looks
+            time.sleep(DECISION_INTERVAL_S)  # paces the looks
         self.keep_dooms(float("inf"))  # Ray ends such a node in its own time, and nobody would know
         return self._driver.process.returncode
 
@@ -159,7 +159,7 @@ class Chaos:
         """Something has happened to the cluster: for who looks on, and in the run's ledger."""
         self.done.append(Done(time.time(), what, self._driver.step))
         self._driver.show(f"chaos: {what}")
-        self._events.event(Event("fault", what, max(self._driver.step, 0)))
+        self._events.event(FaultEvent(what, step=max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """A notice, and its end when the time is over."""
@@ -175,8 +175,8 @@ class Chaos:
 
     def worker_pids(self) -> list[int]:
         """The processes of the group that trains now, by rank."""
-        group = last_event(read_ledger(self._store).events, "group")
-        return [worker["pid"] for worker in group["data"]["workers"]] if group else []
+        group = last_event(read_ledger(self._store).events, GroupEvent)
+        return [worker["pid"] or 0 for worker in group.workers] if group else []
 
 
 def replay(
@@ -212,5 +212,5 @@ def replay(
                     nodes.kill(node)
                     chaos.tell(f"kill node ({node[:8]})")
         chaos.keep_dooms()
-        time.sleep(LOOK_S)  # paces the looks
+        time.sleep(DECISION_INTERVAL_S)  # paces the looks
     return began_at

@@ -25,7 +25,7 @@ from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
 from undula.state.checkpoint import Checkpointer
-from undula.state.records import Event
+from undula.state.events import CheckpointEvent
 from undula.telemetry.messages import Publisher
 from undula.train.buffers import BufferMean
 from undula.train.context import RunSetup, TrainContext
@@ -186,7 +186,7 @@ class Run:
                 context.telemetry.flush()
 
         def report_saved(done: int, seconds: float) -> None:
-            context.report(Event("checkpoint", f"checkpoint of step {done} committed", done, {"seconds": seconds}))
+            context.report(CheckpointEvent(seconds, step=done))
 
         context = TrainContext(
             setup,

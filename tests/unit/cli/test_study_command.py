@@ -7,8 +7,8 @@ import pytest
 
 from undula.cli.main import main
 from undula.config.job import as_tree
+from undula.state.events import StartEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event
 from undula.storage import Store
 from undula.study.heartbeat import keep_heartbeat
 from undula.study.records import TRIALS, write_outcome, write_study
@@ -65,7 +65,7 @@ def test_status_says_whether_a_study_is_running(study: Store, capsys: pytest.Cap
         assert "the command that began the study goes on with it" in text
     store = study / TRIALS / TRIALS_OF_IT[1].name
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "started", 0, {"world_size": 1}))
+    ledger.event(StartEvent(1, 1, step=0))
     ledger.close()
     assert [row["state"] for row in json.loads(said(capsys, "study", "status", study.url, "--json")[1])] == [
         "complete",

@@ -1,14 +1,14 @@
 """How many spot and on-demand workers a policy wants."""
 
-from undula.plan.fleet import Fleet, Progress, by_deadline, on_demand_floor
+from undula.plan.fleet import Fleet, RemainingWork, by_deadline, on_demand_floor
 
 
-def progress(elapsed_s: float, done_s: float) -> Progress:
-    return Progress(elapsed_s, deadline_s=1000, total_s=800, done_s=done_s, changeover_s=20)
+def remaining(elapsed_s: float, done_s: float) -> RemainingWork:
+    return RemainingWork(elapsed_s, deadline_s=1000, total_s=800, done_s=done_s, changeover_s=20)
 
 
 def wanted(there: Fleet, ready: Fleet, elapsed_s: float, done_s: float, hurries: bool = False) -> Fleet:
-    return by_deadline(4, there, ready, progress(elapsed_s, done_s), hurries)
+    return by_deadline(4, there, ready, remaining(elapsed_s, done_s), hurries)
 
 
 def test_on_demand_comes_when_behind_and_stays_until_well_ahead() -> None:
@@ -31,8 +31,8 @@ def test_in_a_hurry_spot_keeps_what_on_demand_has_not_taken_over() -> None:
 
 
 def test_time_to_spare_is_what_the_work_leaves() -> None:
-    assert progress(300, 139).spare_s == 1000 - 300 - (800 - 139)
-    assert progress(1200, 139).time_left_s == -200
+    assert remaining(300, 139).spare_s == 1000 - 300 - (800 - 139)
+    assert remaining(1200, 139).time_left_s == -200
 
 
 def test_a_floor_is_no_more_than_the_fleet() -> None:

@@ -189,7 +189,7 @@ def test_a_group_goes_on_from_where_the_rate_of_the_one_before_was() -> None:
     assert multipliers(first, 0, [8], 1) == [1.0]
     grown, told = rate_for(schedule, plan, 4, 10, first.values())
     assert told is not None
-    assert told.message == "steps of 16 samples, learning rate times 2 after 32 samples"
+    assert (told.samples, told.lr_factor, told.warmup_samples) == (16, 2.0, 32.0)
     assert multipliers(grown, 80, [0, 16, 32, 48], 2) == [1.0, 1.5, 2.0, 2.0]
     assert multipliers(grown, 80, [48], 1) == [1.0]  # the last step of an epoch, with one global batch left
     # A crash on the way up: the same workers come back, and the way goes on.
@@ -206,7 +206,7 @@ def test_legw_warms_up_again_for_as_much_longer_as_the_batch_has_grown() -> None
     first, _ = rate_for(schedule, plan, 2, 0, {})
     grown, told = rate_for(schedule, plan, 8, 10, first.values())
     assert told is not None
-    assert told.message == "steps of 32 samples, learning rate times 2 after 128 samples"
+    assert (told.samples, told.lr_factor, told.warmup_samples) == (32, 2.0, 128.0)
     assert multipliers(grown, 80, [0, 64, 128], 4) == pytest.approx([1.0, sqrt(2.5), 2.0])
 
 
@@ -215,7 +215,7 @@ def test_a_rate_for_a_base_batch_is_scaled_to_the_batch_of_the_run() -> None:
     rate, told = rate_for(ScheduleSpec(decay="constant", base_batch=2), plan, 1, 0, {})
     assert multipliers(rate, 0, [8, 16], 1) == [4.0, 4.0]
     assert told is not None
-    assert told.message == "steps of 8 samples, learning rate times 4"
+    assert (told.samples, told.lr_factor, told.warmup_samples) == (8, 4.0, 0.0)
     assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # it was told at the beginning
     assert rate_for(ScheduleSpec(), plan, 1, 0, {})[1] is None
 

@@ -19,7 +19,7 @@ from undula.report.goodput import CLASSES, Hold, holds
 from undula.report.page import write_report
 from undula.report.summary import read_run
 from undula.report.terminal import print_run
-from undula.state.records import Event
+from undula.state.events import Event
 from undula.storage import Store
 
 LIST = PriceList("ours", "2026-11-22", "", ("here",), {"a": 3.6, "b": 7.2, "c": 1.0}, {"a": 0.36, "b": 0.72})

@@ -22,7 +22,7 @@ from undula.recovery.progress import ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
 
-AT_ONCE_S = 0.3
+PROMPT_END_S = 0.3
 """In which a train function ends by itself after it has left, or after a collective has failed."""
 LATE_IMPORTS = (
     *("ray.tune", "undula.elastic.ray.backend"),
@@ -108,7 +108,7 @@ class ElasticWorker(RayTrainWorker):
         status.preemption_info = None  # a Run's notices are the policy's; Ray would train on until the deadline
         return status
 
-    def ask(self, request: Request) -> None:
+    def set_request(self, request: Request) -> None:
         """For something at the next step boundary."""
         self._state.request = request
 
@@ -116,10 +116,10 @@ class ElasticWorker(RayTrainWorker):
         """Wake whoever waits there."""
         abort_collectives(self._state)
 
-    def answer(self) -> None:
+    def ping(self) -> None:
         """That this process is there."""
 
-    def give_state(self, room: float, has: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
+    def export_state(self, room: float, has: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
         """What the last group has left here of the state, as a snapshot's meta and bytes, as this node will go.
 
         Args:
@@ -136,15 +136,15 @@ class ElasticWorker(RayTrainWorker):
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
-    def leave(self, patience_s: float) -> bool:
+    def leave_group(self, timeout_s: float) -> bool:
         """End what the group has left running here; whether this process can join another group."""
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
             self._state.has_ended = True  # it may compute, where no broken collective tells it
-            thread.join(AT_ONCE_S)
+            thread.join(PROMPT_END_S)
             abort_collectives(self._state)  # another rank may wait for this one
-            thread.join(patience_s)
+            thread.join(timeout_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
         has_left = thread is None or not thread.is_alive()
         return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
@@ -175,7 +175,7 @@ def resident() -> int:
 
 
 def fault_in(num_bytes: int) -> None:
-    """Make memory part of this process's heap, up to what the heap keeps (KEEP_MEMORY of undula.elastic.ray.pool)."""
+    """Make memory part of this process's heap, up to what the heap keeps (KEEP_HEAP of undula.elastic.ray.pool)."""
     pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
     held = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in pieces]
     del held

@@ -141,7 +141,6 @@ class InHorovodGroup(InProcessGroup):
             cut_sockets(worker_state().collective_sockets)  # or the end would wait for ranks that are lost
         hvd: Any = import_module("horovod.torch")
         hvd.shutdown()
-        hvd.mpi_ops._handle_map.clear()  # what was not waited for holds the former group's gradients
         worker_state().collective_sockets = frozenset()
         super().__exit__(kind, error, trace)
 
