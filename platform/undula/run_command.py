@@ -17,7 +17,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, metavar="JOB.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     add_submission_arguments(parser)
-    parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
+    parser.add_argument("--fresh", action="store_true", help="delete the run in the run directory and start over")
     text = "print the resolved job, with where each value came from, and exit"
     parser.add_argument("--print", action="store_true", help=text)
     parser.set_defaults(command=_run)

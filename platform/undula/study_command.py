@@ -38,7 +38,7 @@ def add_study_commands(commands: Any, runs: str) -> None:
     text = "override a value of the study's YAML; overrides.KEY=value is one of its job"
     run.add_argument("overrides", nargs="*", metavar="key=value", help=text)
     add_submission_arguments(run)
-    run.add_argument("--fresh", action="store_true", help="forget what the study's directory holds and start over")
+    run.add_argument("--fresh", action="store_true", help="delete the study in the study's directory and start over")
     run.set_defaults(command=_run)
 
     status = commands.add_parser("status", help="say how far a study is")

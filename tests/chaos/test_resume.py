@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jo
 
     done = jobs.run("damaged", *settings)
     assert done.status == 0, done.err
-    assert f"checkpoint skipped: {store.url}/{victim} is not what its checkpoint says" in done.out
+    assert f"checkpoint skipped: {store.url}/{victim} is damaged" in done.out
     assert f"resumed from the checkpoint of step {newest.step - 10}" in done.out
     assert relative_difference(done.column("loss"), left_alone.column("loss")) < 1e-5
 

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_model_is_refused(session_jobs: Jobs, on_one_ran
     model.write_text(model.read_text().replace("4 * config.width", "3 * config.width"))
     done = replace(session_jobs, script=script).run("another", *same)
     assert done.status == 2
-    assert "has 'blocks.0.up.weight' with shape (128, 32), the model has (96, 32): it is of another model" in done.err
+    assert "is from another model: its 'blocks.0.up.weight' has shape (128, 32)" in done.err
     assert on_one_rank.store.exists("job.json")
 
 

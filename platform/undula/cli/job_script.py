@@ -24,7 +24,7 @@ from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
 from undula.elastic.worker import Worker, open_data
 from undula.errors import SpecError, needs_extra, one_sentence
-from undula.state.directory import JOB_FILE, forget, held, identity
+from undula.state.directory import JOB_FILE, delete_run, held, identity
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.state.records import Event
 from undula.study.load import load_study
@@ -68,7 +68,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         stack.enter_context(connected())
         hub = start_hub(prepared.store)
         if options.fresh:
-            forget(prepared.store)
+            delete_run(prepared.store)
         record = {**describe(loaded, prepared.plan), **identity(prepared.store)}
         prepared.store.write(JOB_FILE, json.dumps(record, indent=1).encode())
         print(f"{prepared.store.url}: starting {_range(loaded.spec.workers)} ...", flush=True)
@@ -166,6 +166,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--study", type=Path, metavar="STUDY.yaml", help="train the trials of a study of the job instead"
     )
-    parser.add_argument("--fresh", action="store_true", help="forget what the run directory holds and start over")
+    parser.add_argument("--fresh", action="store_true", help="delete the run in the run directory and start over")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the YAML")
     return parser

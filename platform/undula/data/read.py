@@ -80,7 +80,7 @@ def window_read(
 ) -> WindowRead:
     """The read of a window's rows."""
     pieces, num_bytes = [], 0
-    for piece in window.pieces:
+    for piece in window.ranges:
         number, group = manifest.row_group_places[piece.row_group]
         file = manifest.files[number]
         first_id = int(manifest.first_ids[piece.row_group])

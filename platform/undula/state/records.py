@@ -1,4 +1,4 @@
-"""What the ledger records of a run: its committed steps, and what happened to it. Plain data, without the library that stores it."""
+"""Records of the ledger: committed steps and events, as plain data that does not depend on the storage library."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRow:
-    """A committed step; fields and units are those of STEP_SCHEMA."""
+    """A committed step. undula.state.ledger.STEP_SCHEMA documents the fields and their units."""
 
     attempt: int
     step: int
@@ -27,28 +27,32 @@ class StepRow:
     logged: str = "{}"
     weights_digest: int | None = None
     blocked_s: float = 0.0
-    span: int = 1
+    merged_steps: int = 1
 
     @property
     def done(self) -> int:
-        """Steps of the plan that are committed with it."""
-        return self.step + self.span
+        """Number of steps of the plan that are committed after this step."""
+        return self.step + self.merged_steps
 
     @property
     def seconds(self) -> float:
-        """That the step took."""
+        """Duration of the step in seconds."""
         return self.data_s + self.compute_s + self.communication_s + self.other_s
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the run, in words for a person and in data for a program."""
+    """Something that happened to the run: a message for people and data for programs."""
 
     kind: str
+    """Stable name of the kind of event; see undula.state.ledger.EVENT_SCHEMA."""
     message: str
     step: int | None = None
+    """Number of committed steps when the event happened; None if unknown."""
     data: dict[str, Any] = field(default_factory=dict)
     time: float = field(default_factory=time.time)
+    """Time of the event in seconds since the epoch."""
 
     def row(self) -> dict[str, Any]:
+        """Return the event as a row of the ledger."""
         return {**asdict(self), "data": json.dumps(self.data)}

@@ -74,7 +74,7 @@ def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
     events = ledger.events.filter(pc.equal(ledger.events["kind"], EVENT_OF[spec.metric])).to_pylist()
     told = {int(event["step"]): json.loads(event["data"])["loss"] for event in events}  # the newest, where done again
     steps = ledger.steps
-    done = np.asarray(steps["step"]) + np.asarray(steps["span"])
+    done = np.asarray(steps["step"]) + np.asarray(steps["merged_steps"])
     curve, begin = [Measurement(0, 0, told[0])] if 0 in told else [], 0
     for step in sorted(told.keys() - {0}):
         end = int(np.searchsorted(done, step, side="right"))

@@ -48,7 +48,7 @@ class Step:
         self._in_micro_batch: Mark | None = None
         self._has_begun = self._is_in_batch = self._has_ended = self._is_last = False
         self.index = index
-        self.span = run.plan.span(index, run.world_size)
+        self.span = run.plan.merged_steps(index, run.world_size)
         self._shapes = [run.plan.step(each) for each in range(index, index + self.span)]
         self.samples = sum(shape.samples for shape in self._shapes)
         self._samples_after = self._shapes[0].samples_before + self.samples
@@ -186,7 +186,7 @@ class Step:
         row = StepRow(
             attempt=run._attempt,
             step=self.index,
-            span=self.span,
+            merged_steps=self.span,
             epoch=self._shapes[0].epoch,
             samples=self._samples_after,
             step_samples=self.samples,

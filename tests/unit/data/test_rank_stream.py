@@ -97,7 +97,7 @@ def test_no_row_group_is_read_by_two_ranks_but_at_the_cut_between_them(manifest:
     plan = Plan(PlanSpec(global_batch=12, virtual_workers=6), NUM_ROWS)
     order = EpochOrder(plan, manifest.row_counts, 0)
     of_rank = [
-        {piece.row_group for v in rank for window in order.windows(v) for piece in window.pieces}
+        {piece.row_group for v in rank for window in order.windows(v) for piece in window.ranges}
         for rank in assign(6, 3)
     ]
     shared = [of_rank[one] & of_rank[other] for one in range(3) for other in range(one)]
