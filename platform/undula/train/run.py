@@ -23,7 +23,7 @@ from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
 from undula.data.mixture import load_data
 from undula.data.rows import Batch
-from undula.data.streams import Stream, rank_stream
+from undula.data.streams import SampleStream, rank_stream
 from undula.errors import StorageError
 from undula.parallel.engines.select import engine_for
 from undula.parallel.engines.torch_engines import Engine
@@ -95,7 +95,7 @@ class Run:
         self._attempt = self._agreed(lambda: next_attempt(self._store))
         self._publish = publish
         self._telemetry: Telemetry | None = None
-        self._stream: Stream | None = None
+        self._stream: SampleStream | None = None
         self._checkpoints = Checkpointer(
             self._store, self._control, self._attempt, job.checkpoint.keep, self._flush_telemetry, self._tell_saved
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undula.data.rows import Batch
-from undula.data.streams import Stream
+from undula.data.streams import SampleStream
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
@@ -36,7 +36,7 @@ class Step:
         lr: learning rate of the schedule at this step, for a group whose own rate is the base rate.
     """
 
-    def __init__(self, run: "Run", stream: Stream, index: int):
+    def __init__(self, run: "Run", stream: SampleStream, index: int):
         self._run = run
         self._stream = stream
         self._began = time.perf_counter()
