@@ -64,8 +64,8 @@ class FleetSpec:
 
 
 @dataclass(frozen=True)
-class DeadlineProgress:
-    """Progress of a run towards its deadline. The unit of work is the work that the whole fleet does in one second."""
+class RemainingWork:
+    """Work and time of a run until its deadline. Work is measured in the seconds that the whole fleet needs for it."""
 
     elapsed_s: float
     """Seconds since the run was submitted."""
@@ -117,14 +117,14 @@ def on_demand_floor(size: int, floor: int) -> Fleet:
     return Fleet(size - on_demand, on_demand)
 
 
-def by_deadline(size: int, available: Fleet, ready: Fleet, progress: DeadlineProgress, is_urgent: bool) -> Fleet:
+def by_deadline(size: int, available: Fleet, ready: Fleet, remaining: RemainingWork, is_urgent: bool) -> Fleet:
     """Decide by Uniform Progress: all available spot nodes, and on-demand nodes for the missing ones while the run is behind.
 
     Args:
         size: number of workers of the whole fleet.
         available: number of workers that fit on the present nodes, including nodes that are still starting.
         ready: number of workers that train. An on-demand node stays until the spot node that replaces it is ready.
-        progress: progress of the run towards its deadline.
+        remaining: work and time of the run until its deadline.
         is_urgent: whether the remaining work only just fits into the remaining time. The run can then no longer afford to lose a spot
             node, so on-demand nodes replace all spot nodes, one by one as they become ready.
 
@@ -135,8 +135,8 @@ def by_deadline(size: int, available: Fleet, ready: Fleet, progress: DeadlinePro
     if is_urgent:
         return Fleet(max(size - ready.on_demand, 0), size)
     missing = max(size - available.spot, 0)
-    is_behind = progress.done_s < progress.expected_s()
-    catches_up = available.on_demand > 0 and progress.done_s < progress.expected_s(ahead_s=2 * progress.changeover_s)
+    is_behind = remaining.done_s < remaining.expected_s()
+    catches_up = available.on_demand > 0 and remaining.done_s < remaining.expected_s(ahead_s=2 * remaining.changeover_s)
     if is_behind or catches_up:
         return Fleet(size, max(missing, min(available.on_demand, size - ready.spot)))
     return Fleet(size, 0)

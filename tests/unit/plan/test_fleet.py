@@ -1,14 +1,14 @@
 """Tests of the number of spot and on-demand workers that a policy requests."""
 
-from undula.plan.fleet import DeadlineProgress, Fleet, by_deadline, on_demand_floor
+from undula.plan.fleet import Fleet, RemainingWork, by_deadline, on_demand_floor
 
 
-def progress(elapsed_s: float, done_s: float) -> DeadlineProgress:
-    return DeadlineProgress(elapsed_s, deadline_s=1000, total_s=800, done_s=done_s, changeover_s=20)
+def remaining(elapsed_s: float, done_s: float) -> RemainingWork:
+    return RemainingWork(elapsed_s, deadline_s=1000, total_s=800, done_s=done_s, changeover_s=20)
 
 
 def wanted(available: Fleet, ready: Fleet, elapsed_s: float, done_s: float, is_urgent: bool = False) -> Fleet:
-    return by_deadline(4, available, ready, progress(elapsed_s, done_s), is_urgent)
+    return by_deadline(4, available, ready, remaining(elapsed_s, done_s), is_urgent)
 
 
 def test_on_demand_comes_when_behind_and_stays_until_well_ahead() -> None:
@@ -31,8 +31,8 @@ def test_urgent_runs_keep_spot_workers_until_on_demand_ones_are_ready() -> None:
 
 
 def test_spare_time_is_the_time_left_minus_the_work_left() -> None:
-    assert progress(300, 139).spare_s == 1000 - 300 - (800 - 139)
-    assert progress(1200, 139).time_left_s == -200
+    assert remaining(300, 139).spare_s == 1000 - 300 - (800 - 139)
+    assert remaining(1200, 139).time_left_s == -200
 
 
 def test_an_on_demand_floor_never_exceeds_the_fleet() -> None:

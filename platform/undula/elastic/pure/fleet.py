@@ -10,9 +10,9 @@ from undula.plan.fleet import (
     ON_DEMAND,
     SPOT,
     TYPE,
-    DeadlineProgress,
     Fleet,
     FleetSpec,
+    RemainingWork,
     by_deadline,
     on_demand_floor,
     spot_only,
@@ -184,10 +184,10 @@ class FleetManager:
         work = f"about {progress.left_s:.0f} s of work of the whole fleet are" if is_known else "unmeasured work is"
         return wanted, f": {work} left, and {progress.time_left_s:.0f} s to do it"
 
-    def _progress(self, deadline_s: float, now: float) -> DeadlineProgress:
+    def _progress(self, deadline_s: float, now: float) -> RemainingWork:
         # Before steps were measured the work is unknown: the run is behind, as nothing is done, and need not hurry.
         step_s = self.pace.step_s(self.size) or 1e-9
-        return DeadlineProgress(
+        return RemainingWork(
             elapsed_s=now - self.work.began,
             deadline_s=deadline_s,
             total_s=self.work.total_steps * step_s,
