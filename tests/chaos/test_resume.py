@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jo
     skipped = last_event(done.ledger.events, WarningEvent)
     assert skipped is not None
     assert skipped.code == "checkpoint_skipped"
-    assert skipped.detail.startswith(f"{store.url}/{victim} is not what its checkpoint says")
+    assert skipped.detail.startswith(f"{store.url}/{victim} is damaged")
     start = events_of(done.ledger.events, StartEvent)[-1]
     assert (start.origin, start.step) == ("the checkpoint", newest.step - 10)
     assert relative_difference(done.column("loss"), left_alone.column("loss")) < 1e-5

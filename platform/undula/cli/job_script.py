@@ -18,7 +18,7 @@ from undula.driver.preflight import Prepared, prepare
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.errors import SpecError, needs_extra, one_sentence
-from undula.state.directory import forget, held
+from undula.state.directory import delete_run, held
 from undula.state.events import StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
@@ -61,7 +61,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         stack.enter_context(connected())
         hub = start_hub(store)
         if options.fresh:
-            forget(store)
+            delete_run(store)
         spec = record_job(loaded, prepared.plan, store)
         print(f"{store.url}: starting {_range(spec.workers)} ...", flush=True)
         with live_view(hub):

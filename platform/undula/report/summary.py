@@ -228,12 +228,12 @@ def throughput(steps: pa.Table) -> Floats:
 def places_of(steps: pa.Table, began: float) -> Places:
     """Where rows of STEP_SCHEMA lie."""
     time, samples, attempt = (column(steps, name) for name in ("time", "samples", "attempt"))
-    return Places(time - began, samples, column(steps, "step") + column(steps, "span"), attempt)
+    return Places(time - began, samples, column(steps, "step") + column(steps, "merged_steps"), attempt)
 
 
 def marks_of(events: Sequence[Event], steps: pa.Table, began: float) -> tuple[Mark, ...]:
     """Events of MARKED_KINDS. One without a step lies at the last step that was committed, to stay, before it."""
-    times, done = column(steps, "time"), column(steps, "step") + column(steps, "span")
+    times, done = column(steps, "time"), column(steps, "step") + column(steps, "merged_steps")
     samples = np.concatenate([[0.0], column(steps, "samples")])
     marks = []
     for event in events:

@@ -97,7 +97,7 @@ def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
     events: list[ValidationEvent | LossEvent] = events_of(ledger.events, EVENT_OF[spec.metric])
     measured = {event.step: event.loss for event in events}  # the newest of a repeated step
     steps = ledger.steps
-    done = np.asarray(steps["step"]) + np.asarray(steps["span"])
+    done = np.asarray(steps["step"]) + np.asarray(steps["merged_steps"])
     curve, begin = [Measurement(0, 0, measured[0])] if 0 in measured else [], 0
     for step in sorted(measured.keys() - {0}):
         end = int(np.searchsorted(done, step, side="right"))

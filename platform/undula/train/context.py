@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from undula.data.mixture import Data, load_data
-from undula.data.streams import Stream
+from undula.data.streams import SampleStream
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.plan.plan import Plan
@@ -82,9 +82,9 @@ class TrainContext:
     checkpoints: Checkpointer
     reducer: StepReducer
     rate: Rate
-    open_stream: Callable[[int], Stream]
+    open_stream: Callable[[int], SampleStream]
     """Opens the stream of this rank's samples at a step."""
-    stream: Stream | None = None
+    stream: SampleStream | None = None
     snapshots: RankSnapshots | None = None
     telemetry: Telemetry | None = None
     """Where rank 0 reports; None on other ranks."""

@@ -139,13 +139,13 @@ def _made(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_averages(made: Mapping[str, Any], scaled: Scaled) -> dict[str, Any]:
     """The values of a group's averages as a rule scales them; none where it leaves them alone."""
-    if scaled.forgetting is None:
+    if scaled.one_minus_beta is None:
         return {}
     found: dict[str, Any] = {}
     if "betas" in made:
-        found["betas"] = tuple(scaled_beta(beta, scaled.forgetting) for beta in made["betas"])
+        found["betas"] = tuple(scaled_beta(beta, scaled.one_minus_beta) for beta in made["betas"])
     if "alpha" in made:
-        found["alpha"] = scaled_beta(made["alpha"], scaled.forgetting)
+        found["alpha"] = scaled_beta(made["alpha"], scaled.one_minus_beta)
     if found and "eps" in made:
         found["eps"] = made["eps"] * scaled.eps
     return found

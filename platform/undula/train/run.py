@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from undula.data.maps import SampleFunction
-from undula.data.streams import Stream, rank_stream
+from undula.data.streams import SampleStream, rank_stream
 from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
@@ -208,7 +208,7 @@ class Run:
         )
         return context
 
-    def _open_stream(self, step: int) -> Stream:
+    def _open_stream(self, step: int) -> SampleStream:
         setup = self._setup
         stream = rank_stream(setup.data, self.plan, setup.virtual_workers, setup.job.data, step, self._map)
         stream.open()

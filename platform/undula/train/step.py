@@ -47,7 +47,7 @@ class Step:
         self._has_begun = self._has_ended = self._is_last = False
         plan = context.setup.plan
         self.index = index
-        self.merged_steps = plan.span(index, context.setup.layout.num_cells)
+        self.merged_steps = plan.merged_steps(index, context.setup.layout.num_cells)
         """Number of steps of the plan that this step takes as one."""
         self._shapes = [plan.step(each) for each in range(index, index + self.merged_steps)]
         self.samples = sum(shape.samples for shape in self._shapes)
@@ -195,7 +195,7 @@ class Step:
         row = StepRow(
             attempt=setup.attempt,
             step=self.index,
-            span=self.merged_steps,
+            merged_steps=self.merged_steps,
             epoch=self._shapes[0].epoch,
             samples=self._samples_after,
             step_samples=self.samples,

@@ -165,24 +165,24 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         (
             "plan:\n  global_batch: 10\n",
             (),
-            "job.yaml:5: plan.global_batch is 10, which virtual_workers (4) does not divide: give 8 or 12",
+            "job.yaml:5: plan.global_batch is 10, which is not a multiple of virtual_workers (4); set it to 8 or 12",
         ),
         (
             "",
             ("plan.global_batch=10",),
-            "command line: plan.global_batch is 10, which virtual_workers (4) does not divide",
+            "command line: plan.global_batch is 10, which is not a multiple of virtual_workers (4)",
         ),
         ("", ("workers.min=3",), "command line: workers.min is 3, more than max (1): lower min or raise max"),
         ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4), and"),
         (
             "schedule: {decay: step}\n",
             (),
-            "job.yaml:4: schedule.decay_at is missing, which says where decay: step falls: give fractions, such as [0.5, 0.75]",
+            "job.yaml:4: schedule.decay_at is missing, but decay=step needs it; set it to fractions of the run, such as [0.5, 0.75]",
         ),
         (
             "schedule: {warmup_samples: 5}\n",
             ("schedule.warmup_epochs=1",),
-            "command line: schedule.warmup_epochs and warmup_samples both give the length of the warmup: leave out one of them",
+            "command line: schedule.warmup_epochs and warmup_samples both set the length of the warmup; remove one of them",
         ),
         (
             "schedule: {batch_rule: surge, base_batch: 32}\n",
@@ -234,7 +234,10 @@ def test_what_is_wrong_is_said_in_one_sentence(
     [
         ("data: {train: /x}\n", "job.yaml: name is missing; add it"),
         ("name: job\n", "job.yaml: data is missing; add it"),
-        ("name: job\ndata: {}\n", "job.yaml:2: data.train or data.mix must be given, and not both"),
+        (
+            "name: job\ndata: {}\n",
+            "job.yaml:2: data.train and data.mix are both set or both missing; set exactly one of them",
+        ),
         ("- name: job\n", "job.yaml holds list: a job's YAML is a mapping"),
         ("", "job.yaml is empty: a job's YAML is a mapping"),
         ("a: b: c\n", "job.yaml is not YAML: "),
@@ -357,7 +360,7 @@ class Nested:
         ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice; keep one"),
         ("config: &a {b: *a}", "has an anchor that contains itself; remove the cycle"),
         ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
-        ("plan: {global_batch: 2, virtual_workers: 4}", "virtual_workers (4) does not divide: give 4"),
+        ("plan: {global_batch: 2, virtual_workers: 4}", "is not a multiple of virtual_workers (4); set it to 4"),
     ],
 )
 def test_odd_input_is_answered_in_a_sentence_too(refused: Refused, text: str, sentence: str) -> None:
