@@ -184,7 +184,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _publish(store: Store, spec: "StudySpec") -> None:
     with needs_extra("study"):
-        from undula.study.page import publish
+        from undula.study.render.page import publish
     from undula.study.progress import known
 
     print("\n".join(publish(store, spec, list(known(store, spec).records.values()))))

@@ -8,10 +8,10 @@ from chaos_kit import command
 
 from undula.cluster.prices import load_prices
 from undula.plan.fleet import ON_DEMAND, SPOT
-from undula.report.certificate import certify, data_of
-from undula.report.cost import cost_of
-from undula.report.goodput import goodput
-from undula.report.summary import RecordedRun, read_run
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.cost import cost_of
+from undula.report.data.goodput import goodput
+from undula.report.data.summary import RecordedRun, read_run
 from undula.storage import open_store
 from undula.testing.chaos import Driver, start_driver
 from undula.testing.cloud import Cloud, MachineType, cloud

@@ -8,8 +8,8 @@ from chaos_kit import SCHEDULED_STEPS, SCRIPT, assert_certified, command, run_th
 from jobs_kit import relative_difference
 
 from undula.data.corpora import stdlib_text
-from undula.report.certificate import certify, data_of
-from undula.report.summary import read_run
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.summary import read_run
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.faults import parse_faults

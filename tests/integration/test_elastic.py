@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from jobs_kit import Jobs, relative_difference
 
-from undula.report.certificate import certify, data_of
-from undula.report.summary import read_run
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.summary import read_run
 from undula.state.commit import find_commits
 from undula.state.ledger import read_ledger
 from undula.storage import Store, open_store

@@ -101,7 +101,7 @@ def test_what_is_no_command_and_no_file_is_told_the_nearest(capsys: pytest.Captu
 
 def test_a_study_is_looked_at_without_ray() -> None:
     """Which reads its token settings when it is imported: before the local cluster is there, they are not."""
-    code = "import sys; import undula.study.page, undula.study.progress, undula.study.job; print('ray' in sys.modules)"
+    code = "import sys; import undula.study.render.page, undula.study.progress, undula.study.job; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
 

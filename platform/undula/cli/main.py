@@ -147,22 +147,22 @@ def _cifar10(options: argparse.Namespace) -> Any:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    from undula.report.terminal import print_runs
+    from undula.report.render.terminal import print_runs
 
     print_runs(open_store(options.runs), options.json)
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
-    from undula.report.terminal import print_run
+    from undula.report.render.terminal import print_run
 
     print_run(_run_store(options.run), options.json, price_finder(options))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from undula.report.certificate import certify, data_of
-    from undula.report.summary import read_run
+    from undula.report.data.certificate import certify, data_of
+    from undula.report.data.summary import read_run
 
     run = read_run(_run_store(options.run))
     against = read_run(_run_store(options.against)) if options.against else None
@@ -177,7 +177,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from undula.report.page import write_report
+    from undula.report.render.page import write_report
 
     print(write_report(_run_store(options.run), price_finder(options)))
     return 0
