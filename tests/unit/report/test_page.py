@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from undula.report.page import CURVE_POINTS, render, write_report
-from undula.report.summary import JobRecord, RecordedRun, summarize
+from undula.report.data.summary import JobRecord, RecordedRun, summarize
+from undula.report.render.page import CURVE_POINTS, render, write_report
 from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
 from undula.storage import Store

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from undula.errors import RunError, UndulaError
-from undula.report.goodput import goodput
+from undula.report.data.goodput import goodput
 from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.events import Event, StartEvent, ValidationEvent
 from undula.state.ledger import Ledger, decode_events, read_ledger, steps_done
@@ -89,7 +89,7 @@ class RunSummary:
     seconds: Mapping[str, float]
     """By class of SECONDS_CLASSES, summed over committed steps, mean over ranks."""
     rank_seconds: Mapping[str, float]
-    """By class of `undula.report.goodput`: every second of every rank."""
+    """By class of `undula.report.data.goodput`: every second of every rank."""
     goodput: float
     """Share of them that was useful."""
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from undula.errors import UndulaError
-from undula.report.cost import DOING, Cost, PriceFinder, cost_of, cost_rows, dollars
-from undula.report.summary import (
+from undula.report.data.cost import DOING, Cost, PriceFinder, cost_of, cost_rows, dollars
+from undula.report.data.summary import (
     SECONDS_CLASSES,
     Floats,
     RecordedRun,
