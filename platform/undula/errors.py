@@ -2,13 +2,15 @@
 
     UndulaError
     ├── SpecError          a job's YAML or an override: the file, the key, what was given, what is accepted
+    ├── UsageError         a script that uses Run or Step wrongly, or asks for what cannot be combined
     ├── StorageError       a URL that cannot be read or written
     ├── ManifestError      a data set that is not what its manifest says
     ├── CheckpointError    a checkpoint that does not fit, or is not whole
     ├── RunError           a run that cannot go on under this name, or with these settings
-    └── ClusterError       a Ray cluster that cannot be reached or started
+    ├── ClusterError       a Ray cluster that cannot be reached or started
+    └── UsageError         a script that uses the API wrongly, or asks for what no engine can do; the job ends at once
 
-Each message is one sentence for the person at the terminal: where, what was found, and how to mend it.
+Each message is one sentence for the person at the terminal: the place, what was found there, and how to fix it.
 """
 
 import sys
@@ -22,6 +24,10 @@ class UndulaError(Exception):
 
 class SpecError(UndulaError):
     """A job's YAML or an override is not acceptable."""
+
+
+class UsageError(UndulaError):
+    """A script uses Run or Step wrongly, or asks for what cannot be combined; the job ends at once, as another attempt would too."""
 
 
 class StorageError(UndulaError):

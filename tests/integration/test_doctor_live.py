@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
@@ -84,8 +85,8 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
     deadline = time.monotonic() + LIMIT_S
     while True:
         for pid in cluster.processes_of(node):
-            with suppress(OSError):
-                if b"ray::Probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            with suppress(psutil.Error):
+                if "ray::Probe" in " ".join(psutil.Process(pid).cmdline()):
                     return pid
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

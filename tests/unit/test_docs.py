@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_configuration_reference_is_the_one_that_the_code_gives() -> None:
-    """Mend with: undula schema --markdown > docs/configuration.md"""
+    """Fix with: undula schema --markdown > docs/configuration.md"""
     assert (ROOT / "docs" / "configuration.md").read_text() == markdown()
 
 

@@ -18,6 +18,6 @@ def build_horovod(cache: Path) -> None:
 
     Variables of the environment that begin with HOROVOD_ go to the build, such as HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
     """
-    from undula.build_horovod import build_horovod as build
+    from undula.elastic.build_horovod import build_horovod as build
 
     build(cache.expanduser())

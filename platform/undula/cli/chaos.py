@@ -69,8 +69,8 @@ def chaos(
       echo 'at step 20: sigkill worker 1' > faults.txt
       undula chaos jobs/language_model.yaml --faults faults.txt plan.max_steps=100
     """
-    from undula.report.certificate import certify, data_of
-    from undula.report.summary import read_run
+    from undula.report.data.certificate import certify, data_of
+    from undula.report.data.summary import read_run
     from undula.state.directory import JOB_FILE
     from undula.testing.chaos_job import load_chaos_job
     from undula.testing.study import from_faults, from_trace, undergo

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 
-MOST_BYTES = 2**16
+MAX_VALUE_BYTES = 2**16
 """Of a value: ranks leave addresses."""
 
 
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not self.server.admits(self.path):
             status = HTTPStatus.NOT_FOUND
-        elif not length.isdecimal() or int(length) > MOST_BYTES:
+        elif not length.isdecimal() or int(length) > MAX_VALUE_BYTES:
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         else:
             self.server.values[self.path] = self.rfile.read(int(length))

@@ -7,14 +7,14 @@ from typing import Any
 from undula.errors import needs_extra
 from undula.state.directory import held
 from undula.storage import Store
+from undula.study.heartbeat import has_driver
 from undula.study.job import Study
 from undula.study.live_table import study_table
 from undula.study.load import LoadedStudy
-from undula.study.progress import Progress, known
+from undula.study.progress import StudyProgress, read_progress
 from undula.study.records import read_spec
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord, trial_row
-from undula.study.under_way import is_under_way
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def read_status(store: Store) -> StudyStatus:
     Raises:
         RunError: there is no study, or its record is damaged.
     """
-    spec, has_driver = read_spec(store), is_under_way(store)
-    records = list(known(store, spec).records.values())
-    if not has_driver:  # what a lost driver left running waits for the next one
+    spec, is_running = read_spec(store), has_driver(store)
+    records = list(read_progress(store, spec).records.values())
+    if not is_running:  # what a lost driver left running waits for the next one
         records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
-    return StudyStatus(spec, tuple(records), has_driver)
+    return StudyStatus(spec, tuple(records), is_running)
 
 
 def report_study(store: Store, worker_hour: float | None = None) -> list[str]:
@@ -71,11 +71,11 @@ def report_study(store: Store, worker_hour: float | None = None) -> list[str]:
         RunError: there is no study, or its record is damaged.
     """
     with needs_extra("study"):
-        from undula.study.page import publish
+        from undula.study.render.page import publish
     spec = read_spec(store)
     if worker_hour is not None:
         spec = replace(spec, worker_hour=worker_hour)
-    return publish(store, spec, list(known(store, spec).records.values()))
+    return publish(store, spec, list(read_progress(store, spec).records.values()))
 
 
 def report_if_done(loaded: LoadedStudy, fresh: bool) -> list[str] | None:
@@ -92,7 +92,7 @@ def report_if_done(loaded: LoadedStudy, fresh: bool) -> list[str] | None:
         UndulaError: what is wrong with the trials.
     """
     study = Study(loaded)
-    progress = Progress(study.spec) if fresh else known(study.store, study.spec)
+    progress = StudyProgress(study.spec) if fresh else read_progress(study.store, study.spec)
     study.check(progress.wanted(), fresh, knows_defaults=False)
     if not progress.is_done:
         return None

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 import ray
 
 from undula.errors import RunError
+from undula.state.events import Event
 from undula.state.ledger import EventWriter
-from undula.state.records import Event
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
 
@@ -46,7 +46,7 @@ class HubPublisher:
 
 
 @dataclass
-class TellEverywhere:
+class EventRecorder:
     """Events of the controller: to the ledger, and to the driver's live view."""
 
     store: Store
@@ -54,8 +54,8 @@ class TellEverywhere:
     _writer: EventWriter | None = None
     """Each process has its own, made with its first event."""
 
-    def __reduce__(self) -> tuple[type["TellEverywhere"], tuple[Store, HubPublisher]]:
-        return TellEverywhere, (self.store, self.publish)
+    def __reduce__(self) -> tuple[type["EventRecorder"], tuple[Store, HubPublisher]]:
+        return EventRecorder, (self.store, self.publish)
 
     def __call__(self, event: Event) -> None:
         self._writer = self._writer or EventWriter(self.store, "controller")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from undula.state.records import Event
+from undula.state.events import Event
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from contextlib import suppress
 from ray.util.metrics import Gauge
 
 from undula.errors import StorageError
+from undula.state.events import Event, LossEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 from undula.telemetry.messages import Publisher, Status
 
@@ -28,12 +29,12 @@ class Telemetry:
     """All that is told of a run, by its rank 0."""
 
     def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
-        from undula.telemetry.tensorboard import Board  # whose library imports boto3; only rank 0 needs it
+        from undula.telemetry.tensorboard import TensorBoardWriter  # whose library imports boto3; only rank 0 needs it
 
         self._total_steps = total_steps
         self._publish = publish
         self._ledger = LedgerWriter(store, attempt)
-        self._board = Board(store, attempt, start)
+        self._board = TensorBoardWriter(store, attempt, start)
         self._gauges = {key: Gauge(key, text, tag_keys=("run",)) for key, text in _GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set_default_tags({"run": name})
@@ -70,9 +71,9 @@ class Telemetry:
     def event(self, event: Event) -> None:
         self._ledger.event(event)
         self._publish(event)
-        if event.kind == "validation":
-            self._board.add(event.step or 0, {"loss/validation": event.data["loss"]})
-            self._gauges["undula_validation_loss"].set(event.data["loss"])
+        if isinstance(event, ValidationEvent):
+            self._board.add(event.step, {"loss/validation": event.loss})
+            self._gauges["undula_validation_loss"].set(event.loss)
 
     def mean_loss(self, done: int) -> None:
         """Tell the mean training loss of a sample since this was last called."""
@@ -80,7 +81,7 @@ class Telemetry:
             return
         samples = sum(count for _, count in self._losses)
         loss = sum(loss * count for loss, count in self._losses) / samples
-        self.event(Event("loss", f"training loss {loss:.4f}", done, {"loss": loss, "samples": samples}))
+        self.event(LossEvent(loss, samples, step=done))
         self._losses = []
 
     def flush(self) -> None:
@@ -94,7 +95,7 @@ class Telemetry:
             self.flush()
 
     def _tell(self, row: StepRow) -> None:
-        left = (self._total_steps - row.done) / row.span * self._seconds_per_step
+        left = (self._total_steps - row.done) / row.merged_steps * self._seconds_per_step
         self._publish(Status(row.done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
         told = (row.done, row.loss, row.lr, self._samples_per_s, row.world_size)
         for gauge, value in zip(list(self._gauges.values()), told, strict=False):

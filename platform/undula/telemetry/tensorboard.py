@@ -21,7 +21,7 @@ FILE_BYTES = 8 * 2**20
 """A file that is this long is written once more, and the next one begun."""
 
 
-class Board:
+class TensorBoardWriter:
     """The event files of one attempt.
 
     Args:

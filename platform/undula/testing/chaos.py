@@ -13,15 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
+from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
-from undula.state.records import Event
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
 
-LOOK_S = 0.05
+DECISION_INTERVAL_S = 0.05
 STOP_TIMEOUT_S = 30.0
 _STEP = re.compile(r"^step +(\d+)/(\d+) ")
 
@@ -124,7 +126,7 @@ class Chaos:
                     if self.carry_out(fault):
                         self.left.remove(fault)
             self.keep_dooms()
-            time.sleep(LOOK_S)  # paces the looks
+            time.sleep(DECISION_INTERVAL_S)  # paces the looks
         self.keep_dooms(float("inf"))  # Ray ends such a node in its own time, and nobody would know
         return self._driver.process.returncode
 
@@ -137,7 +139,7 @@ class Chaos:
         elif fault.action in ("sigkill", "sigstop"):
             number = signal.SIGKILL if fault.action == "sigkill" else signal.SIGSTOP
             pids = self.worker_pids()
-            if fault.target >= len(pids) or not Path(f"/proc/{pids[fault.target]}").exists():
+            if fault.target >= len(pids) or not psutil.pid_exists(pids[fault.target]):
                 return False
             os.kill(pids[fault.target], number)
         elif fault.target >= len(self._order):
@@ -157,7 +159,7 @@ class Chaos:
         """Something has happened to the cluster: for who looks on, and in the run's ledger."""
         self.done.append(Done(time.time(), what, self._driver.step))
         self._driver.show(f"chaos: {what}")
-        self._events.event(Event("fault", what, max(self._driver.step, 0)))
+        self._events.event(FaultEvent(what, step=max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """A notice, and its end when the time is over."""
@@ -173,8 +175,8 @@ class Chaos:
 
     def worker_pids(self) -> list[int]:
         """The processes of the group that trains now, by rank."""
-        group = last_event(read_ledger(self._store).events, "group")
-        return [worker["pid"] for worker in group["data"]["workers"]] if group else []
+        group = last_event(read_ledger(self._store).events, GroupEvent)
+        return [worker["pid"] or 0 for worker in group.workers] if group else []
 
 
 def replay(
@@ -210,5 +212,5 @@ def replay(
                     nodes.kill(node)
                     chaos.tell(f"kill node ({node[:8]})")
         chaos.keep_dooms()
-        time.sleep(LOOK_S)  # paces the looks
+        time.sleep(DECISION_INTERVAL_S)  # paces the looks
     return began_at

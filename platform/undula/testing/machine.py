@@ -22,7 +22,7 @@ from undula.testing.nodes import descendants
 
 MACHINE_FILE = "machine.json"
 NOTICE = "notice"
-LOOK_S = 0.1
+DECISION_INTERVAL_S = 0.1
 START_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +41,7 @@ def main() -> None:
                 if end == float("inf") and (seconds := _notice(folder)) is not None:
                     metadata.give_notice(seconds)
                     end = time.monotonic() + seconds
-                time.sleep(LOOK_S)  # paces the looks
+                time.sleep(DECISION_INTERVAL_S)  # paces the looks
     finally:
         for pid in descendants(os.getpid()):
             with suppress(ProcessLookupError):
@@ -57,7 +57,7 @@ def _start_ray(what: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
         while b"Ray runtime started" not in (folder / "ray.log").read_bytes() and raylet.poll() is None:
             if time.monotonic() > deadline:
                 sys.exit(f"no Ray node came up within {START_TIMEOUT_S:g} s")
-            time.sleep(LOOK_S)  # paces the looks
+            time.sleep(DECISION_INTERVAL_S)  # paces the looks
         return raylet
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from undula.elastic.pure.fleet import FleetManager, Pace, Work
 from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import ON_DEMAND, SPOT, Fleet, FleetSpec
-from undula.state.records import Event
+from undula.state.events import Event
 
 STEPS = 10**6
 """That the work is cut into."""
@@ -101,7 +101,7 @@ def run_under(
         fleet.pace = Pace(steps * total_s / STEPS * size, steps, steps)
         wanted = _wanted(fleet, {**spot.there(now), **on_demand.there(now)}, now)
         for nodes in (spot, on_demand):
-            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.given_back}
+            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.released}
         spot.become(min(max(wanted.spot, len(spot.there(now))), there), now)  # as the fleet gives back what it can
         on_demand.become(wanted.on_demand, now)
         if restart_s and len(spot.there(end)) != before:
@@ -119,7 +119,7 @@ def run_under(
 
 def _wanted(fleet: FleetManager, nodes: Mapping[str, Node], now: float) -> Fleet:
     workers = dict.fromkeys(nodes, 1)
-    fleet.look(nodes, workers, workers, now)
+    fleet.update(nodes, workers, workers, now)
     return fleet.wanted
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from undula.errors import SpecError
-from undula.state.ledger import Ledger, read_ledger, steps_done
+from undula.state.events import LostEvent
+from undula.state.ledger import Ledger, events_of, read_ledger, steps_done
 from undula.storage import Store
 from undula.testing.chaos import Chaos, Done, Driver, replay, start_driver
 from undula.testing.faults import Fault, oracle_rank_s, parse_faults, parse_trace
@@ -194,7 +195,7 @@ def _problem(status: int | None, left: Sequence[Fault], is_trace: bool) -> str |
 def outcome(ledger: Ledger, done: tuple[Done, ...], ordeal: Ordeal, began: float, low: int) -> Outcome:
     """The figures of a job that has undergone an ordeal."""
     times = np.sort(np.concatenate([ledger.steps["time"].to_numpy(), ledger.replaced["time"].to_numpy()]))
-    told = [json.loads(event["data"])["steps"] for event in ledger.events.to_pylist() if event["kind"] == "lost"]
+    told = [event.steps for event in events_of(ledger.events, LostEvent)]
     lost = max(len(ledger.replaced), sum(told))  # rows that were lost with their writer are told of all the same
     steps = ledger.steps
     found = Outcome(done, steps_done(steps), len(steps), lost, outages(times.tolist(), done))

@@ -60,7 +60,7 @@ def test_the_command_line_starts_fast() -> None:
 
 def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
     """Ray reads a cluster's token when it is imported, and the local cluster has none before it starts."""
-    modules = "undula.cluster.submission, undula.study.submission, undula.study.status, undula.study.page"
+    modules = "undula.cluster.submission, undula.study.submission, undula.study.status, undula.study.render.page"
     check = f"import sys, {modules}; sys.exit(', '.join({{'ray'}} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("undula.report.terminal.print_runs", interrupted)
+    monkeypatch.setattr("undula.report.render.terminal.print_runs", interrupted)
     said = undula("ls")
     assert (said.status, said.err.split()) == (130, ["stopped"])
 

@@ -7,14 +7,14 @@ import pytest
 
 from undula.cli.main import main
 from undula.config.job import as_tree
+from undula.state.events import StartEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event
 from undula.storage import Store
+from undula.study.heartbeat import keep_heartbeat
 from undula.study.records import TRIALS, write_outcome, write_study
 from undula.study.spec import StudySpec
 from undula.study.submission import names_in_submission
 from undula.study.trials import Measurement, Trial, TrialRecord
-from undula.study.under_way import said_under_way
 
 
 def test_a_file_alone_is_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,25 +57,25 @@ def study(tmp_path: Path) -> Store:
     return store
 
 
-def test_status_says_whether_a_study_is_under_way(study: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_whether_a_study_is_running(study: Store, capsys: pytest.CaptureFixture[str]) -> None:
     for options in ((), ("--follow",)):  # which does not wait for a driver that is not there
         status, text = said(capsys, "study", "status", study.url, *options)
         assert status == 0
-        assert "rates: 1 of 2 trials, not under way" in text
-        assert "submit the study again to continue it" in text
+        assert "rates: 1 of 2 trials, not running" in text
+        assert "the command that began the study goes on with it" in text
     store = study / TRIALS / TRIALS_OF_IT[1].name
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "started", 0, {"world_size": 1}))
+    ledger.event(StartEvent(1, 1, step=0))
     ledger.close()
     assert [row["state"] for row in json.loads(said(capsys, "study", "status", study.url, "--json")[1])] == [
         "complete",
         "waiting",
     ]
-    with said_under_way(study):
+    with keep_heartbeat(study):
         _, rows = said(capsys, "study", "status", study.url, "--json")
         assert [row["state"] for row in json.loads(rows)] == ["complete", "running"]
         _, text = said(capsys, "study", "status", study.url)
-    assert "not under way" not in text
+    assert "not running" not in text
     assert "rates: 1 of 2 trials" in text
 
 

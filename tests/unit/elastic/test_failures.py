@@ -11,7 +11,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 
 from undula.elastic.ray.failures import LONGEST_PAUSE_S, STORAGE_FAILURES, RetryUnlessBug, summary, whole_story
-from undula.errors import ManifestError, StorageError
+from undula.errors import ManifestError, StorageError, UsageError
 from undula.train.tracebacks import keep_traceback
 
 USERS_CODE = """
@@ -51,6 +51,9 @@ def failed(*failures: Exception) -> WorkerGroupError:
         (failed(raised(KeyError("lable"))), FailureDecision.RAISE),
         (failed(raised(ValueError("boom")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
         (failed(raised(ManifestError("part-0 is gone"))), FailureDecision.RAISE),
+        (failed(raised(UsageError("step.batches() was called twice"))), FailureDecision.RAISE),
+        (failed(raised(UsageError("x")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
+        (failed(RayActorError(), raised(UsageError("x"))), FailureDecision.RAISE),
         (failed(raised(StorageError("no space left"))), FailureDecision.RETRY),
         (failed(raised(RuntimeError("connection closed by peer"))), FailureDecision.RETRY),
         (failed(RayActorError()), FailureDecision.RETRY),

@@ -73,7 +73,7 @@ def test_a_warmup_that_is_longer_than_a_training_is_told_where_it_comes_from(stu
 
 def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
     overrides = {"gradient.noise_every_steps": 8, "plan.micro_batch": 4, "plan.virtual_workers": 1}
-    with pytest.raises(SpecError, match=r"a step is one: .*\(this is of the trial own-none-b4-lr0\.1-w64-s0\)"):
+    with pytest.raises(SpecError, match=r"a step has one; .*\(in the trial own-none-b4-lr0\.1-w64-s0\)"):
         check(study(batches=[8, 4], overrides=overrides))
 
 
@@ -112,7 +112,9 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
 
 
 def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
-    with pytest.raises(SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples"):
+    with pytest.raises(
+        SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples; lower first_rung"
+    ):
         check(study(scheduler="asha", first_rung=999))
 
 

@@ -12,14 +12,14 @@ from undula.plan.fleet import (
     TYPE,
     Fleet,
     FleetSpec,
-    Progress,
+    RemainingWork,
     by_deadline,
     on_demand_floor,
     spot_only,
 )
-from undula.state.records import Event
+from undula.state.events import Event, FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 
-LOOK_S = 1.0
+DECISION_INTERVAL_S = 1.0
 """Between a policy's looks."""
 UNUSED_S = 60.0
 """For which there may be room that nobody uses before it is told."""
@@ -56,7 +56,7 @@ class Pace:
     _last: tuple[float | None, int] | None = None
     """When the group's newest step was seen, None before its first, which may compile; and the step."""
 
-    def saw(self, step: int, world_size: int, now: float) -> None:
+    def observe(self, step: int, world_size: int, now: float) -> None:
         """A group of so many workers has committed `step` steps."""
         since, before = self._last or (None, step)
         self._last = self._last or (None, step)
@@ -99,21 +99,21 @@ class FleetManager:
     refusals: Callable[[float], Mapping[str, str]]
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))
-    given_back: frozenset[str] = frozenset()
+    released: frozenset[str] = frozenset()
     """Nodes that the run leaves, for the autoscaler to end."""
     labels: Sequence[Mapping[str, str]] = ()
     """That each worker's node is to have, for the autoscaler; one mapping for each worker that is wanted."""
-    _looked: float = float("-inf")
+    _decided_at: float = float("-inf")
     _short_since: float | None = None
     _hurries: bool = False
     _refused: Mapping[str, str] = field(default_factory=dict)
     _unused_since: dict[str, float] = field(default_factory=dict)
     _spot: int = 0
     """Room on spot nodes, as last seen."""
-    _told: dict[str, float] = field(default_factory=dict)
-    """When it was told of a type that is refused, of a node that is not used, and of a deadline that has passed."""
+    _reported: dict[str, float] = field(default_factory=dict)
+    """Time of the last event on each subject: a refused type, an unused node, or a passed deadline."""
 
-    def look(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
+    def update(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
         """Decide anew.
 
         Args:
@@ -122,17 +122,17 @@ class FleetManager:
             own: all workers of the run, by node.
             now: in seconds since the epoch.
         """
-        if now - self._looked < LOOK_S:
+        if now - self._decided_at < DECISION_INTERVAL_S:
             return
-        self._looked = now
+        self._decided_at = now
         staying = [node for node in nodes.values() if node.deadline is None]
         # What others use of a node is no room for this run.
         there = [replace(node, slots=min(node.slots, node.free + own.get(node.id, 0))) for node in staying]
         if not self.spec.is_any:
             self._follow(there, ready, now)
-        used = [node for node in there if node.id not in self.given_back]
+        used = [node for node in there if node.id not in self.released]
         if self.has_gpus:
-            self._tell_unused(used, now)
+            self._report_unused(used, now)
         self._learn_refusals(used, now)
         self.labels = self._labels(used)
 
@@ -146,26 +146,24 @@ class FleetManager:
         """The policy."""
         on = {market: [node for node in there if node.market == market] for market in (SPOT, ON_DEMAND)}
         counts = {market: sum(ready.get(node.id, 0) for node in found) for market, found in on.items()}
-        wanted, why = self._decide(on, Fleet(counts[SPOT], counts[ON_DEMAND]), now)
+        wanted, event = self._decide(on, Fleet(counts[SPOT], counts[ON_DEMAND]), now)
         if wanted != self.wanted:
             self.wanted = wanted
-            self.on_event(Event("fleet", f"asking for {_words(wanted)}{why}", data=vars(wanted)))
+            self.on_event(event)
         limits = {SPOT: max(wanted.spot, self.size - counts[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
-        self._give_back({node for market, found in on.items() for node in _beyond(found, ready, limits[market])})
+        self._release({node for market, found in on.items() for node in _beyond(found, ready, limits[market])})
 
-    def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, str]:
+    def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, FleetEvent]:
         if self.spec.on_demand_floor:
-            return on_demand_floor(self.size, self.spec.on_demand_floor), ""
+            return _without_deadline(on_demand_floor(self.size, self.spec.on_demand_floor))
         if self.spec.deadline_s is None:
-            return spot_only(self.size), ""
-        progress = self._progress(self.spec.deadline_s, now)
-        if progress.time_left_s < 0:
-            late = f"the deadline was {-progress.time_left_s:.0f} s ago"
-            words = f"{late}: on spot nodes from now on; to have others, raise workers.fleet.deadline"
-            self._tell("deadline", words, now)
-            return spot_only(self.size), ""
+            return _without_deadline(spot_only(self.size))
+        remaining = self._remaining(self.spec.deadline_s, now)
+        if remaining.time_left_s < 0:
+            self._report("deadline", OverdueEvent(-remaining.time_left_s), now)
+            return _without_deadline(spot_only(self.size))
         spot = min(sum(node.slots for node in on[SPOT]), self.size)
-        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.given_back)
+        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.released)
         if spot > self._spot:  # where one has come, others may follow
             self._short_since = None
         self._spot = spot
@@ -173,33 +171,32 @@ class FleetManager:
         expected = spot
         if self._short_since is not None and now - self._short_since < self.spec.node_start_s:
             expected = self.size  # what is missing may be on its way
-        spare = progress.spare_s / progress.changeover_s
+        spare = remaining.spare_s / remaining.changeover_s
         self._hurries = self.pace.steps >= MEASURED_STEPS and (
             spare < (HURRIES_UNTIL if self._hurries else HURRIES_BELOW) and (self._hurries or spot < self.size)
         )
-        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, progress, self._hurries)
+        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, remaining, self._hurries)
         if 0 < expected < self.fewest:  # or they are held, and nothing trains on them
             wanted = Fleet(wanted.spot, max(wanted.on_demand, self.fewest - expected))
         is_known = self.pace.step_s(self.size) is not None
-        work = f"about {progress.left_s:.0f} s of work of the whole fleet are" if is_known else "unmeasured work is"
-        return wanted, f": {work} left, and {progress.time_left_s:.0f} s to do it"
+        work_left_s = remaining.left_s if is_known else None
+        return wanted, FleetEvent(wanted.spot, wanted.on_demand, work_left_s, remaining.time_left_s)
 
-    def _progress(self, deadline_s: float, now: float) -> Progress:
+    def _remaining(self, deadline_s: float, now: float) -> RemainingWork:
         # Before steps were measured the work is unknown: the run is behind, as nothing is done, and need not hurry.
         step_s = self.pace.step_s(self.size) or 1e-9
-        return Progress(
+        return RemainingWork(
             elapsed_s=now - self.work.began,
             deadline_s=deadline_s,
             total_s=self.work.total_steps * step_s,
             done_s=self.pace.done * step_s,
-            changeover_s=self.spec.node_start_s + LOOK_S,
+            changeover_s=self.spec.node_start_s + DECISION_INTERVAL_S,
         )
 
-    def _give_back(self, nodes: set[str]) -> None:
-        for node in sorted(nodes - self.given_back):
-            words = f"node {node[:8]} is given back: {_words(self.wanted)} are wanted"
-            self.on_event(Event("fleet", words, data={"node": node}))
-        self.given_back = frozenset(nodes)
+    def _release(self, nodes: set[str]) -> None:
+        for node in sorted(nodes - self.released):
+            self.on_event(ReleaseEvent(node, self.wanted.spot, self.wanted.on_demand))
+        self.released = frozenset(nodes)
 
     def _learn_refusals(self, used: Sequence[Node], now: float) -> None:
         """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""
@@ -209,9 +206,7 @@ class FleetManager:
             return
         self._refused = self.refusals(now - AVOID_S)
         for name, why in sorted(self._refused.items()):
-            reason = f" ({why[:200]})" if why else ""
-            words = f"{name} is not to be had{reason}: other types are asked for"
-            self._tell(f"refused {name}", words, now, again_s=REFUSED_AGAIN_S)
+            self._report(f"refused {name}", RefusalEvent(name, why[:200]), now, again_s=REFUSED_AGAIN_S)
 
     def _counts(self) -> dict[str | None, int]:
         """Workers that are wanted by market; None for any."""
@@ -219,23 +214,19 @@ class FleetManager:
             return {None: self.size}
         return {SPOT: self.wanted.spot, ON_DEMAND: self.wanted.on_demand}
 
-    def _tell_unused(self, used: Sequence[Node], now: float) -> None:
+    def _report_unused(self, used: Sequence[Node], now: float) -> None:
         """Room that is held, and that nobody uses."""
         unused = {node.id: node.free for node in used if node.free}
         self._unused_since = {node: self._unused_since.get(node, now) for node in unused}
         for node, free in unused.items():
             if now - self._unused_since[node] >= UNUSED_S:
-                words = (
-                    f"node {node[:8]} has had room for {free} more worker{'s' if free > 1 else ''} for {UNUSED_S:.0f} s"
-                )
-                mend = f"the job takes {self.size} at most (workers.max, workers.grow), so let the cluster have less"
-                self._tell(f"unused {node}", f"{words}: {mend}", now, kind="idle")
+                self._report(f"unused {node}", IdleEvent(node, free, UNUSED_S, self.size), now)
 
-    def _tell(self, what: str, words: str, now: float, kind: str = "fleet", again_s: float = inf) -> None:
-        """Tell it once, or again after so long."""
-        if what not in self._told or now - self._told[what] >= again_s:
-            self._told[what] = now
-            self.on_event(Event(kind, words))
+    def _report(self, subject: str, event: Event, now: float, again_s: float = inf) -> None:
+        """Send an event unless one on the same subject was sent less than `again_s` seconds ago."""
+        if subject not in self._reported or now - self._reported[subject] >= again_s:
+            self._reported[subject] = now
+            self.on_event(event)
 
     def _labels(self, used: Sequence[Node]) -> list[dict[str, str]]:
         """Nodes that are there are asked for by their own type, as what is left goes to types that are not refused."""
@@ -262,7 +253,5 @@ def _beyond(nodes: list[Node], workers: Mapping[str, int], limit: int) -> list[s
     return found
 
 
-def _words(fleet: Fleet) -> str:
-    """`2 spot and 1 on-demand workers`."""
-    parts = [f"{count} {market}" for count, market in ((fleet.spot, SPOT), (fleet.on_demand, ON_DEMAND)) if count]
-    return f"{' and '.join(parts) or 'no'} worker{'s' if fleet.spot + fleet.on_demand != 1 else ''}"
+def _without_deadline(wanted: Fleet) -> tuple[Fleet, FleetEvent]:
+    return wanted, FleetEvent(wanted.spot, wanted.on_demand)

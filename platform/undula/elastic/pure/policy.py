@@ -22,7 +22,7 @@ START_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerSlot:
     """A worker process that may be in a group."""
 
     worker: str
@@ -44,7 +44,7 @@ class Growth:
     def pays(self, current: int, wanted: int) -> bool:
         return (wanted - current) * self.interval_s > wanted * self.cost_s
 
-    def words(self, current: int, wanted: int) -> str:
+    def describe(self, current: int, wanted: int) -> str:
         return (
             f"{wanted - current} more for an expected {self.interval_s:.0f} s until the next change, "
             f"for a pause of about {self.cost_s:.1f} s"
@@ -57,7 +57,7 @@ class View:
 
     now: float
     """Seconds since the epoch, as deadlines are."""
-    seats: Sequence[Seat]
+    slots: Sequence[WorkerSlot]
     """Workers that answer: those of the group, and those that are ready to join."""
     deadlines: Mapping[str, float] = field(default_factory=dict)
     """Nodes that will go: node -> when; infinity where that is not known."""
@@ -103,12 +103,12 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
         low, high: fewest and most workers.
         grow: "auto" where growth must pay, "always" or "never".
     """
-    group = [seat for seat in view.seats if seat.in_group]
-    staying = [seat for seat in group if seat.node not in view.deadlines]
-    joining = [seat for seat in view.seats if not seat.in_group and seat.node not in view.deadlines]
-    wanted = tuple(seat.worker for seat in [*staying, *joining][:high])
+    group = [slot for slot in view.slots if slot.in_group]
+    staying = [slot for slot in group if slot.node not in view.deadlines]
+    joining = [slot for slot in view.slots if not slot.in_group and slot.node not in view.deadlines]
+    wanted = tuple(slot.worker for slot in [*staying, *joining][:high])
     if len(staying) < len(group):
-        deadline = min(view.deadlines[seat.node] for seat in group if seat.node in view.deadlines)
+        deadline = min(view.deadlines[slot.node] for slot in group if slot.node in view.deadlines)
         if view.now - view.noticed < SETTLE_S and deadline - view.now > 5 * SETTLE_S:
             return Hold()
         doomed = f"{len(group) - len(staying)} of {len(group)} workers on nodes that will go"
@@ -121,7 +121,7 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
         return Hold() if view.is_saved else Save(reason, ends=False)
     is_growth = len(wanted) > len(group) and grow != "never"
     if is_growth and (grow == "always" or view.growth.pays(len(group), len(wanted))):
-        return Resize(wanted, view.growth.words(len(group), len(wanted)))
+        return Resize(wanted, view.growth.describe(len(group), len(wanted)))
     return Hold()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 
-from undula.elastic.ray.capacity import Aside
+from undula.elastic.ray.capacity import BackgroundCall
 
 REPEAT_S = 20.0
 """Between requests that say the same, which Ray forgets after a while."""
@@ -24,14 +24,14 @@ class AutoscalerRequest:
     requester: str
     _sent: Sequence[Mapping[str, str]] | None = None
     _when: float = float("-inf")
-    _aside: Aside = field(default_factory=Aside)
+    _background: BackgroundCall = field(default_factory=BackgroundCall)
 
     def send(self, resources: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
         """Ask for a node's room with `resources` for each of `labels`, where that is news or was said long ago."""
         now = time.monotonic()
         if labels == self._sent and now - self._when < REPEAT_S:
             return
-        if self._aside(partial(self._ask, dict(resources), [dict(each) for each in labels])):
+        if self._background(partial(self._ask, dict(resources), [dict(each) for each in labels])):
             self._sent, self._when = labels, now
 
     def _ask(self, resources: dict[str, float], labels: list[dict[str, str]]) -> None:

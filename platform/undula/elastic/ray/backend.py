@@ -16,7 +16,7 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from undula.recovery.handover import process
+from undula.elastic.ray.actor import worker_state
 
 RENDEZVOUS_TIMEOUT_S = 10.0
 
@@ -39,7 +39,7 @@ class Rendezvous:
 _rendezvous: Rendezvous | None = None
 
 
-def meet_at(rendezvous: Rendezvous) -> None:
+def set_rendezvous(rendezvous: Rendezvous) -> None:
     """Called in each worker before its train function."""
     global _rendezvous
     _rendezvous = rendezvous
@@ -67,7 +67,7 @@ class InProcessGroup(AbstractContextManager[None]):
                 timeout=timedelta(seconds=_rendezvous.timeout_s),
             )
         except Exception:
-            process.is_sound = True  # another rank has not come
+            worker_state().is_sound = True  # another rank has not come
             raise
 
     def __exit__(
@@ -105,7 +105,7 @@ class ElasticTorchBackend(_TorchBackend):
         gpus = worker_group.get_resources_per_worker().get("GPU", 0)
         backend = backend_config.backend or ("nccl" if gpus else "gloo")
         address, port = worker_group.execute_single(0, _free_address)
-        worker_group.execute(meet_at, Rendezvous(address, port, backend, float(backend_config.timeout_s)))
+        worker_group.execute(set_rendezvous, Rendezvous(address, port, backend, float(backend_config.timeout_s)))
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """The train functions' contexts have done it."""

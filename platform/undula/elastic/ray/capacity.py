@@ -35,14 +35,14 @@ class Labels:
         }
 
 
-class Aside:
+class BackgroundCall:
     """Makes one call at a time in a thread that nobody waits for: what asks the head by name or by a new connection may take a minute."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
-    def __reduce__(self) -> tuple[type["Aside"], tuple[()]]:
-        return Aside, ()
+    def __reduce__(self) -> tuple[type["BackgroundCall"], tuple[()]]:
+        return BackgroundCall, ()
 
     def __call__(self, call: Callable[[], None]) -> bool:
         """Whether it is being made: not while the one before is."""
@@ -66,12 +66,12 @@ class Refusals:
 
     last: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Name -> when, in seconds since the epoch, and why."""
-    _aside: Aside = field(default_factory=Aside)
+    _background: BackgroundCall = field(default_factory=BackgroundCall)
     _asked: float = float("-inf")
 
     def __call__(self, since: float) -> dict[str, str]:
         """Those since then, and why; what is new comes with a later call."""
-        if time.monotonic() - self._asked >= REFUSALS_INTERVAL_S and self._aside(self._ask):
+        if time.monotonic() - self._asked >= REFUSALS_INTERVAL_S and self._background(self._ask):
             self._asked = time.monotonic()
         return {name: why for name, (refused, why) in self.last.items() if refused >= since}
 
@@ -83,7 +83,7 @@ class Refusals:
         }
 
 
-def look(per_worker: Mapping[str, float]) -> dict[str, Node]:
+def alive_nodes(per_worker: Mapping[str, float]) -> dict[str, Node]:
     """The nodes that are alive, by id."""
     state: Any = ray._private.state.state
     free, total = state.available_resources_per_node(), state.total_resources_per_node()

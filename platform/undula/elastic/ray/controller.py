@@ -22,7 +22,7 @@ POLL_INTERVAL_S = 0.25
 FAST_POLL_S = 0.02
 FAST_FOR_S = 1.0
 """After a worker has called, and while a group ends."""
-ANSWER_S = 0.05
+POLL_TIMEOUT_S = 0.05
 """A poll takes; a later answer is the next one's."""
 
 
@@ -45,7 +45,7 @@ class ElasticController(TrainController):
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
         events = ControllerEvents(self._events)
-        told = events.naming_ready(self._pool.ready)
+        told = events.with_ready_workers(self._pool.ready)
         self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, told)
         self._retries: RetryUnlessBug = arguments["failure_policy"]
         super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
@@ -55,22 +55,22 @@ class ElasticController(TrainController):
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
-    async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
+    async def store_replica(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
         """Keep a copy of a rank's snapshot; False where there is no room for it."""
-        if data.nbytes > self._pool.keeper.room():
+        if data.nbytes > self._pool.replicas.room():
             return False
-        self._pool.keeper.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
+        self._pool.replicas.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
-    async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
+    async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
         """What one of so many ranks is to fetch of what was kept, or given by workers whose node was to go."""
-        found = self._pool.keeper.share(rank, world_size)
+        found = self._pool.replicas.share(rank, world_size)
         return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()
         assert self._worker_group is not None
-        status = self._worker_group.poll_status(timeout=ANSWER_S)
+        status = self._worker_group.poll_status(timeout=POLL_TIMEOUT_S)
         ranks = [each.progress for each in elastic_statuses(status) if each.progress]
         self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
         return status

@@ -10,7 +10,7 @@ from ray.train.v2._internal.execution.failure_handling.default import DefaultFai
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
-from undula.errors import StorageError, UndulaError
+from undula.errors import StorageError, UndulaError, UsageError
 from undula.train.tracebacks import is_of_collective, kept_traceback
 
 BUGS = (
@@ -98,12 +98,13 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether every worker that failed did so by an exception of its code, and one of them by a bug."""
+    """Whether another attempt would fail in the same way: a worker reported a misuse, or a bug while no worker died."""
     failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
-    is_lost = any(
-        kept_traceback(failure) is None for failure in failures
-    )  # a worker died: the others' words may be the echo
-    return not is_lost and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
+    if any(isinstance(failure, UsageError) for failure in failures):
+        return True
+    # Where a worker died, the exceptions of the others may only follow from its death.
+    has_died = any(kept_traceback(failure) is None for failure in failures)
+    return not has_died and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
 
 
 def summary(error: BaseException) -> str:

@@ -69,12 +69,12 @@ class ElasticWorkerGroup(WorkerGroup):
             WorkerGroupStartupFailedError: one was lost on the way; the others are in the pool again.
         """
         context = self._worker_group_context
-        members = pool.answering(pool.ready()[: context.num_workers])
+        members = pool.responsive(pool.ready()[: context.num_workers])
         if len(members) < context.num_workers:
             raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
         for member in members:
             member.in_group = member.has_trained = True
-            member.giving = None  # what it has given is older than what it will have
+            member.export = None  # what it has given is older than what it will have
             pool.trained_on.add(member.node)
         workers = _ranked_by_node(self._assign_worker_ranks([_as_worker(member, context) for member in members]))
         state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -14,25 +14,25 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 
 from undula.elastic.pure.fleet import FleetManager
 from undula.elastic.pure.nodes import Node
-from undula.elastic.pure.policy import Seat
+from undula.elastic.pure.policy import WorkerSlot
 from undula.elastic.ray.actor import ElasticWorker
-from undula.elastic.ray.capacity import Labels, look
-from undula.recovery.replica_store import SnapshotKeeper
+from undula.elastic.ray.capacity import Labels, alive_nodes
+from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import parsed
-from undula.state.records import Event
+from undula.state.events import CrashEvent, Event, NodeEvent, WarningEvent
 from undula.telemetry.hub import UNRECORDED
 
-LOOK_INTERVAL_S = 0.25
+OBSERVE_INTERVAL_S = 0.25
 RETRY_S = 2.0
 """Between attempts to start workers on one node: Ray's head learns of a change with a delay."""
 START_TIMEOUT_S = 300.0
-ANSWER_S = 0.5
+PING_TIMEOUT_S = 0.5
 """A worker whose process has given no sign for this time is gone, as its whole node may be."""
-ASK_S = 0.05
+MIN_PING_TIMEOUT_S = 0.05
 """What one gets in any case to say that it is there."""
-PATIENCE_S = 26.0
+LEAVE_TIMEOUT_S = 26.0
 """For a worker to end what its group has left running, a rendezvous that fails included."""
-KEEP_MEMORY = {
+KEEP_HEAP = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -55,8 +55,8 @@ class PooledWorker:
     in_group: bool = False
     has_trained: bool = False
     """Whether it has been in a group, and may hold the run's state."""
-    giving: Any = None
-    """The answer of `give_state`, to come, where its node will go."""
+    export: Any = None
+    """The answer of `export_state`, to come, where its node will go."""
 
     @property
     def id(self) -> str:
@@ -84,10 +84,10 @@ class WorkerPool:
     """Memory of a worker that trains, as last seen."""
     trained_on: set[str] = field(default_factory=set)
     """Nodes on which workers have trained, and whose memory may hold the run's state."""
-    keeper: SnapshotKeeper = field(default_factory=SnapshotKeeper)
+    replicas: ReplicaStore = field(default_factory=ReplicaStore)
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
-    _looked: float = float("-inf")
+    _observed_at: float = float("-inf")
     _labels: Labels = field(default_factory=Labels)
     _tried: dict[str, float] = field(default_factory=dict)
     _sync_actor: Any = None
@@ -95,56 +95,56 @@ class WorkerPool:
     def tick(self) -> None:
         """Look around, and start and drop workers accordingly; never waits."""
         now = time.monotonic()
-        if now - self._looked >= LOOK_INTERVAL_S:
-            self._looked = now
-            self.nodes = self._look()
+        if now - self._observed_at >= OBSERVE_INTERVAL_S:
+            self._observed_at = now
+            self.nodes = self._observe_nodes()
             going = [node.id for node in self.nodes.values() if node.deadline is not None]
             self.notices = {node: self.notices.get(node, time.time()) for node in going}
         self._collect_prepared()
         for worker in [worker for worker in self.workers.values() if not worker.in_group]:
             is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
-            is_going = worker.node in self.notices and self._is_rescued(worker)
+            is_going = worker.node in self.notices and self._is_state_safe(worker)
             if worker.node not in self.nodes or is_going or is_late:
                 self.drop(worker.id)
         self._start_missing(now)
 
-    def _look(self) -> dict[str, Node]:
+    def _observe_nodes(self) -> dict[str, Node]:
         """The nodes that are alive; one that the fleet gives back goes at a time that is not known."""
-        nodes = self._labels.on(look(self.resources))
+        nodes = self._labels.on(alive_nodes(self.resources))
         ready = Counter(worker.node for worker in self.workers.values() if worker.metadata)
-        self.fleet.look(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
+        self.fleet.update(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
         return {
-            node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.given_back else node
+            node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.released else node
             for node in nodes.values()
         }
 
-    def _is_rescued(self, worker: PooledWorker) -> bool:
+    def _is_state_safe(self, worker: PooledWorker) -> bool:
         """Whether nothing of the run would go with a worker whose node will; asks it for its state where something might."""
         staying = (each for each in self.workers.values() if each.node in self.nodes and each.node not in self.notices)
         if not worker.has_trained or any(each.has_trained for each in staying):
             return True
-        if worker.giving is None:
-            if self.is_rescuing:  # one after another: the head's memory is small
+        if worker.export is None:
+            if self.is_exporting:  # one after another: the head's memory is small
                 return False
-            worker.giving = worker.actor.give_state.remote(self.keeper.room(), self.keeper.newest_whole)
-        done, _ = ray.wait([worker.giving], timeout=0)
+            worker.export = worker.actor.export_state.remote(self.replicas.room(), self.replicas.newest_whole)
+        done, _ = ray.wait([worker.export], timeout=0)
         if not done:
             return False
         try:
-            found = ray.get(worker.giving)
+            found = ray.get(worker.export)
         except RayError:
             return True
         if isinstance(found, str):
-            self.on_event(Event("notice", f"the newest state goes with its last node: {found}"))
+            self.on_event(WarningEvent("state_at_risk", found))
         elif found:
             meta, data = found
-            self.keeper.keep(worker.id, parsed(meta, bytearray(data)))
+            self.replicas.keep(worker.id, parsed(meta, bytearray(data)))
         return True
 
     @property
-    def is_rescuing(self) -> bool:
+    def is_exporting(self) -> bool:
         """Whether a worker's state that may be the only one is on its way."""
-        return any(worker.giving and not worker.in_group for worker in self.workers.values())
+        return any(worker.export and not worker.in_group for worker in self.workers.values())
 
     def ready(self) -> list[PooledWorker]:
         """Workers that can be in a group, those that have been in one first: they hold the state."""
@@ -161,9 +161,11 @@ class WorkerPool:
         """Workers that will be ready."""
         return sum(worker.metadata is None for worker in self.workers.values())
 
-    def seats(self) -> list[Seat]:
+    def worker_slots(self) -> list[WorkerSlot]:
         """For the policy."""
-        return [Seat(worker.id, worker.node, worker.in_group) for worker in self.workers.values() if worker.metadata]
+        return [
+            WorkerSlot(worker.id, worker.node, worker.in_group) for worker in self.workers.values() if worker.metadata
+        ]
 
     def sync_actor(self) -> Any:
         """The actor that Ray Train's reports meet in; one for all groups."""
@@ -175,12 +177,12 @@ class WorkerPool:
             self._sync_actor.reset.remote()
         return self._sync_actor
 
-    def answering(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
+    def responsive(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
         """Those that say that they are there, in the same order; the others go, or a group of them would be waited for without end."""
-        there = _those_that_say_yes({member.actor.answer.remote(): member for member in members}, ANSWER_S)
+        there = _accepted({member.actor.ping.remote(): member for member in members}, PING_TIMEOUT_S)
         for member in members:
             if member not in there:
-                self.drop(member.id, "does not answer")
+                self.drop(member.id, "unresponsive")
         return [member for member in members if member in there]
 
     def take_back(self, silent_s: Mapping[str, float]) -> None:
@@ -190,28 +192,29 @@ class WorkerPool:
             silent_s: for how long each worker of the group has given no sign.
         """
         members = [self.workers[each] for each in silent_s if each in self.workers]
-        answers = {worker.actor.answer.remote(): worker for worker in members}
-        answering = _answering(answers, {worker.id: max(ANSWER_S - silent_s[worker.id], ASK_S) for worker in members})
-        leaving = {worker.actor.leave.remote(PATIENCE_S / 2): worker for worker in answering}
-        left = [worker.id for worker in _those_that_say_yes(leaving, PATIENCE_S)]
+        answers = {worker.actor.ping.remote(): worker for worker in members}
+        responsive = _responding_in_time(
+            answers, {worker.id: max(PING_TIMEOUT_S - silent_s[worker.id], MIN_PING_TIMEOUT_S) for worker in members}
+        )
+        leaving = {worker.actor.leave_group.remote(LEAVE_TIMEOUT_S / 2): worker for worker in responsive}
+        left = [worker.id for worker in _accepted(leaving, LEAVE_TIMEOUT_S)]
         for worker in members:
             worker.in_group = False
             if worker.id not in left:
-                self.drop(worker.id, "cannot be in another group" if worker in answering else None)
+                self.drop(worker.id, "unusable" if worker in responsive else None)
 
-    def drop(self, worker: str, why: str | None = None) -> None:
+    def drop(self, worker: str, cause: Literal["unresponsive", "unusable"] | None = None) -> None:
         """End a worker's process; at once, where it is stopped and another of its machine can.
 
         Args:
             worker: its id.
-            why: told, where nobody would know otherwise.
+            cause: reported as a crash; None where another event reports the loss.
         """
         gone = self.workers.pop(worker, None)
         if gone is None:
             return
-        if why and gone.metadata:
-            who = f"process {gone.metadata.pid} on {gone.node[:8]}"
-            self.on_event(Event("crash", f"{who} {why}: ended, its node gets another one", data={"node": gone.node}))
+        if cause and gone.metadata:
+            self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))
         ray.kill(gone.actor)
         for other in self.workers.values():
             if gone.metadata and other.metadata and other.metadata.hostname == gone.metadata.hostname:
@@ -246,14 +249,13 @@ class WorkerPool:
                 self._tried[node.id] = now
                 there[node.market] += count
                 if self.trained_on:
-                    words = f"node {node.id[:8]} has room: {count} worker{'s' * (count > 1)} being started there"
-                    self.on_event(Event("node", words, data={"node": node.id}))
+                    self.on_event(NodeEvent(node.id, count))
                 for _ in range(count):
                     self._start(node.id, now)
 
     def _start(self, node: str, now: float) -> None:
         options = bundle_to_remote_args(self.resources)
-        own = {} if self.resources.get("GPU") else KEEP_MEMORY
+        own = {} if self.resources.get("GPU") else KEEP_HEAP
         runtime_env = {**self.runtime_env, "env_vars": {**own, **self.runtime_env.get("env_vars", {})}}
         here = {"ray.io/node-id": node}
         # A trial of Ray Tune has a placement group, and the actors that it starts would have to fit into it.
@@ -267,7 +269,7 @@ class WorkerPool:
         self.workers[worker.id] = worker
 
 
-def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:
+def _responding_in_time(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:
     """Those that answer, waiting for those that have not as long as the most patient of them says."""
     asked, found = time.monotonic(), []
     while answers:
@@ -276,19 +278,19 @@ def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]
         if not done:
             break
         worker = answers.pop(done[0])
-        found += [worker] if _is_yes(done[0]) else []
+        found += [worker] if _is_accepted(done[0]) else []
     return found
 
 
-def _those_that_say_yes(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
+def _accepted(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
     """Whose answer comes within the time, and is neither False nor an error."""
     if not answers:
         return []
     done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=timeout_s)
-    return [answers[answer] for answer in done if _is_yes(answer)]
+    return [answers[answer] for answer in done if _is_accepted(answer)]
 
 
-def _is_yes(answer: Any) -> bool:
+def _is_accepted(answer: Any) -> bool:
     try:
         return ray.get(answer) is not False
     except RayError:

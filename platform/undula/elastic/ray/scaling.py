@@ -30,11 +30,11 @@ from undula.elastic.ray.autoscaler import AutoscalerRequest
 from undula.elastic.ray.events import EventSink
 from undula.elastic.ray.group import PooledState, actor_id
 from undula.elastic.ray.pool import WorkerPool
-from undula.recovery.handover import Request
 from undula.recovery.progress import ProgressView
-from undula.state.records import Event
+from undula.recovery.worker_state import Request
+from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, SaveEvent, WaitedFor, WaitingEvent
 
-TELL_INTERVAL_S = 30.0
+REPORT_INTERVAL_S = 30.0
 START_S = 15.0
 """In which workers that are being started are expected."""
 FIRST_START_PATIENCE_S = 30.0
@@ -49,7 +49,7 @@ class GroupView:
     """By rank: where it stands, as it last said."""
     leaving: Decision | None = None
     """Why it was asked to end."""
-    woken: float | None = None
+    broken_at: float | None = None
     """When its collectives were broken, as all ranks waited for each other."""
 
     def steps(self, world_size: int) -> bool:
@@ -64,8 +64,8 @@ class Wait:
     since: float | None = None
     lost_since: float | None = None
     """Since when nobody who is here has the state."""
-    told: float = float("-inf")
-    told_ready: int = 0
+    reported_at: float = float("-inf")
+    reported_ready: int = 0
     """As many were ready then."""
 
 
@@ -117,7 +117,7 @@ class PoolPolicy(ScalingPolicy):
         self._pause_began = None  # what takes time now is the cluster, and no resize
         if pool.failure and not pool.preparing and not self._has_run:
             raise pool.failure
-        self._tell_waiting(ready, low, pool.preparing)
+        self._report_waiting(ready, low, pool.preparing)
         return NoopDecision()
 
     def _awaits_state(self) -> bool:
@@ -128,7 +128,7 @@ class PoolPolicy(ScalingPolicy):
         pool = self.pool
         holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
         is_there = any(worker.has_trained or worker.node in holders for worker in pool.ready())
-        if pool.is_rescuing:
+        if pool.is_exporting:
             return True
         if is_there or not holders:
             self._wait.lost_since = None
@@ -147,7 +147,7 @@ class PoolPolicy(ScalingPolicy):
         self._learn(statuses)
         if self._is_stuck(worker_group_state):
             return self._resize(len(statuses))
-        self._tell_notices(worker_group_state)
+        self._report_notices(worker_group_state)
         low, high = self.scaling_config.min_workers, self.scaling_config.max_workers
         if leaving := self._group.leaving:
             if not all(status.has_left for status in statuses):
@@ -157,7 +157,7 @@ class PoolPolicy(ScalingPolicy):
         has_begun = self._group.steps(len(statuses)) if self._is_run else True
         if isinstance(decision, Hold) or not has_begun:
             return NoopDecision()
-        self._tell(decision, len(statuses))
+        self._report_decision(decision, len(statuses))
         if not self._is_run:  # no Run that could end at a step boundary
             return NoopDecision() if isinstance(decision, Save) else self._resize(len(decision.workers))
         if isinstance(decision, Save):
@@ -168,7 +168,7 @@ class PoolPolicy(ScalingPolicy):
             request = Request(leaves=True, gives=not group <= set(decision.workers))
         self._group.leaving = decision if request.leaves else None
         for worker in worker_group_state.workers:
-            worker.actor.ask.remote(request)
+            worker.actor.set_request.remote(request)
         return NoopDecision()
 
     def _resize(self, num_workers: int) -> ResizeDecision:
@@ -188,7 +188,7 @@ class PoolPolicy(ScalingPolicy):
         cost = sum(self._pauses[-5:]) / len(self._pauses[-5:]) if self._pauses else Growth.cost_s
         return View(
             now=time.time(),
-            seats=pool.seats(),
+            slots=pool.worker_slots(),
             deadlines=deadlines,
             noticed=pool.newest_notice,
             growth=Growth(interval, cost),
@@ -204,7 +204,7 @@ class PoolPolicy(ScalingPolicy):
                 self._group.last[rank] = status.progress
                 self.pool.worker_bytes = status.resident_bytes
         ranks = self._group.last.values()
-        self._tell_lost([rank.began for rank in ranks if rank.began >= 0])
+        self._report_lost_steps([rank.began for rank in ranks if rank.began >= 0])
         if self._pause_began and any(rank.longest_step_s for rank in ranks):
             self._pauses.append(time.monotonic() - self._pause_began)
             self._pause_began = None
@@ -213,7 +213,7 @@ class PoolPolicy(ScalingPolicy):
         if self.grow == "never":  # more would lie idle
             self.pool.fleet.size = max(len(statuses), self.scaling_config.min_workers)
         if self._group.steps(len(statuses)):
-            self.pool.fleet.pace.saw(max(rank.step for rank in ranks), len(statuses), time.time())
+            self.pool.fleet.pace.observe(max(rank.step for rank in ranks), len(statuses), time.time())
 
     def _is_stuck(self, state: WorkerGroupState) -> bool:
         """End the processes of ranks that make no step; whether all wait for each other instead, and nothing could wake them."""
@@ -223,91 +223,69 @@ class PoolPolicy(ScalingPolicy):
         limit = hang_limit_s(self._longest_step_s, self.hang_limit_s)
         lost = lost_ranks(ranks, silent_s, limit)
         if len(lost) == len(ranks) and max(silent_s) <= limit and len(ranks) > 1:
-            return self._wake(state, limit)
+            return self._break_deadlock(state, limit)
         for rank in lost:
             worker = state.workers[rank]
             if actor_id(worker) not in self.pool.workers:
                 continue  # it was ended, and Ray has not noticed yet
-            where = f"rank {rank} (process {worker.metadata.pid} on {worker.metadata.node_ip})"
-            self.on_event(
-                Event("crash", f"{where} made no step for {limit:.1f} s: treated as lost", data={"rank": rank})
-            )
+            place = worker.metadata
+            self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=limit))
             self.pool.drop(actor_id(worker))
         return False
 
-    def _wake(self, state: WorkerGroupState, limit_s: float) -> bool:
+    def _break_deadlock(self, state: WorkerGroupState, limit_s: float) -> bool:
         """Break the collective in which all ranks wait for each other; whether that was tried before, and they wait still."""
-        if self._group.woken is not None:
-            return time.monotonic() - self._group.woken > limit_s
-        self._group.woken = time.monotonic()
-        self.on_event(Event("crash", f"all ranks have waited for each other for {limit_s:.1f} s: meeting anew"))
+        if self._group.broken_at is not None:
+            return time.monotonic() - self._group.broken_at > limit_s
+        self._group.broken_at = time.monotonic()
+        self.on_event(CrashEvent("deadlock", limit_s=limit_s))
         for worker in state.workers:
             worker.actor.break_collectives.remote()
         return False
 
-    def _tell(self, decision: Resize | Save, current: int) -> None:
+    def _report_decision(self, decision: Resize | Save, current: int) -> None:
         if isinstance(decision, Save):
-            then = "waiting" if decision.ends else f"training on until {LEAVE_S:.0f} s before they go"
-            self.on_event(Event("notice", f"saving, then {then}: {decision.reason}"))
+            self.on_event(SaveEvent(decision.reason, lead_s=None if decision.ends else LEAVE_S))
             return
-        message = f"resizing from {current} to {len(decision.workers)} workers: {decision.reason}"
-        self.on_event(Event("resize", message, data={"from": current, "to": len(decision.workers)}))
+        self.on_event(ResizeEvent(current, len(decision.workers), decision.reason))
 
-    def _tell_notices(self, state: WorkerGroupState) -> None:
+    def _report_notices(self, state: WorkerGroupState) -> None:
         """Tell of nodes that will go; a train function that is no Run's learns of it by ray.train.get_preemption_info()."""
         pool = self.pool
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(state.workers):
             ranks.setdefault(worker.metadata.node_id, []).append(rank)
-        told = self._noticed | pool.fleet.given_back
+        told = self._noticed | pool.fleet.released
         new = [node for node in pool.notices if node in ranks and node not in told]
         if not new:
             return
         self._noticed |= set(new)
         for node in new:
-            seconds = (pool.nodes[node].deadline or 0.0) - time.time()
-            when = f"in {max(seconds, 0):.0f} s" if seconds < float("inf") else "soon"
-            who = f"rank{'s' if len(ranks[node]) > 1 else ''} {', '.join(map(str, ranks[node]))}"
-            self.on_event(
-                Event(
-                    "notice",
-                    f"node {node[:8]} with {who} will go {when}",
-                    data={"node": node, "deadline": pool.nodes[node].deadline if seconds < float("inf") else None},
-                )
-            )
+            when = pool.nodes[node].deadline
+            self.on_event(NoticeEvent(node, tuple(ranks[node]), None if when == float("inf") else when))
         deadline = min(pool.nodes[node].deadline or float("inf") for node in new)
         deadline_ms = int(deadline * 1e3) if deadline < float("inf") else None
         info = PreemptionInfo(deadline_ms, {node: ranks[node] for node in pool.notices if node in ranks})
         for worker in state.workers:
             worker.actor.mark_preempt.remote(info)
 
-    def _tell_lost(self, begun: list[int]) -> None:
+    def _report_lost_steps(self, begun: list[int]) -> None:
         """Tell of steps that were done, and that the group does again."""
         if not begun:
             return
         lost, self._reached = self._reached - begun[0], -1
         if lost > 0:
-            words = f"{lost} step{'s are' if lost > 1 else ' is'} done again"
-            self.on_event(Event("lost", words, begun[0], {"steps": lost}))
+            self.on_event(LostEvent(lost, step=begun[0]))
 
-    def _tell_waiting(self, ready: int, low: int, preparing: int) -> None:
+    def _report_waiting(self, ready: int, low: int, preparing: int) -> None:
         now = time.monotonic()
         self._wait.since = self._wait.since or now
         is_early = now - self._wait.since < (START_S if preparing else 1.0)  # workers that start are no news
-        if is_early or (now - self._wait.told < TELL_INTERVAL_S and ready == self._wait.told_ready):
+        if is_early or (now - self._wait.reported_at < REPORT_INTERVAL_S and ready == self._wait.reported_ready):
             return
-        self._wait.told, self._wait.told_ready = now, ready
-        need = ", ".join(f"{amount:g} {name}" for name, amount in self.pool.resources.items() if amount)
-        missing = f"{low - ready} more worker{'s' if low - ready > 1 else ''} of {need}"
-        what = (
-            missing
-            if ready < low
-            else "a node that may have the run's state"
-            if self._wait.lost_since
-            else "more workers"
-        )
-        words = f"waiting for {what}: {ready} ready, {preparing} starting, at least {low} needed"
-        self.on_event(Event("waiting", words, data={"ready": ready}))
+        self._wait.reported_at, self._wait.reported_ready = now, ready
+        waited_for: WaitedFor = "workers" if ready < low else "state" if self._wait.lost_since else "growth"
+        self.on_event(WaitingEvent(ready, preparing, low, waited_for, self.pool.resources))
 
     def _get_num_workers_for_resource_request(self) -> int:
         return int(self.scaling_config.max_workers)
