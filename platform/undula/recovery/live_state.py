@@ -7,17 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.engines.torch_engines import is_sharded, unwrapped
+from undula.parallel.engines.torch_engines import is_sharded
 from undula.recovery.handover import process
 from undula.recovery.replica import Mirror
 from undula.recovery.snapshot import Snapshot, find_snapshots, is_private
 from undula.recovery.snapshot_writer import SnapshotWriter
-from undula.state.model_state import MODEL
+from undula.state.model_state import live_buffers, live_leaves
 from undula.state.pieces import RankState, rank_state
 from undula.state.records import Event, StepRow
-
-SCHEDULED = ("params", "lr")
-"""Of an optimizer's groups: what is no state, as each step sets it."""
 
 
 class LiveState:
@@ -37,19 +34,15 @@ class LiveState:
 
     def held(self) -> RankState:
         """What this rank has of it; the same object for as long as the tensors are the same."""
-        held = [value for state in self._optimizer.state.values() for value in state.values()]
-        held += [
-            value for group in self._optimizer.param_groups for key, value in group.items() if key not in SCHEDULED
-        ]
-        if self._held is None or not _are_same(held, self._seen):
-            self._held, self._seen = rank_state(self._state()), held
+        leaves = list(live_leaves(self._model, self._optimizer))
+        if self._held is None or not _are_same(leaves, self._seen):
+            self._held, self._seen = rank_state(self._state()), leaves
         return self._held
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the model's buffers, which the next forward pass changes."""
         known = self.held().parts
-        buffers = ((f"{MODEL}{name}", value) for name, value in unwrapped(self._model).named_buffers())
-        return {name: value.detach().clone() for name, value in buffers if name in known}
+        return {name: value.detach().clone() for name, value in live_buffers(self._model).items() if name in known}
 
 
 class StateMemory:
@@ -125,10 +118,9 @@ class StateMemory:
 
 
 def _are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Whether tensors and lists are the same objects, and what cannot change in place is equal."""
+    """Whether tensors are the same objects, and values that cannot change in place are equal."""
     return len(now) == len(then) and all(
-        a is b or (not isinstance(a, Tensor | list) and type(a) is type(b) and a == b)
-        for a, b in zip(now, then, strict=True)
+        a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b) for a, b in zip(now, then, strict=True)
     )
 
 

@@ -15,7 +15,7 @@ from undula.recovery.handover import Kept, process
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import Commit
-from undula.state.model_state import beside_model_and_optimizer, load_state, model_and_optimizer_state
+from undula.state.model_state import Table, beside_model_and_optimizer, empty_like_saved, load_state, table_of
 from undula.state.pieces import Box, Part, RankState, Sharding, copy_overlap, is_complete, part_of
 from undula.state.records import StepRow
 
@@ -86,9 +86,9 @@ def restore(
             "restore them, give another name, or start over with --fresh"
         )
     begin(commit.step)
-    state = {**model_and_optimizer_state(model, optimizer), **beside}
-    values = checkpoints.load(commit, state)
-    load_state(model, optimizer, {**state, **values})
+    targets = {**empty_like_saved(model, optimizer, table_of(commit)), **beside}
+    values = checkpoints.load(commit, targets)
+    load_state(model, optimizer, {**targets, **values})
     return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
 
 
@@ -123,31 +123,31 @@ def _from_ranks(
     whole = next((offer for offer in mine if offer.sharding is None), None)
     held = [whole.load()] if whole else [offer.load() for offer in mine]
     is_source = dist.get_rank(group) == source
-    common: list[Any] = [held[0].values, mine[0].rows, mine[0].origin] if is_source else [None, None, None]
+    common: list[Any] = [held[0].values, mine[0].rows, mine[0].origin, _table(held)] if is_source else [None] * 4
     dist.broadcast_object_list(common, src=source, group=group)
-    values, rows, origin = common
+    values, rows, origin, table = common
+    targets = {**empty_like_saved(model, optimizer, table), **beside}
     if whole and not is_sharded(model):
-        load_state(model, optimizer, held[0].whole())
-        for name, tensor in beside.items():
+        for name, tensor in targets.items():
             tensor.copy_(held[0].parts[name].tensor)
     if is_sharded(model) or not all(None in of_rank for of_rank in shardings):
-        _share(model, optimizer, beside, held, shardings, values, group)
+        _share({name: part_of(tensor) for name, tensor in sorted(targets.items())}, held, shardings, group)
+    load_state(model, optimizer, {**targets, **values})
     return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
 
 
+def _table(held: Sequence[RankState]) -> Table:
+    """Dtype and global shape of each tensor of which a rank holds something."""
+    return {name: (part.tensor.dtype, part.shape) for each in held for name, part in each.parts.items()}
+
+
 def _share(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    beside: Mapping[str, Tensor],
+    targets: Mapping[str, Part],
     held: Sequence[RankState],
     shardings: Sequence[Sequence[Sharding | None]],
-    values: Mapping[str, Any],
     group: dist.ProcessGroup,
 ) -> None:
     """Give every rank its parts of a state that the ranks hold together."""
-    state = {**model_and_optimizer_state(model, optimizer), **beside}
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    targets = {name: part_of(value) for name, value in sorted(tensors.items())}
     own = {(name, part.box): part.tensor for each in held for name, part in each.parts.items()}
     for source, pieces in _buckets(_pieces(targets, shardings), targets):
         example = targets[pieces[0][0]].tensor
@@ -158,10 +158,10 @@ def _share(
         if dist.get_rank(group) == source:
             for (name, box), part in zip(pieces, parts, strict=True):
                 part.view(box[1]).copy_(own[name, box])
-        dist.broadcast(flat, src=source, group=group if flat.device.type == "cpu" else None)
+        # As bytes: gloo does not know all dtypes.
+        dist.broadcast(flat.view(torch.uint8), src=source, group=group if flat.device.type == "cpu" else None)
         for (name, box), part in zip(pieces, parts, strict=True):
             copy_overlap(box, part.view(box[1]), targets[name])
-    load_state(model, optimizer, {**tensors, **values})
 
 
 def _pieces(targets: Mapping[str, Part], shardings: Sequence[Sequence[Sharding | None]]) -> list[tuple[int, str, Box]]:

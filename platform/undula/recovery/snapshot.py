@@ -27,7 +27,7 @@ from undula.state.records import StepRow
 
 MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
 """A file system in memory; for each of several nodes on one machine another one."""
-FORMAT = 2
+FORMAT = 3
 Age = tuple[int, int]
 """(attempt, steps): what a later attempt has is the run, even where an earlier one had come further."""
 NEVER: Age = (-1, -1)

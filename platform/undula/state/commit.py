@@ -12,7 +12,7 @@ from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
 COMMIT = "commit.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

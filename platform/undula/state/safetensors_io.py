@@ -3,7 +3,6 @@
 torch's own storage pickles its metadata; this one stores nothing that loading would run.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -22,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from undula.errors import CheckpointError
 from undula.state.commit import COMMIT, Commit, commit_json
+from undula.state.values import dtype_named
 from undula.storage import Store
 
 
@@ -66,7 +65,7 @@ class SafetensorsWriter(StorageWriter):
             key = f"{item.index.fqn}@{','.join(map(str, offsets))}" if any(offsets) else item.index.fqn
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            tensor = tensor.detach().cpu().contiguous()
+            tensor = _as_stored(tensor.detach().cpu()).contiguous()
             # safetensors refuses tensors that share memory, as tied weights do.
             is_shared = any(
                 tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in tensors.values()
@@ -124,7 +123,7 @@ class SafetensorsReader(StorageReader):
                 offsets = torch.Size(chunk["offsets"])
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
                 places[MetadataIndex(name, offsets)] = (chunk["file"], chunk["key"])
-            properties = TensorProperties(dtype=_dtype(saved["dtype"]))
+            properties = TensorProperties(dtype=dtype_named(saved["dtype"]))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(saved["shape"]), chunks)
         return Metadata(tensors, storage_data=places)
 
@@ -143,7 +142,7 @@ class SafetensorsReader(StorageReader):
             file, key = self._places[item.storage_index]
             if file not in files:
                 files[file] = safetensors.torch.load(self._store.read(f"{self._commit.folder}/{file}"))
-            source = files[file][key]
+            source = _from_stored(files[file][key], dtype_named(self._commit.tensors[item.storage_index.fqn]["dtype"]))
             for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(dimension, offset, length)
             target = planner.resolve_tensor(item).detach()
@@ -158,8 +157,10 @@ class SafetensorsReader(StorageReader):
         return False
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None) if re.fullmatch(r"\w+", name) else None
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a checkpoint names the dtype {name!r}, which torch does not have")
-    return dtype
+def _as_stored(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones: safetensors does not have all complex types."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _from_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor

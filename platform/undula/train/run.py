@@ -36,7 +36,7 @@ from undula.recovery.snapshot import folder_of
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.state.checkpoint import Checkpointer
 from undula.state.ledger import next_attempt
-from undula.state.model_state import model_and_optimizer_state
+from undula.state.model_state import check_state, model_and_optimizer_state
 from undula.state.records import Event, StepRow
 from undula.storage import open_store
 from undula.telemetry.messages import Publisher
@@ -161,6 +161,7 @@ class Run:
         if self._model is None or self._optimizer is None:
             raise RuntimeError("call run.model() and run.optimizer() before run.steps()")
         self._has_started = True
+        check_state(self._model, self._optimizer)
         folder = folder_of(self._job.run_url, self._job.run_id)
         restored = restore(
             self._model,
@@ -251,8 +252,7 @@ class Run:
 
     def hand_over(self) -> None:
         """Leave the state of the last step boundary to the next worker group of this process, where there is one that is whole."""
-        # Else what a former group has left is still the newest. Before the first step there is nothing that a fresh start lacks, and
-        # asking an optimizer without state for its state would make it step.
+        # Otherwise the state that a former group has left is still the newest. Before the first step, a fresh start lacks nothing.
         if self._boundary and self._live is not None and self._optimizer is not None:
             process.kept = None
             self._buffers.undo_step()

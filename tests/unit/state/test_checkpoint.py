@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from undula.errors import CheckpointError
 from undula.state.checkpoint import Checkpointer
-from undula.state.commit import COMMIT, check_shapes, commit_json, find_commits
+from undula.state.commit import COMMIT, FORMAT, check_shapes, commit_json, find_commits
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(store: Store) -> N
     del body["sha256"]
     store.write(path, commit_json({**body, "format": 99}))
     with pytest.raises(
-        CheckpointError, match=r"step-00000001-a1 is of format 99, and this version reads 1: use the version"
+        CheckpointError, match=rf"step-00000001-a1 is of format 99, and this version reads {FORMAT}: use the version"
     ):
         checkpoints.newest_whole()
     assert store.exists(path)
