@@ -19,6 +19,7 @@ from undula.recovery.snapshot import packed, parsed
 from undula.recovery.worker_state import WorkerState
 from undula.state.ledger import read_ledger
 from undula.state.pieces import Piece, rows_of
+from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train.job import Job
 from undula.train.run import Run
@@ -121,7 +122,8 @@ def _counts(rank: int, world_size: int, job: Job, steps: int, held: Any) -> tupl
 
 def test_a_private_piece_moves_with_its_virtual_workers_and_its_loss_is_noticed(tmp_path: Path) -> None:
     """Growth loses nothing. When a rank is lost with its rows, the run resumes from the checkpoint of step 2."""
-    job = numbers_job(tmp_path, epochs=3)
+    checkpoint = CheckpointSpec(every_steps=2, snapshot_every_steps=0)
+    job = replace(numbers_job(tmp_path, epochs=3), checkpoint=checkpoint)
     held: list[Any] = []
     for world_size, steps, counted in ((1, 1, 1), (2, 1, 2), (3, 1, 3), (2, 1, 3)):
         found = on_ranks(world_size, _counts, job, steps, held)
