@@ -101,7 +101,9 @@ def chaos(
         print_json({"run": store.url, **outcome.as_json(), "certificate": certificate.as_json()})
     else:
         click.echo("\n".join(outcome.lines()))
-        click.echo(f"certificate: {'holds' if certificate.holds else certificate.difference} (undula verify {store.url})")
+        click.echo(
+            f"certificate: {'holds' if certificate.holds else certificate.difference} (undula verify {store.url})"
+        )
         click.echo(f"run directory: {store.url}")
     if outcome.problem:
         click.echo(f"undula: {outcome.problem}", err=True)
