@@ -17,7 +17,6 @@ from undula.study.spec import StudySpec
 from undula.study.submission import names_in_submission
 from undula.study.trials import Measurement, Trial, TrialRecord
 
-
 Command = Callable[..., Any]
 """The fixture `undula`."""
 
