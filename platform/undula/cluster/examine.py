@@ -110,6 +110,10 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
         why = " ".join(str(error).split())[:300]
         if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
             why = "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
+        if isinstance(error, ConnectionError) and address == "auto":
+            raise ClusterError(
+                "no Ray cluster runs on this machine: give its head's HOST:PORT with --cluster, or set RAY_ADDRESS"
+            ) from error
         raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
     stop_error_messages()
     nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]

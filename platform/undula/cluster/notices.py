@@ -197,10 +197,11 @@ def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_reba
     try:
         vendor = firmware.read_text().strip()
     except OSError:
-        vendor = "nobody that it names"
+        vendor = "unknown"
     if vendor not in VENDORS:
         raise ClusterError(
-            f"this machine was made by {vendor}, not by a cloud whose notices are known: give --source {', '.join(SOURCES)} or file:PATH"
+            f"this machine belongs to no cloud whose notices are known, as its vendor is {vendor}: give --source {', '.join(SOURCES)} or "
+            "file:PATH"
         )
     return Aws(with_rebalance=with_rebalance) if VENDORS[vendor] == "aws" else SOURCES[VENDORS[vendor]]()
 

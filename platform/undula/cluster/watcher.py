@@ -106,7 +106,7 @@ def leave(notice_s: float, address: str, node: str | None, tell: Callable[[str],
     """
     deadline = time.time() + notice_s
     nodes: list[str] = []
-    is_told, answered = False, time.time()
+    is_told, answered, problem = False, time.time(), ""
     while time.time() < deadline and time.time() - answered < HEAD_GONE_S:
         head = Head(address, os.environ)
         try:
@@ -122,7 +122,9 @@ def leave(notice_s: float, address: str, node: str | None, tell: Callable[[str],
                 answered = time.time()
                 time.sleep(RETRY_S)  # paces the looks
         except ClusterError as error:
-            tell(str(error))
+            if str(error) != problem:
+                problem = str(error)
+                tell(f"{problem}; trying again")
             time.sleep(RETRY_S)  # paces the attempts
         finally:
             head.close()

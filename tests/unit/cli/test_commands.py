@@ -22,6 +22,7 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
+from undula.testing.study import Outcome
 
 Command = Callable[..., Any]
 """The fixture `undula`."""
@@ -145,6 +146,42 @@ def test_verify_looks_for_both_runs_where_the_runs_are(undula: Command, runs: Pa
     shown = undula("verify", "one", "--against", "two", "--runs", runs, "--json")
     assert shown.status == 0, shown.err
     assert "4 steps as in run: the same samples" in shown.out
+
+
+def test_chaos_ends_with_the_path_of_its_run(undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def undergo(*_: object) -> Outcome:
+        write_planned_run(runs / "job-chaos", runs.parent / "data")
+        return Outcome(done=(), steps=4, updates=4, steps_lost=0, outages=())
+
+    monkeypatch.setattr("undula.testing.study.undergo", undergo)
+    (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
+    arguments = ("chaos", JOB, "--faults", runs.parent / "faults.txt", "name=job", f"runs={runs}")
+    said = undula(*arguments)
+    assert said.status == 0, said.err
+    assert said.out.splitlines()[-2:] == [
+        f"certificate: holds (undula verify {runs}/job-chaos)",
+        f"run directory: {runs}/job-chaos",
+    ]
+    assert json.loads(undula(*arguments, "--json").out)["run"] == f"{runs}/job-chaos"
+
+
+def test_chaos_refuses_workers_that_fit_on_none_of_its_nodes(undula: Command, runs: Path) -> None:
+    (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
+    said = undula("chaos", JOB, "--faults", runs.parent / "faults.txt", "workers.cpus=2")
+    assert said.status == 2
+    assert "workers.cpus is 2, but each node of `undula chaos` has 1 CPU, and a local cluster cannot grow" in said.err
+
+
+def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("undula.cluster.submit.submit", lambda *_: -9)
+    said = undula("run", JOB, "name=job", f"runs={runs}", "--address", "http://head:8265")
+    assert said.status == -9
+    assert said.out.splitlines()[-2:] == [
+        f"run directory: {runs}/job",
+        "submit it again under the name job to continue",
+    ]
 
 
 def write_planned_run(folder: Path, data: Path) -> None:

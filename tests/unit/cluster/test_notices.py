@@ -145,7 +145,7 @@ def test_the_cloud_is_known_by_its_firmware(tmp_path: Path) -> None:
     vendor.write_text("Amazon EC2\n")
     assert isinstance(source_here(vendor), Aws)
     vendor.write_text("QEMU\n")
-    with pytest.raises(ClusterError, match=r"made by QEMU.*--source aws, gcp, azure or file:PATH"):
+    with pytest.raises(ClusterError, match=r"its vendor is QEMU.*--source aws, gcp, azure or file:PATH"):
         source_here(vendor)
 
 

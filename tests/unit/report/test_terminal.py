@@ -106,7 +106,7 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert text.index("newer") < text.index("older") < text.index("broken")
     assert "has no job.json" in text
     assert "elsewhere" not in text
-    assert "rates is a study: undula study status rates" in text
+    assert f"rates is a study: undula study status {tmp_path}/rates" in text
     assert "\x1b" not in text
 
 

@@ -103,7 +103,8 @@ def print_runs(
     if summaries or reasons:
         console.print(_runs_table([(folder, summaries[folder]) for folder in newest_first], list(reasons), now))
     for folder in studies:
-        console.print(Text(f"{printable(folder)} is a study: undula study status {printable(folder)}"))
+        url = f"{store_of_runs.url.rstrip('/')}/{folder}"
+        console.print(Text(f"{printable(folder)} is a study: undula study status {printable(url)}"), soft_wrap=True)
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
 
