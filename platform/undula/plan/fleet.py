@@ -62,35 +62,36 @@ class FleetSpec:
 
 @dataclass(frozen=True)
 class RemainingWork:
-    """How far a run is, in seconds of the whole fleet: what all of its nodes together do in one."""
+    """Work and time of a run until its deadline; work is measured in the seconds that the whole fleet needs for it."""
 
     elapsed_s: float
-    """Since the run was submitted."""
+    """Seconds since the run was first submitted."""
     deadline_s: float
-    """After which it is late, from the same moment on."""
+    """Seconds from the first submission to the deadline."""
     total_s: float
-    """Of work, at the measured rate."""
+    """Work of all steps of the plan in seconds, at the measured pace."""
     done_s: float
-    """Of it, what is committed."""
+    """Work of the committed steps in seconds."""
     changeover_s: float
-    """From the moment at which a node is needed to its first step: the time until the next look, and until it has started."""
+    """Seconds from the moment at which a node is needed to its first step: the time to the next decision plus the node's start."""
 
     @property
     def left_s(self) -> float:
+        """Work of the remaining steps in seconds."""
         return max(self.total_s - self.done_s, 0.0)
 
     def expected_s(self, ahead_s: float = 0.0) -> float:
-        """Work that is done by then where all of it is spread evenly over the time (equation 5)."""
+        """Work in seconds that an even pace would have done `ahead_s` seconds from now (equation 5)."""
         return min((self.elapsed_s + ahead_s) * self.total_s / self.deadline_s, self.total_s)
 
     @property
     def time_left_s(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline; negative once it has passed."""
         return self.deadline_s - self.elapsed_s
 
     @property
     def spare_s(self) -> float:
-        """Of it, what may still be lost; where it is less than two changeovers, no more must be (the safety net rule)."""
+        """Seconds that may still be lost without missing the deadline; below two changeovers, no more may be lost (the safety net rule)."""
         return self.time_left_s - self.left_s
 
 
