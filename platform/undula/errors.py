@@ -7,7 +7,8 @@
     ├── ManifestError      a data set that is not what its manifest says
     ├── CheckpointError    a checkpoint that does not fit, or is not whole
     ├── RunError           a run that cannot go on under this name, or with these settings
-    └── ClusterError       a Ray cluster that cannot be reached or started
+    ├── ClusterError       a Ray cluster that cannot be reached or started
+    └── UsageError         a script that uses the API wrongly, or asks for what no engine can do; the job ends at once
 
 Each message is one sentence for the person at the terminal: the place, what was found there, and how to fix it.
 """

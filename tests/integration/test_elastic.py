@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 from jobs_kit import Jobs, relative_difference
 
-from undula.report.certificate import certify, data_of
-from undula.report.summary import read_run
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.summary import read_run
 from undula.state.commit import find_commits
 from undula.state.events import BatchEvent, CheckpointEvent, Event, ResizeEvent, SaveEvent, StartEvent, WaitingEvent
 from undula.state.ledger import events_of, read_ledger
@@ -189,12 +189,12 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     grown = told.rows()
     first_grown = next(place for place, row in enumerate(grown) if row["world_size"] == 2)
     before = grown[first_grown - 1]["samples"]
-    assert {row["step_samples"] for row in grown if row["world_size"] == 1 and row["span"] == 1} == {24}
+    assert {row["step_samples"] for row in grown if row["world_size"] == 1 and row["merged_steps"] == 1} == {24}
     assert any(row["step_samples"] == 48 for row in grown)
     for row in grown:
         climbed = min((row["samples"] - before) / 240, 1.0)
         # The last step of an epoch may be of one global batch.
-        factor = min(1.0 + climbed, row["span"]) if row["world_size"] == 2 else 1.0
+        factor = min(1.0 + climbed, row["merged_steps"]) if row["world_size"] == 2 else 1.0
         assert row["lr"] == pytest.approx(3e-4 * factor)
     changes = [(batch.samples, batch.lr_factor, batch.warmup_samples) for batch in told.of(BatchEvent)]
     assert changes[:3] == [(24, 1.0, 0.0), (48, 2.0, 240.0), (24, 1.0, 0.0)]

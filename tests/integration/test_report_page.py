@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from priced_run import write_priced_run
 
 from undula.cluster.prices import load_prices
-from undula.report.page import write_report
+from undula.report.render.page import write_report
 from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
 from undula.state.records import StepRow

@@ -38,4 +38,4 @@ class ReplicaStore:
         return everything[rank::world_size]
 
     def _is_whole(self, age: Age) -> bool:
-        return is_complete([snapshot.sharding for snapshot in self._snapshots[age].values()])
+        return is_complete([snapshot.holding for snapshot in self._snapshots[age].values()])

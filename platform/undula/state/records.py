@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRow:
-    """A committed step; fields and units are those of STEP_SCHEMA."""
+    """A committed step. undula.state.ledger.STEP_SCHEMA documents the fields and their units."""
 
     attempt: int
     step: int
@@ -24,12 +24,15 @@ class StepRow:
     logged: str = "{}"
     weights_digest: int | None = None
     blocked_s: float = 0.0
-    span: int = 1
+    merged_steps: int = 1
+    grad_norm: float | None = None
+    applied: bool = True
+    cells: int = 1
 
     @property
     def done(self) -> int:
-        """Number of the plan's steps that are committed once this one is."""
-        return self.step + self.span
+        """Number of steps of the plan that are committed after this step."""
+        return self.step + self.merged_steps
 
     @property
     def seconds(self) -> float:

@@ -3,7 +3,6 @@
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,24 +90,17 @@ def message_lines(messages: list[Message]) -> list[str]:
 @contextmanager
 def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
     """Print the messages of a hub until the block ends."""
-    import ray  # not at the top, because the client that follows a job imports this module before it sets Ray's token
+    # Not at the top, because the client that follows a job imports this module before it sets Ray's token.
+    from undula.telemetry.follower import HubFollower
 
     screen = LiveScreen(out)
-    closed = threading.Event()
 
-    def follow() -> None:
-        position, ending = 0, False
-        while not ending:
-            ending = closed.wait(INTERVAL_S)  # one more round after the end prints the last messages
-            position, messages = ray.get(hub.read.remote(position))
-            for line in message_lines(messages):
-                screen.show(line)
-        screen.close()
+    def show(messages: list[Message]) -> None:
+        for line in message_lines(messages):
+            screen.show(line)
 
-    thread = threading.Thread(target=follow, name="undula-live", daemon=True)
-    thread.start()
     try:
-        yield
+        with HubFollower(hub, show, INTERVAL_S):
+            yield
     finally:
-        closed.set()
-        thread.join(timeout=10)
+        screen.close()

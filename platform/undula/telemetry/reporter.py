@@ -112,7 +112,7 @@ class Telemetry:
             self.flush()
 
     def _send_status(self, row: StepRow) -> None:
-        left = (self._total_steps - row.done) / row.span * self._seconds_per_step
+        left = (self._total_steps - row.done) / row.merged_steps * self._seconds_per_step
         self._publish(Status(row.done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
         values = (row.done, row.loss, row.lr, self._samples_per_s, row.world_size)
         for gauge, value in zip(list(self._gauges.values()), values, strict=False):

@@ -1,17 +1,18 @@
 """What the controller keeps is always a whole state, and the newest."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import arange
 
 from undula.elastic.ray.actor import ElasticWorker
-from undula.recovery.handover import Kept, process
 from undula.recovery.replica_store import UNFINISHED, ReplicaStore
 from undula.recovery.snapshot import NEVER, Snapshot, packed, parsed
-from undula.state.pieces import Part, RankState, is_complete
+from undula.recovery.worker_state import HeldState, WorkerState
+from undula.state.pieces import Piece, RankState, is_complete
 
 HALVES = ((0, 4), (4, 6))
 
@@ -19,7 +20,7 @@ HALVES = ((0, 4), (4, 6))
 def snapshot(step: int, half: int | None) -> Snapshot:
     """Of a tensor of ten numbers, all of it or half."""
     begin, size = HALVES[half] if half is not None else (0, 10)
-    part = Part(arange(begin, begin + size), (10,), (begin,))
+    part = Piece(arange(begin, begin + size), (10,), (begin,))
     meta, data = packed("plan", (1, step), RankState({"w": part}, {}), [])
     return parsed(meta, data)
 
@@ -40,7 +41,7 @@ def test_the_newest_of_which_all_parts_have_come_stays_whole(comes: list[tuple[b
         kept = store.share(0, 1)
         assert len(kept) <= 2 + UNFINISHED  # two halves, and what has come of newer ones
         if whole:
-            assert is_complete([each.sharding for each in kept if each.age == (1, whole)])
+            assert is_complete([each.holding for each in kept if each.age == (1, whole)])
 
 
 def test_ranks_fetch_all_of_it_together() -> None:
@@ -57,12 +58,13 @@ def test_of_a_state_that_each_rank_has_whole_one_copy_is_kept() -> None:
     assert [each.age for each in store.share(0, 1)] == [(1, 3)]
 
 
-def test_a_worker_exports_a_state_that_is_newer_and_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    export: Any = ElasticWorker.export_state
-    assert export(None, room=1e9, newest=NEVER) is None
-    state = RankState({"w": Part(arange(10), (10,), (0,))}, {})
-    monkeypatch.setattr(process, "kept", Kept("plan", 1, 3, state, ()))
-    meta, data = export(None, room=80, newest=(1, 2))
+def test_a_worker_exports_a_state_that_is_newer_and_has_room() -> None:
+    worker = SimpleNamespace(_state=WorkerState())
+    export: Any = partial(ElasticWorker.export_state, worker)
+    assert export(room=1e9, newest=NEVER) is None
+    state = RankState({"w": Piece(arange(10), (10,), (0,))}, {})
+    worker._state.held = HeldState("plan", 1, 3, state, ())
+    meta, data = export(room=80, newest=(1, 2))
     assert parsed(meta, bytearray(data)).age == (1, 3)
-    assert export(None, room=80, newest=(1, 3)) is None
-    assert export(None, room=79, newest=NEVER).endswith("more than half of the memory that is free on the head")
+    assert export(room=80, newest=(1, 3)) is None
+    assert export(room=79, newest=NEVER).endswith("more than half of the memory that is free on the head")

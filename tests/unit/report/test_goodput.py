@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.report.goodput import CLASSES, goodput
+from undula.report.data.goodput import CLASSES, goodput
 from undula.state.events import EndEvent, Event, GroupEvent, StopEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
 from undula.state.records import StepRow

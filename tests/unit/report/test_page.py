@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from undula.report.page import CURVE_POINTS, render, write_report
-from undula.report.summary import JobRecord, RecordedRun, summarize
+from undula.report.data.summary import JobRecord, RecordedRun, summarize
+from undula.report.render.page import CURVE_POINTS, render, write_report
 from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
 from undula.storage import Store
@@ -29,7 +29,7 @@ def recorded(
         "world_size": index * 0 + 2, "loss": loss, "lr": 1e-3 * (1 - index / max(steps, 1)), "data_s": loss * 0 + 0.1,
         "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3, "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
         "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps, "weights_digest": [None] * steps, "blocked_s": loss * 0,
-        "span": index * 0 + 1,
+        "merged_steps": index * 0 + 1,
     }  # fmt: skip
     table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
     told = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)

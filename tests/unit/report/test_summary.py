@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from undula.errors import RunError
-from undula.report.summary import (
+from undula.report.data.summary import (
     SECONDS_CLASSES,
     JobRecord,
     RunSummary,

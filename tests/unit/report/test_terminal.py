@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
 from undula.errors import RunError
-from undula.report.terminal import plot, print_run, print_runs, strip
+from undula.report.render.terminal import plot, print_run, print_runs, strip
 from undula.state.events import CrashEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
 from undula.state.records import StepRow

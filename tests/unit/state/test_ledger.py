@@ -1,4 +1,4 @@
-"""The ledger: nothing that was told is lost, and what was done twice counts once."""
+"""Tests of the ledger: no row is lost, and a step that was repeated counts once."""
 
 import threading
 from dataclasses import asdict
@@ -24,7 +24,7 @@ def row(attempt: int, step: int) -> StepRow:
     )  # fmt: skip
 
 
-def test_rows_and_events_are_read_back_and_later_attempts_replace_earlier(tmp_path: Path) -> None:
+def test_later_attempts_replace_the_steps_of_earlier_ones(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for start in (0, 3):
         attempt = next_attempt(store)
@@ -44,7 +44,7 @@ def test_rows_and_events_are_read_back_and_later_attempts_replace_earlier(tmp_pa
     assert last_event(ledger.events, EndEvent) is None
 
 
-def test_a_segment_that_is_full_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_segment_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
@@ -57,7 +57,7 @@ def test_a_segment_that_is_full_is_not_written_again(tmp_path: Path, monkeypatch
     assert read_ledger(store).steps["step"].to_pylist() == list(range(7))
 
 
-def test_an_event_is_there_as_soon_as_it_is_told(tmp_path: Path) -> None:
+def test_an_event_is_stored_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
     event = CrashEvent("failure", "a worker died")
@@ -66,7 +66,7 @@ def test_an_event_is_there_as_soon_as_it_is_told(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_who_appends_does_not_wait_for_the_storage_and_loses_nothing_to_its_faults(tmp_path: Path) -> None:
+def test_append_does_not_wait_for_the_storage_and_no_row_is_lost_to_its_faults(tmp_path: Path) -> None:
     is_writing, may_fail = threading.Event(), threading.Event()
 
     class Faulty(Store):
@@ -87,7 +87,7 @@ def test_who_appends_does_not_wait_for_the_storage_and_loses_nothing_to_its_faul
     flush = threading.Thread(target=flush_once)
     flush.start()
     assert is_writing.wait(10)
-    writer.append(asdict(row(1, 1)))  # while the write stands
+    writer.append(asdict(row(1, 1)))  # while the write is blocked
     may_fail.set()
     flush.join()
     writer.flush()
@@ -99,11 +99,11 @@ def test_a_run_without_a_ledger_reads_as_empty(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 15)), min_size=1, max_size=6))
-def test_committed_steps_are_each_step_once_from_the_attempt_that_came_last(spans: list[tuple[int, int]]) -> None:
-    """Each attempt begins at or before the end of what the run had, as a resume does."""
+def test_each_step_is_committed_once_by_the_last_attempt_that_ran_it(resumes: list[tuple[int, int]]) -> None:
+    """As in a real run, each attempt starts at or before the end of the steps so far."""
     attempts, steps, reached = [], [], 0
     owner: dict[int, int] = {}
-    for attempt, (start, length) in enumerate(spans, 1):
+    for attempt, (start, length) in enumerate(resumes, 1):
         start = min(start, reached)
         owner = {step: who for step, who in owner.items() if step < start}
         for step in range(start, start + length):
@@ -115,7 +115,7 @@ def test_committed_steps_are_each_step_once_from_the_attempt_that_came_last(span
     assert {(s, a) for s, a, k in zip(steps, attempts, keep, strict=True) if k} == set(owner.items())
 
 
-def test_a_full_disk_holds_rows_back_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_survive_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(str(tmp_path))
     ledger = LedgerWriter(store, 1)
     with monkeypatch.context() as full:
@@ -131,7 +131,7 @@ def test_a_full_disk_holds_rows_back_and_ends_nothing(tmp_path: Path, monkeypatc
     assert read_ledger(store).events["kind"].to_pylist() == ["start"]
 
 
-def test_rows_that_another_attempt_has_written_again_count_once(tmp_path: Path) -> None:
+def test_rows_that_a_later_attempt_writes_again_count_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     first, second = LedgerWriter(store, 1), LedgerWriter(store, 2)
     for step in range(3):

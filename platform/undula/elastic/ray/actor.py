@@ -1,16 +1,14 @@
 """The actor of a Ray Train worker, extended to outlive its worker group."""
 
 import gc
-import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from ray.air._internal.device_manager import get_torch_device_manager_by_context
@@ -20,9 +18,9 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
-from undula.recovery.handover import Request, process
 from undula.recovery.progress import ProgressView
 from undula.recovery.snapshot import Age, packed
+from undula.recovery.worker_state import Request, WorkerState
 
 PROMPT_END_S = 0.3
 """Seconds in which a train function normally ends after it has left the group, or after a collective has failed."""
@@ -31,8 +29,7 @@ LATE_IMPORTS = (
     *(
         "undula.train.run",
         "undula.telemetry.tensorboard",
-        "undula.state.safetensors_io",
-        "torch.distributed.checkpoint.state_dict_saver",
+        "undula.state.checkpoint_files",
     ),
 )
 """Modules that Ray Train, a group's first rendezvous and a run's first checkpoint would otherwise import while ranks wait."""
@@ -54,8 +51,22 @@ class ElasticStatus(WorkerStatus):
     """Resident memory of the process."""
 
 
+_state: WorkerState | None = None
+
+
+def worker_state() -> WorkerState:
+    """The state of the worker that lives in this process: that of its ElasticWorker, or a new one under a controller of Ray's own."""
+    global _state
+    _state = _state or WorkerState()
+    return _state
+
+
 class ElasticWorker(RayTrainWorker):
     """A RayTrainWorker that can leave its group and join another one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = worker_state()
 
     def prepare(
         self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str
@@ -68,7 +79,7 @@ class ElasticWorker(RayTrainWorker):
             resident_bytes: resident memory of a worker that trains; 0 if it is unknown or lies on the device.
             home: id of the controller's node.
         """
-        process.home = home
+        self._state.home = home
         train_fn_ref.get()
         warm_up()
         if prepare:
@@ -78,17 +89,17 @@ class ElasticWorker(RayTrainWorker):
         return self.get_metadata()
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
-        process.join_group()
-        process.own_ports = listening_ports()  # among them Ray's, whose connections must stay
+        self._state.join_group()
+        self._state.own_ports = listening_ports()  # among them Ray's, whose connections must stay
         super().init_train_context(*arguments, **more)
         gc.collect()  # frees what the former group's script has left in reference cycles, such as its model
-        process.controller = get_train_context().controller_actor
+        self._state.controller = get_train_context().controller_actor
 
     def poll_status(self) -> ElasticStatus:
         status = ElasticStatus(**vars(super().poll_status()))
-        if not process.is_run:
+        if not self._state.is_run:
             return status
-        status.progress = process.progress.view()
+        status.progress = self._state.progress.view()
         status.resident_bytes = resident_memory()
         status.has_left = status.progress.phase == "left" and not status.running and status.error is None
         if status.has_left:
@@ -98,11 +109,11 @@ class ElasticWorker(RayTrainWorker):
 
     def set_request(self, request: Request) -> None:
         """Set what the rank must do at its next step boundary."""
-        process.request = request
+        self._state.request = request
 
     def break_collectives(self) -> None:
         """Abort the rank's collectives, so that threads that wait in them raise."""
-        abort_collectives()
+        abort_collectives(self._state)
 
     def ping(self) -> None:
         """Do nothing; an answer shows that the process is alive."""
@@ -117,12 +128,12 @@ class ElasticWorker(RayTrainWorker):
         Returns:
             A snapshot's meta and bytes; None if the controller's state is as new; the reason if the state is too large to send.
         """
-        kept = process.kept
-        if kept is None or kept.age <= newest:
+        held = self._state.held
+        if held is None or held.age <= newest:
             return None
-        if kept.state.bytes > room:
-            return f"its {kept.state.bytes / 2**20:.0f} MiB are more than half of the memory that is free on the head"
-        meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
+        if held.state.bytes > room:
+            return f"its {held.state.bytes / 2**20:.0f} MiB are more than half of the memory that is free on the head"
+        meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
     def leave_group(self, timeout_s: float) -> bool:
@@ -130,35 +141,39 @@ class ElasticWorker(RayTrainWorker):
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
-            process.has_ended = True  # the function may be computing, where no aborted collective stops it
+            self._state.has_ended = True  # the function may be computing, where no aborted collective stops it
             thread.join(PROMPT_END_S)
-            abort_collectives()  # another rank may be waiting for this one
+            abort_collectives(self._state)  # another rank may be waiting for this one
             thread.join(timeout_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
         has_left = thread is None or not thread.is_alive()
-        return has_left and (error is None or process.is_sound) and not process.is_spent
+        return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
 
     def kill_process(self, pid: int) -> None:
-        """Send SIGKILL to another worker of this machine; a stopped process does not react to Ray."""
-        with suppress(OSError):
-            if type(self).__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        """Send SIGKILL to another worker of this machine; a stopped process does not react to Ray.
+
+        A process that has taken over the worker's id in the meantime is left alone.
+        """
+        with suppress(psutil.Error):
+            other = psutil.Process(pid)
+            if type(self).__name__ in " ".join(other.cmdline()):
+                other.kill()
 
 
-def abort_collectives() -> None:
+def abort_collectives(state: WorkerState) -> None:
     """Make rendezvous and collectives of this process's groups fail, here and on the ranks that wait for this one.
 
     Gloo comes first: a thread that an aborted NCCL collective releases must not be able to commit the result over gloo.
     """
-    cut_connections(listening_ports() - process.own_ports)
-    cut_sockets(process.collective_sockets)
+    cut_connections(listening_ports() - state.own_ports)
+    cut_sockets(state.collective_sockets)
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()  # has no effect on gloo
 
 
 def resident_memory() -> int:
     """Resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def fault_in(num_bytes: int) -> None:

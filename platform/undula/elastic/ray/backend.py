@@ -16,7 +16,7 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from undula.recovery.handover import process
+from undula.elastic.ray.actor import worker_state
 
 RENDEZVOUS_TIMEOUT_S = 10.0
 """Maximum seconds for which a rank waits for the others to join."""
@@ -68,7 +68,7 @@ class InProcessGroup(AbstractContextManager[None]):
                 timeout=timedelta(seconds=_rendezvous.timeout_s),
             )
         except Exception:
-            process.is_sound = True  # the fault lies with a rank that did not join
+            worker_state().is_sound = True  # the fault lies with a rank that did not join
             raise
 
     def __exit__(

@@ -64,14 +64,14 @@ class ElasticController(TrainController):
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
-    async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
+    async def store_replica(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
         """Keep a replica of a rank's snapshot; False if there is no room for it."""
         if data.nbytes > self._pool.replicas.room():
             return False
         self._pool.replicas.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
-    async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
+    async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
         """The share of the replicas that one of `world_size` ranks fetches; together, the ranks fetch all of them."""
         found = self._pool.replicas.share(rank, world_size)
         return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]

@@ -8,17 +8,19 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
+import psutil
 import ray
 import ray.train
 from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
 from undula.elastic.pure.spec import HorovodSpec
+from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.backend import ElasticTorchBackend, InProcessGroup
 from undula.elastic.rendezvous import RendezvousServer
 from undula.elastic.sockets import cut_sockets, open_sockets
 from undula.errors import ClusterError
-from undula.recovery.handover import process
+from undula.recovery.worker_state import WorkerState
 
 WITHOUT_EFFECT = ("verbose", "ssh_port", "ssh_identity_file", "ssh_str", "placement_group_timeout_s")
 """Arguments of Ray's former HorovodConfig that have no effect here, because Ray starts the workers or because nothing used them."""
@@ -102,10 +104,8 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
 
 def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
     """Use these variables for the next group; runs in each worker before its train function."""
-    from psutil import net_if_addrs  # Horovod brings it along
-
     global _variables
-    interface = interface_of(node_address(), nics, net_if_addrs())
+    interface = interface_of(node_address(), nics, psutil.net_if_addrs())
     _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
     if nics:
         os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
@@ -131,21 +131,21 @@ class InHorovodGroup(InProcessGroup):
     def __enter__(self) -> None:
         super().__enter__()  # Horovod ends the process if a rank is missing, so it starts once all ranks have met
         before = open_sockets()
-        begin(_variables[ray.train.get_context().get_world_rank()])
-        process.collective_sockets = open_sockets() - before
+        begin(_variables[ray.train.get_context().get_world_rank()], worker_state())
+        worker_state().collective_sockets = open_sockets() - before
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            cut_sockets(process.collective_sockets)  # otherwise the shutdown would wait for lost ranks
+            cut_sockets(worker_state().collective_sockets)  # otherwise the shutdown would wait for lost ranks
         hvd: Any = import_module("horovod.torch")
         hvd.shutdown()
-        process.collective_sockets = frozenset()
+        worker_state().collective_sockets = frozenset()
         super().__exit__(kind, error, trace)
 
 
-def begin(variables: Mapping[str, str]) -> None:
+def begin(variables: Mapping[str, str], state: WorkerState) -> None:
     """Call `hvd.init()` with these variables in a process that may have been in other groups, unlike other ranks.
 
     An unpatched Horovod 0.28.1 keeps its parameters from one `init` to the next and corrupts them (parameter_manager.cc,
@@ -159,8 +159,8 @@ def begin(variables: Mapping[str, str]) -> None:
     global _has_begun
     hvd: Any = import_module("horovod.torch")
     wanted = {**os.environ, **variables}
-    process.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
-    if not (_has_begun or process.is_spent):
+    state.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
+    if not (_has_begun or state.is_spent):
         _use({**{name: value for name, value in variables.items() if "TIMELINE" not in name}, **places(["alone"])[0]})
         hvd.init()
         hvd.shutdown()

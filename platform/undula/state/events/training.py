@@ -16,6 +16,8 @@ class StartEvent(Event):
     attempt: int
     origin: str | None = None
     """Source of the restored state, such as "the memory of a worker"; None where the run begins."""
+    cells: int = 1
+    """Number of cells, the sets of ranks that run a micro-batch."""
     step: int = field(kw_only=True)
 
     @property
