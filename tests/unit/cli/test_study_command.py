@@ -62,7 +62,7 @@ def test_status_says_whether_a_study_is_running(study: Store, capsys: pytest.Cap
         status, text = said(capsys, "study", "status", study.url, *options)
         assert status == 0
         assert "rates: 1 of 2 trials, not running" in text
-        assert "the command that began the study goes on with it" in text
+        assert "submit the study again to continue it" in text
     store = study / TRIALS / TRIALS_OF_IT[1].name
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(1, 1, step=0))

@@ -29,7 +29,7 @@ def recorded(
         "world_size": index * 0 + 2, "loss": loss, "lr": 1e-3 * (1 - index / max(steps, 1)), "data_s": loss * 0 + 0.1,
         "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3, "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
         "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps, "weights_digest": [None] * steps, "blocked_s": loss * 0,
-        "merged_steps": index * 0 + 1,
+        "merged_steps": index * 0 + 1, "cells": index * 0 + 2, "grad_norm": loss, "applied": [True] * steps,
     }  # fmt: skip
     table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
     told = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)

@@ -131,7 +131,7 @@ def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
     store.write(OUTCOME, b"{")
     with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial resumes"):
         read_outcome(store)
-    with pytest.raises(RunError, match="holds no study: give a study's directory"):
+    with pytest.raises(RunError, match="holds no study: give the directory of one"):
         read_spec(store)
 
 
