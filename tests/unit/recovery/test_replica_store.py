@@ -58,13 +58,13 @@ def test_of_a_state_that_each_rank_has_whole_one_copy_is_kept() -> None:
     assert [each.age for each in store.share(0, 1)] == [(1, 3)]
 
 
-def test_a_worker_gives_what_is_newer_and_has_room() -> None:
+def test_a_worker_exports_a_state_that_is_newer_and_has_room() -> None:
     worker = SimpleNamespace(_state=WorkerState())
-    give: Any = partial(ElasticWorker.export_state, worker)
-    assert give(room=1e9, has=NEVER) is None
+    export: Any = partial(ElasticWorker.export_state, worker)
+    assert export(room=1e9, newest=NEVER) is None
     state = RankState({"w": Piece(arange(10), (10,), (0,))}, {})
     worker._state.held = HeldState("plan", 1, 3, state, ())
-    meta, data = give(room=80, has=(1, 2))
+    meta, data = export(room=80, newest=(1, 2))
     assert parsed(meta, bytearray(data)).age == (1, 3)
-    assert give(room=80, has=(1, 3)) is None
-    assert give(room=79, has=NEVER).endswith("more than half of the memory that the head has free")
+    assert export(room=80, newest=(1, 3)) is None
+    assert export(room=79, newest=NEVER).endswith("more than half of the memory that is free on the head")

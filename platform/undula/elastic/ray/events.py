@@ -1,4 +1,4 @@
-"""Tells what Ray Train's controller does with the workers: crashes and notices, in words."""
+"""Turns what Ray Train's controller does with its workers into events, and passes events to their sink in a thread."""
 
 import logging
 import secrets
@@ -24,23 +24,23 @@ from undula.state.events import CrashEvent, Event, GroupEvent, NoticeEvent, Wait
 
 EventSink = Callable[[Event], None]
 NodeTable = Callable[[], list[dict[str, Any]]]
-"""As ray.nodes."""
+"""A function that returns the cluster's nodes in the form of ray.nodes()."""
 LABELS = {
     "machine": (MACHINE,),
     "market": (MARKET, "ray.io/market-type"),
     "region": ("ray.io/availability-region",),
     "zone": ("ray.io/availability-zone",),
 }
-"""What an event says of a worker's machine, and the node's labels that it is from, the first one that is there."""
+"""For each key of a worker's place, the node labels that may hold its value; the first label that exists counts."""
 
 
 def log_event(event: Event) -> None:
-    """The sink of a trainer that was given none."""
+    """Write an event to the logger "undula"; the default sink of a trainer."""
     logging.getLogger("undula").info("%s: %s", event.kind, event.message)
 
 
 class EventQueue:
-    """Hands events to a sink in a thread, in order: one that writes to a slow storage must not hold up a decision."""
+    """Passes events to a sink in order, in a thread of its own, so that slow storage does not delay a decision."""
 
     def __init__(self, sink: EventSink):
         self._sink = sink
@@ -50,7 +50,7 @@ class EventQueue:
         self._thread.submit(self._sink, event)
 
     def close(self) -> None:
-        """Wait until all are told."""
+        """Wait until the sink has received all events."""
         self._thread.shutdown()
 
 
@@ -66,17 +66,17 @@ def _machine(labels: Mapping[str, str]) -> WorkerPlace:
 
 
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):
-    """Turns the controller's changes of state into events. Runs in the controller's process."""
+    """Turns the controller's changes of state into events; runs in the controller's process."""
 
     def __init__(self, sink: EventSink, nodes: NodeTable = ray.nodes):
         self._sink = sink
         self._nodes = nodes
-        self._job = secrets.token_hex(4)  # of one submission: between two of them nobody is held
+        self._job = secrets.token_hex(4)  # identifies one submission; between two submissions no workers are held
 
     def with_ready_workers(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
-        """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
+        """A sink that adds the places of the ready workers to each WaitingEvent, so that their idle time has a price.
 
-        Such an event is told in the moment in which they were counted, by the thread that alone changes the pool: so they are the same.
+        The thread that sends such an event is the only one that changes the pool, so these are the workers that the event counts.
         """
 
         def report(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Keeps Ray's error messages in Ray's log files: for each node that goes, a driver would print pages of a raylet's state."""
+"""Keeps Ray's error messages in Ray's log files: for each node that is removed, a driver would print pages of a raylet's state."""
 
 from typing import Any
 

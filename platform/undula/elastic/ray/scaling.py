@@ -1,4 +1,4 @@
-"""What Ray Train's controller asks of a scaling policy, answered from the pool and by `undula.elastic.pure.policy`."""
+"""The scaling policy of Ray Train's controller, which decides by `undula.elastic.pure.policy` from what the pool shows."""
 
 import time
 from dataclasses import dataclass, field
@@ -35,43 +35,44 @@ from undula.recovery.worker_state import Request
 from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, SaveEvent, WaitedFor, WaitingEvent
 
 REPORT_INTERVAL_S = 30.0
+"""Seconds between two events about the same wait."""
 START_S = 15.0
-"""In which workers that are being started are expected."""
+"""Seconds in which workers that start are expected to be ready."""
 FIRST_START_PATIENCE_S = 30.0
-"""How long a job with fewer workers than there could be waits at its start for those that are being started."""
+"""Maximum seconds for which a job waits at its start for further workers that start, once it has its minimum."""
 
 
 @dataclass
 class GroupView:
-    """What is known of the group that trains."""
+    """State of the group that trains, as the controller knows it."""
 
     last: dict[int, ProgressView] = field(default_factory=dict)
-    """By rank: where it stands, as it last said."""
+    """Newest progress of each rank."""
     leaving: Decision | None = None
-    """Why it was asked to end."""
+    """Decision for which the group was asked to end; None if it was not asked."""
     broken_at: float | None = None
-    """When its collectives were broken, as all ranks waited for each other."""
+    """Time on the monotonic clock at which a deadlock of all ranks was broken; None if there was none."""
 
-    def steps(self, world_size: int) -> bool:
-        """Whether all ranks are in the loop."""
+    def is_stepping(self, world_size: int) -> bool:
+        """Whether all ranks are in their training loop."""
         return len(self.last) == world_size and all(rank.step >= 0 for rank in self.last.values())
 
 
 @dataclass
 class Wait:
-    """What is known of a wait for workers."""
+    """State of a wait for workers; times are on the monotonic clock."""
 
     since: float | None = None
     lost_since: float | None = None
-    """Since when nobody who is here has the state."""
+    """Time since which no ready worker holds the state."""
     reported_at: float = float("-inf")
     reported_ready: int = 0
-    """As many were ready then."""
+    """Number of ready workers in the last event."""
 
 
 @dataclass
 class PoolPolicy(ScalingPolicy):
-    """What Ray's controller asks; it answers from the pool and by `undula.elastic.pure.policy`."""
+    """Answers Ray's controller from the pool and by `undula.elastic.pure.policy`, and lets a group end at a step boundary first."""
 
     scaling_config: ScalingConfig
     grow: str
@@ -83,17 +84,16 @@ class PoolPolicy(ScalingPolicy):
     _began: float = field(default_factory=time.monotonic)
     _has_run: bool = False
     _is_run: bool = False
-    """Whether the train function is a Run's, which can leave at a step boundary."""
+    """Whether the train function uses a Run, so that it can leave at a step boundary."""
     _reached: int = -1
-    """The step that the group before had come to."""
+    """Step that the former group had reached; -1 once the next group has reported."""
     _longest_step_s: float = 0.0
     _changes: int = 0
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
     _noticed: set[str] = field(default_factory=set)
     _saved: float | None = None
-    """The notice since which a checkpoint was asked for."""
-
+    """Time of the newest notice when a checkpoint was last requested."""
     _request: AutoscalerRequest | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class PoolPolicy(ScalingPolicy):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the group was asked to end."""
+        """Whether the group has been asked to end."""
         return self._group.leaving is not None
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
@@ -111,26 +111,26 @@ class PoolPolicy(ScalingPolicy):
         self._group.leaving = None
         ready, low = len(pool.ready()), self.scaling_config.min_workers
         is_filling = not self._has_run and pool.preparing and time.monotonic() - self._began < FIRST_START_PATIENCE_S
-        if ready >= low and not (is_filling and ready < self.scaling_config.max_workers) and not self._awaits_state():
+        if ready >= low and not (is_filling and ready < self.scaling_config.max_workers) and not self._needs_state():
             self._wait.since = None
             return self._resize(min(ready, self.scaling_config.max_workers))
-        self._pause_began = None  # what takes time now is the cluster, and no resize
+        self._pause_began = None  # this time is due to the cluster, and not to a resize
         if pool.failure and not pool.preparing and not self._has_run:
             raise pool.failure
         self._report_waiting(ready, low, pool.preparing)
         return NoopDecision()
 
-    def _awaits_state(self) -> bool:
-        """Whether all who had the state are lost, and a new worker on a node whose memory may have it is worth a while.
+    def _needs_state(self) -> bool:
+        """Whether to wait for the state: no ready worker holds it, but a worker on a node that stays may soon read it from memory.
 
-        The answer of one whose node will go is worth all the time until then.
+        If a worker is sending its state because its node will be removed, the wait lasts until that has ended.
         """
         pool = self.pool
         holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
-        is_there = any(worker.has_trained or worker.node in holders for worker in pool.ready())
+        is_held = any(worker.has_trained or worker.node in holders for worker in pool.ready())
         if pool.is_exporting:
             return True
-        if is_there or not holders:
+        if is_held or not holders:
             self._wait.lost_since = None
             return False
         self._wait.lost_since = self._wait.lost_since or time.monotonic()
@@ -144,7 +144,7 @@ class PoolPolicy(ScalingPolicy):
         self._send_resource_request()
         self._has_run = True
         statuses = elastic_statuses(worker_group_status)
-        self._learn(statuses)
+        self._update_measurements(statuses)
         if self._is_stuck(worker_group_state):
             return self._resize(len(statuses))
         self._report_notices(worker_group_state)
@@ -154,22 +154,26 @@ class PoolPolicy(ScalingPolicy):
                 return NoopDecision()
             return self._resize(len(leaving.workers) if isinstance(leaving, Resize) else low)
         decision = decide(self._view(), low, high, self.grow)
-        has_begun = self._group.steps(len(statuses)) if self._is_run else True
+        has_begun = self._group.is_stepping(len(statuses)) if self._is_run else True
         if isinstance(decision, Hold) or not has_begun:
             return NoopDecision()
         self._report_decision(decision, len(statuses))
-        if not self._is_run:  # no Run that could end at a step boundary
+        if not self._is_run:  # such a train function cannot save or end at a step boundary
             return NoopDecision() if isinstance(decision, Save) else self._resize(len(decision.workers))
+        self._request_from_ranks(decision, worker_group_state)
+        return NoopDecision()
+
+    def _request_from_ranks(self, decision: Resize | Save, state: WorkerGroupState) -> None:
+        """Ask all ranks to save, or to leave the group, at their next step boundary."""
         if isinstance(decision, Save):
-            self._saved = pool.newest_notice
+            self._saved = self.pool.newest_notice
             request = Request(decision.ends, saves=True)
         else:
-            group = {actor_id(worker) for worker in worker_group_state.workers}
+            group = {actor_id(worker) for worker in state.workers}
             request = Request(leaves=True, gives=not group <= set(decision.workers))
         self._group.leaving = decision if request.leaves else None
-        for worker in worker_group_state.workers:
+        for worker in state.workers:
             worker.actor.set_request.remote(request)
-        return NoopDecision()
 
     def _resize(self, num_workers: int) -> ResizeDecision:
         self._reached = max([self._reached, *(rank.step for rank in self._group.last.values())])
@@ -196,8 +200,8 @@ class PoolPolicy(ScalingPolicy):
             step_s=self._longest_step_s,
         )
 
-    def _learn(self, statuses: list[ElasticStatus]) -> None:
-        """Where the ranks stand."""
+    def _update_measurements(self, statuses: list[ElasticStatus]) -> None:
+        """Update the group's progress and the measurements that decisions use."""
         for rank, status in enumerate(statuses):
             if status.progress:
                 self._is_run = True
@@ -208,15 +212,15 @@ class PoolPolicy(ScalingPolicy):
         if self._pause_began and any(rank.longest_step_s for rank in ranks):
             self._pauses.append(time.monotonic() - self._pause_began)
             self._pause_began = None
-        # A group that has just begun is measured by the steps of the one before.
+        # Until a new group has made steps, the steps of the former one count.
         self._longest_step_s = max((rank.longest_step_s for rank in ranks), default=0.0) or self._longest_step_s
-        if self.grow == "never":  # more would lie idle
+        if self.grow == "never":  # more workers would be idle
             self.pool.fleet.size = max(len(statuses), self.scaling_config.min_workers)
-        if self._group.steps(len(statuses)):
+        if self._group.is_stepping(len(statuses)):
             self.pool.fleet.pace.observe(max(rank.step for rank in ranks), len(statuses), time.time())
 
     def _is_stuck(self, state: WorkerGroupState) -> bool:
-        """End the processes of ranks that make no step; whether all wait for each other instead, and nothing could wake them."""
+        """End the processes of ranks that make no step. True if all ranks wait for each other and could not be freed."""
         assert isinstance(state, PooledState)
         ranks = [self._group.last.get(rank) for rank in range(len(state.workers))]
         silent_s = state.group.silent_s()
@@ -227,14 +231,14 @@ class PoolPolicy(ScalingPolicy):
         for rank in lost:
             worker = state.workers[rank]
             if actor_id(worker) not in self.pool.workers:
-                continue  # it was ended, and Ray has not noticed yet
+                continue  # its process was ended before, and Ray has not noticed yet
             place = worker.metadata
             self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=limit))
             self.pool.drop(actor_id(worker))
         return False
 
     def _break_deadlock(self, state: WorkerGroupState, limit_s: float) -> bool:
-        """Break the collective in which all ranks wait for each other; whether that was tried before, and they wait still."""
+        """Abort the collectives in which all ranks wait for each other. True if that was tried before and has not helped."""
         if self._group.broken_at is not None:
             return time.monotonic() - self._group.broken_at > limit_s
         self._group.broken_at = time.monotonic()
@@ -250,13 +254,13 @@ class PoolPolicy(ScalingPolicy):
         self.on_event(ResizeEvent(current, len(decision.workers), decision.reason))
 
     def _report_notices(self, state: WorkerGroupState) -> None:
-        """Tell of nodes that will go; a train function that is no Run's learns of it by ray.train.get_preemption_info()."""
+        """Report nodes that will be removed, also to train functions without a Run, which read ray.train.get_preemption_info()."""
         pool = self.pool
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(state.workers):
             ranks.setdefault(worker.metadata.node_id, []).append(rank)
-        told = self._noticed | pool.fleet.released
-        new = [node for node in pool.notices if node in ranks and node not in told]
+        known = self._noticed | pool.fleet.released
+        new = [node for node in pool.notices if node in ranks and node not in known]
         if not new:
             return
         self._noticed |= set(new)
@@ -270,7 +274,11 @@ class PoolPolicy(ScalingPolicy):
             worker.actor.mark_preempt.remote(info)
 
     def _report_lost_steps(self, begun: list[int]) -> None:
-        """Tell of steps that were done, and that the group does again."""
+        """Report steps that the former group had done and this one repeats.
+
+        Args:
+            begun: step with which each rank has begun.
+        """
         if not begun:
             return
         lost, self._reached = self._reached - begun[0], -1
@@ -280,7 +288,8 @@ class PoolPolicy(ScalingPolicy):
     def _report_waiting(self, ready: int, low: int, preparing: int) -> None:
         now = time.monotonic()
         self._wait.since = self._wait.since or now
-        is_early = now - self._wait.since < (START_S if preparing else 1.0)  # workers that start are no news
+        # A short wait for workers that start is normal.
+        is_early = now - self._wait.since < (START_S if preparing else 1.0)
         if is_early or (now - self._wait.reported_at < REPORT_INTERVAL_S and ready == self._wait.reported_ready):
             return
         self._wait.reported_at, self._wait.reported_ready = now, ready
@@ -291,14 +300,14 @@ class PoolPolicy(ScalingPolicy):
         return int(self.scaling_config.max_workers)
 
     def _send_resource_request(self) -> None:
-        """As Ray's, but it says which nodes are wanted, and waits for nothing."""
+        """Request nodes as Ray's own policy does, but with the labels of the wanted nodes, and in the background."""
         if self._requester_id is None:
-            return  # the controller has not started yet
+            return  # the controller has not started
         self._request = self._request or AutoscalerRequest(self._requester_id)
         self._request.send(self.scaling_config._resources_per_worker_not_none, self.pool.fleet.labels)
 
 
 def elastic_statuses(status: WorkerGroupPollStatus) -> list[ElasticStatus]:
-    """By rank; a rank that has not answered has told nothing."""
+    """Status of each rank; the one of a rank that has not answered has no progress."""
     statuses = status.worker_statuses.values()
     return [each if isinstance(each, ElasticStatus) else ElasticStatus(**vars(each)) for each in statuses]

@@ -58,7 +58,7 @@ class NodeEvent(Event):
 
 @dataclass(frozen=True)
 class ResizeEvent(Event):
-    """The controller changes the group: it ends at its next step boundary, and another one goes on."""
+    """The controller changes the group: it ends at its next step boundary, and another group continues."""
 
     KIND = "resize"
     before: int
@@ -74,7 +74,7 @@ class ResizeEvent(Event):
 
 @dataclass(frozen=True)
 class SaveEvent(Event):
-    """The controller asks for a checkpoint, because nodes will go and too few workers stay."""
+    """The controller asks for a checkpoint, because nodes will be removed and too few workers stay."""
 
     KIND = "save"
     reason: str
@@ -129,20 +129,20 @@ class CrashEvent(Event):
 
 @dataclass(frozen=True)
 class NoticeEvent(Event):
-    """A node that the run trains on will go."""
+    """A node that the run trains on will be removed."""
 
     KIND = "notice"
     node: str
     ranks: tuple[int, ...]
     """Ranks on the node."""
     deadline: float | None = None
-    """Time at which the node goes, in seconds since the epoch; None where that is not known."""
+    """Time at which the node is removed, in seconds since the epoch; None where that is not known."""
 
     @property
     def message(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         when = "soon" if self.deadline is None else f"in {max(self.deadline - self.time, 0):.0f} s"
-        return f"Node {short(self.node)} with {ranks} will go {when}."
+        return f"Node {short(self.node)} with {ranks} will be removed {when}."
 
 
 WaitedFor = Literal["workers", "state", "growth"]
