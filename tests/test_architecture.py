@@ -107,7 +107,7 @@ def test_files_and_functions_fit_a_sitting() -> None:
 
 def test_the_command_line_starts_without_ray_and_torch() -> None:
     """They take seconds, and Ray reads a cluster's token when it is imported, which `undula run` makes later."""
-    check = "import sys, undula.cli; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
+    check = "import sys, undula.cli.main; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -6,7 +6,8 @@
     ├── ManifestError      a data set that is not what its manifest says
     ├── CheckpointError    a checkpoint that does not fit, or is not whole
     ├── RunError           a run that cannot go on under this name, or with these settings
-    └── ClusterError       a Ray cluster that cannot be reached or started
+    ├── ClusterError       a Ray cluster that cannot be reached or started
+    └── UsageError         a script that uses the API wrongly, or asks for what no engine can do; the job ends at once
 
 Each message is one sentence for the person at the terminal: where, what was found, and how to mend it.
 """
@@ -42,6 +43,10 @@ class RunError(UndulaError):
 
 class ClusterError(UndulaError):
     """A Ray cluster cannot be reached or started."""
+
+
+class UsageError(UndulaError):
+    """A script uses the API wrongly, or asks for what no engine can do. Trying again would not help."""
 
 
 @contextmanager

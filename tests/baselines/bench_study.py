@@ -103,7 +103,7 @@ def same(study: Path, folder: Path) -> Train:
     from undula.study.load import load_study
     from undula.study.trials import Trial
     from undula.telemetry.messages import Message
-    from undula.train.single_process import Alone
+    from undula.train.single_process import SingleProcess
 
     for module in (resnet, image_classifier):
         ray.cloudpickle.register_pickle_by_value(module)
@@ -119,7 +119,7 @@ def same(study: Path, folder: Path) -> Train:
             tune.report({"loss": message.data["loss"], "step": message.step})
 
     def train(config: dict[str, Any]) -> None:
-        Alone(image_classifier.train, ray.cloudpickle.loads(jobs[config["batch"], config["lr"]]), report)()
+        SingleProcess(image_classifier.train, ray.cloudpickle.loads(jobs[config["batch"], config["lr"]]), report)()
 
     return train
 

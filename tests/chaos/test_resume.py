@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs_kit import Finished, Jobs, await_checkpoint, relative_difference
 
@@ -98,17 +99,15 @@ def test_a_killed_worker_costs_no_step_while_another_lives(left_alone, jobs: Job
 
 
 def worker_pid(rank_owner: Jobs) -> int:
-    """A process of this cluster that runs as a train worker."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                title = (folder / "cmdline").read_text()
-                group = os.getpgid(int(folder.name))
-                session = os.getsid(int(folder.name))
-            except (OSError, ValueError):
-                continue
-            if "ElasticWorker" in title and rank_owner.cluster.pid in (group, session):
-                return int(folder.name)
+    """Process id of a train worker of this cluster."""
+    for process in psutil.process_iter():
+        try:
+            title = " ".join(process.cmdline())
+            group, session = os.getpgid(process.pid), os.getsid(process.pid)
+        except (OSError, psutil.Error):
+            continue
+        if "ElasticWorker" in title and rank_owner.cluster.pid in (group, session):
+            return process.pid
     raise AssertionError("no train worker is running")
 
 

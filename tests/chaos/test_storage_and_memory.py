@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 from chaos_kit import assert_certified, command, run_through, told, wrapped
 
@@ -50,8 +51,7 @@ def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_training(
 @pytest.mark.skipif(available_memory() < 12 * 2**30, reason="takes 6 GiB more than what runs already")
 def test_a_worker_that_takes_all_memory_is_named_and_the_run_goes_on(text: str, alone: str, tmp_path: Path) -> None:
     """Ray ends it before the machine is out of memory: here, at 6 GiB more than is taken now."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    total = int(lines[0].split()[1]) * 2**10
+    total = psutil.virtual_memory().total
     share = (total - available_memory() + 6 * 2**30) / total
     watch = {"RAY_memory_usage_threshold": f"{share:.4f}", "RAY_memory_monitor_refresh_ms": "100"}
     hook = GREEDY.format(marker=str(tmp_path / "has-eaten"))

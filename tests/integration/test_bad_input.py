@@ -1,4 +1,4 @@
-"""Bad input is answered in one sentence that names the place and the mend, before any worker starts and without a cluster."""
+"""Bad input is refused in one sentence that names the place and the fix, before any worker starts and without a cluster."""
 
 import json
 import os
@@ -59,10 +59,10 @@ def test_a_missing_data_url_is_named(text: str, tmp_path: Path) -> None:
         [sys.executable, str(LANGUAGE_MODEL), "--config", str(job)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert f"{job}: data is missing: it must be given" in done.stderr
+    assert f"{job}: data is missing; add it" in done.stderr
 
 
-def test_data_that_is_not_there_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_data_that_is_not_there_is_named_with_the_fix(tmp_path: Path) -> None:
     sentence = refusal(tmp_path / "nothing", tmp_path)
     assert f"command line: data.train: {tmp_path}/nothing/train has no manifest.json: make the data set" in sentence
 

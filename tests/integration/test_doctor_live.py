@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
@@ -84,8 +85,8 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
     deadline = time.monotonic() + LIMIT_S
     while True:
         for pid in cluster.processes_of(node):
-            with suppress(OSError):
-                if b"ray::Probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            with suppress(psutil.Error):
+                if "ray::Probe" in " ".join(psutil.Process(pid).cmdline()):
                     return pid
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -119,7 +120,7 @@ def test_runs_that_cannot_be_written_are_told_with_their_mend(two_nodes: Nodes, 
     assert line.startswith("fail  storage     the head ")
     assert f"cannot write {tmp_path}/file/runs" in line
     assert "Not a directory: give in --runs a folder that can be made and written to" in line
-    assert "1 to mend; 3 nodes in" in out
+    assert "1 to fix; 3 nodes in" in out
 
 
 def test_ray_without_its_token_fails(s3: Any) -> None:

@@ -115,17 +115,6 @@ def _ray_start(
     ]
 
 
-@contextmanager
-def running_or_local(address: str | None, num_cpus: int) -> Iterator[str]:
-    """The job API's URL of the cluster at `address`, of the one that runs on this machine, or of a new one for this block."""
-    if there := address or cluster_at_hand():
-        yield there
-    else:
-        with local_cluster(num_cpus) as cluster:
-            os.environ.update(cluster.env)
-            yield cluster.dashboard
-
-
 def cluster_at_hand() -> str | None:
     """The job API's URL of the cluster that this machine's settings name, or that answers on it; None where there is none."""
     named = os.environ.get("RAY_API_SERVER_ADDRESS")

@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
-from undula.errors import ClusterError
+from undula.errors import ClusterError, SpecError
 
 TIMEOUT_S = 2.0
 AWS_POLL_S = 5.0
@@ -203,6 +203,28 @@ def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_reba
             f"this machine was made by {vendor}, not by a cloud whose notices are known: give --source {', '.join(SOURCES)} or file:PATH"
         )
     return Aws(with_rebalance=with_rebalance) if VENDORS[vendor] == "aws" else SOURCES[VENDORS[vendor]]()
+
+
+def source_named(name: str | None, url: str | None = None, with_rebalance: bool = False) -> Source:
+    """The source that a user asks for.
+
+    Args:
+        name: Name of a source in SOURCES, or file:PATH. By default it is the source of the cloud that this machine belongs to.
+        url: Address of the cloud's metadata server. By default it is where the cloud has it.
+        with_rebalance: Whether a rebalance recommendation of AWS counts as a notice.
+
+    Raises:
+        SpecError: there is no such source.
+        ClusterError: this machine belongs to no cloud that is known, and no source is given.
+    """
+    if name is None:
+        return source_here(with_rebalance=with_rebalance)
+    if name.startswith("file:"):
+        return File(Path(name.removeprefix("file:")))
+    if name not in SOURCES:
+        raise SpecError(f"command line: --source is {name}: give {', '.join(SOURCES)} or file:PATH")
+    where = {"url": url.rstrip("/")} if url else {}
+    return Aws(with_rebalance=with_rebalance, **where) if name == "aws" else SOURCES[name](**where)
 
 
 def ask(

@@ -126,7 +126,7 @@ class Probe:
 
 
 def _version(package: str) -> str | None:
-    """Of `undula build-horovod` with what it changes, as ranks of its Horovod and of another must not meet: 0.28.1+undula.99d800aa."""
+    """Of `undula build-horovod` with what it changes, as ranks of its Horovod and of another must not meet: 0.28.1+undula.a392a507."""
     try:
         found = distribution(package)
     except PackageNotFoundError:

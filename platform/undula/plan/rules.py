@@ -115,7 +115,7 @@ class Rule:
     scaled: Callable[[float, float | None], Scaled]
     """Function of kappa and the noise scale, in base batches, that returns what changes."""
     holds_for: frozenset[str] | None
-    """Class names of the optimizers in torch.optim and pytorch_optimizer that the rule's derivation or experiments cover; None for all."""
+    """Class names of the optimizers in torch.optim and undula.optim that the rule's derivation or experiments cover; None for all."""
     is_measured: bool = False
     """Whether the rule needs the gradient noise scale."""
 

@@ -4,11 +4,12 @@ torch's part of it is imported where it is called: it takes as long as the rest 
 """
 
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from undula.state.pieces import Table
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -46,16 +47,10 @@ def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
 
 
-def weights_digest(model: nn.Module) -> int:
-    """A 64-bit digest of every bit of a model's parameters and buffers, by name. Waits for the device."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    digest = blake2b(digest_size=8)
-    for name, value in sorted(get_model_state_dict(model).items()):
-        if isinstance(value, Tensor):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest(), "little")
+def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: Table) -> dict[str, Tensor]:
+    """Tensors for a saved state to be restored into."""
+    state = model_and_optimizer_state(model, optimizer)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _below(prefix: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,9 @@ class StepRow:
     weights_digest: int | None = None
     blocked_s: float = 0.0
     merged_steps: int = 1
+    grad_norm: float | None = None
+    applied: bool = True
+    cells: int = 1
 
     @property
     def done(self) -> int:

@@ -3,7 +3,6 @@
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,25 +87,18 @@ def message_lines(messages: list[Message]) -> list[str]:
 
 @contextmanager
 def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
-    """Show what a hub gets, until the block ends."""
-    import ray  # not at the top: the client that follows a job shows lines too, and must not load Ray before its token is set
+    """Show the messages that a hub receives, until the block ends."""
+    # The client that follows a submitted job shows lines too, and must set Ray's token before Ray is imported.
+    from undula.telemetry.follower import HubFollower
 
     screen = LiveScreen(out)
-    closed = threading.Event()
 
-    def follow() -> None:
-        position, ending = 0, False
-        while not ending:
-            ending = closed.wait(INTERVAL_S)  # after the end once more, for the last messages
-            position, messages = ray.get(hub.read.remote(position))
-            for line in message_lines(messages):
-                screen.show(line)
-        screen.close()
+    def show(messages: list[Message]) -> None:
+        for line in message_lines(messages):
+            screen.show(line)
 
-    thread = threading.Thread(target=follow, name="undula-live", daemon=True)
-    thread.start()
     try:
-        yield
+        with HubFollower(hub, show, INTERVAL_S):
+            yield
     finally:
-        closed.set()
-        thread.join(timeout=10)
+        screen.close()

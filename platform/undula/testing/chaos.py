@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
 from undula.state.ledger import EventWriter, last_event, read_ledger
@@ -137,7 +139,7 @@ class Chaos:
         elif fault.action in ("sigkill", "sigstop"):
             number = signal.SIGKILL if fault.action == "sigkill" else signal.SIGSTOP
             pids = self.worker_pids()
-            if fault.target >= len(pids) or not Path(f"/proc/{pids[fault.target]}").exists():
+            if fault.target >= len(pids) or not psutil.pid_exists(pids[fault.target]):
                 return False
             os.kill(pids[fault.target], number)
         elif fault.target >= len(self._order):

@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import psutil
 import yaml
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import (
@@ -281,11 +282,11 @@ class LocalNodeProvider(NodeProvider):
 
 
 def _running(folder: Path) -> list[tuple[Machine, int]]:
-    """Machines whose process is there, and its id."""
+    """Machines whose process is running, each with the id of the process."""
     found = []
     for path in folder.glob("*/pid"):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):
             pid, what = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append((Machine(what["node"], what["market"], what["began"]), pid))
     return found

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
+
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
@@ -157,17 +159,15 @@ def nodes(
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one, as Linux's /proc tells."""
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
+    """Ids of a process's children, of their children, and so on; none if the process is gone."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all below it."""
+    """Send SIGKILL to a process and to all of its descendants."""
     for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)

@@ -12,6 +12,7 @@ from undula.plan.rules import RULES, Ramp, RuleName, Scaled, scaled_beta, warnin
 from undula.plan.schedule import Schedule, ScheduleSpec
 from undula.state.records import Event
 
+GROUP_RATES = "schedule.group_rates"
 AVERAGES = ("betas", "alpha", "eps")
 """Of an optimizer's groups: what a rule may change beside the rate. alpha is RMSprop's name for a beta."""
 
@@ -59,15 +60,16 @@ class Rate:
 
 
 def rate_for(
-    schedule: ScheduleSpec, plan: Plan, world_size: int, start: int, former: Mapping[str, Any]
+    schedule: ScheduleSpec, plan: Plan, cells: int, start: int, former: Mapping[str, Any]
 ) -> tuple[Rate, Event | None]:
     """The rate of a group that goes on from step `start`, and what changes with it.
 
     Args:
+        cells: number of cells of the group.
         former: `values()` of the rate that the run had up to there; empty at its beginning.
     """
     base, batch = schedule.base_of(plan.spec), plan.spec.global_batch
-    batches = plan.batch_factor(world_size)
+    batches = plan.batch_factor(cells)
     kappa = batches * batch / base
     rule = schedule.batch_rule if schedule.follows_batch(plan.spec) else "none"
     rate = Rate(schedule.over(plan), rule, base, batch, batches)
@@ -75,13 +77,13 @@ def rate_for(
         if kappa == 1 or start:
             return rate, None
         return rate, Event("batch", _told(rate.rule, batch, kappa), start, {"batches": 1, "kappa": kappa})
-    before = Ramp(**former["ramp"]) if former else None
+    before = Ramp(**former["ramp"]) if "ramp" in former else None
     length = 0.0
     if before and kappa > before.end:
         length = schedule.rewarm_samples * RULES[rule].scaled(kappa / before.end, None).warmup
     ramp = before.towards(kappa, plan.step(start).samples_before, length) if before else Ramp(kappa, kappa)
     rate = replace(rate, ramp=ramp)
-    if former and former["batches"] == batches:
+    if former.get("batches") == batches:
         return rate, None
     message = _told(rule, batches * batch, kappa) + (f" after {length:.0f} samples" if length else "")
     return rate, Event("batch", message, start, {"batches": batches, **ramp.values()})
@@ -101,19 +103,38 @@ class GroupRates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: ScheduleSpec, plan: Plan):
-        self._made = [{key: group[key] for key in AVERAGES if key in group} for group in optimizer.param_groups]
-        self._lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._made = [_made(group) for group in optimizer.param_groups]
+        self._own = len(self._made)
         largest = plan.batch_factor(plan.spec.virtual_workers) * plan.spec.global_batch / schedule.base_of(plan.spec)
         for made in self._made:
             _with_averages(made, RULES[schedule.batch_rule].scaled(largest, None))  # raises
         classes = [each.__name__ for each in type(optimizer).__mro__ if issubclass(each, torch.optim.Optimizer)]
         self.warning = warning(schedule.batch_rule, classes) if schedule.follows_batch(plan.spec) else None
-        """Where the rule is not known to hold for it."""
+        """Why the rule may not hold for the optimizer; None where it is known to."""
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
-        for group, made, lr in zip(optimizer.param_groups, self._made, self._lrs, strict=True):
+        """Set the learning rate, and the averages that the rule scales, of each group."""
+        self._made += [_made(group) for group in optimizer.param_groups[len(self._made) :]]
+        for group, made in zip(optimizer.param_groups, self._made, strict=True):
             group.update(_with_averages(made, rate.scaled))
-            group["lr"] = lr * rate.lr
+            group["lr"] = made["lr"] * rate.lr
+
+    def values(self) -> Mapping[str, Any]:
+        """What a checkpoint must hold of groups that the script adds while it trains: what they were made with."""
+        return {GROUP_RATES: self._made} if len(self._made) > self._own else {}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take over `values()` for the groups that the script had added before."""
+        self._made += [dict(made) for made in values.get(GROUP_RATES, ())[len(self._made) :]]
+
+
+def _made(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group was made with, of what the rate and the rule set."""
+    found = {key: group[key] for key in AVERAGES if key in group}
+    return {
+        "lr": float(group["lr"]),
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in found.items()},
+    }
 
 
 def _with_averages(made: Mapping[str, Any], scaled: Scaled) -> dict[str, Any]:

@@ -92,18 +92,23 @@ def by_variable(path: Path, monkeypatch: pytest.MonkeyPatch) -> Prices:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[ours", "is no TOML"),
-        ("ours = 3", r"ours is no list of prices: write a table, \[ours\]"),
-        ('[ours.on-demand]\n"a" = 1', "ours.date is not there: say of when"),
-        ('[ours]\ndate = 2026-11-22\nspotted = 3\non-demand = {a = 1}', "ours.spotted is no key of a list of prices: use date, source"),
-        ("[ours]\ndate = 2026-11-22", "ours has no price: give some in"),
-        ('[ours]\ndate = 2026-11-22\nregions = "us"\non-demand = {a = 1}', "ours.regions is 'us': give a list of names"),
-        ("[ours]\ndate = 2026-11-22\non-demand = 3", "ours.on-demand is 3: give a price for each machine"),
-        ("[ours]\ndate = 2026-11-22\non-demand = {a = '1'}", "ours.on-demand.a is '1': give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\nspot = {a = -1}", "ours.spot.a is -1: give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\nspot = {a = nan}", "ours.spot.a is nan: give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\nspot = {a = true}", "ours.spot.a is True: give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\n[ours.spot]\ng6.xlarge = 1", "ours.spot.g6 is no price: put names that have a dot into quotes"),
+        ("[ours", "is not TOML"),
+        ("ours = 3", r"ours is 3: write a table \[ours\] with date ="),
+        ('[ours.on-demand]\n"a" = 1', "ours.date is missing: write the date"),
+        ("[ours]\ndate = [2026]\nspot = {a = 1}", r"ours.date is \[2026\]: write the date"),
+        ('[ours]\ndate = 2026-11-22\nspotted = 3\non-demand = {a = 1}', "unknown key ours.spotted: a price list has date, source"),
+        ("[ours]\ndate = 2026-11-22", r"ours has no price: add one below \[ours.on-demand\]"),
+        ('[ours]\ndate = 2026-11-22\nregions = "us"\non-demand = {a = 1}', "ours.regions is 'us': write a list of names"),
+        ("[ours]\ndate = 2026-11-22\nregions = [1]\nspot = {a = 1}", "ours.regions.0 is 1: write a list of names"),
+        ("[ours]\ndate = 2026-11-22\nsource = 3\nspot = {a = 1}", "ours.source is 3: write where the prices come from"),
+        ("[ours]\ndate = 2026-11-22\non-demand = 3", "ours.on-demand is 3: write US dollars per hour for each"),
+        ("[ours]\ndate = 2026-11-22\non-demand = {a = '1'}", "ours.on-demand.a is '1': write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = -1}", "ours.spot.a is -1: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = nan}", "ours.spot.a is nan: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = inf}", "ours.spot.a is inf: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = true}", "ours.spot.a is true: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\n[ours.spot]\ng6.xlarge = 1", "ours.spot.g6 is a table: put machine types that contain a dot"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = 'x', b = 'y'}", r"ours.spot.a is 'x': .* \(and 1 more\)$"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_refused_in_one_sentence_with_its_key(tmp_path: Path, text: str, sentence: str) -> None:
@@ -113,6 +118,15 @@ def test_a_bad_file_is_refused_in_one_sentence_with_its_key(tmp_path: Path, text
         load_prices(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "date"), [("2026", "2026"), ('"2026-11"', "2026-11"), ("2026-11-22", "2026-11-22")]
+)
+def test_a_date_may_be_a_year_a_month_or_a_day(tmp_path: Path, written: str, date: str) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(f"[ours]\ndate = {written}\nspot = {{a = 1}}\n")
+    assert load_prices(path).lists[0].date == date
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -226,7 +240,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
     assert hourly(prices, "g6.xlarge", "on-demand") == 0.8048
     assert prices.quote(other, "spot") == load_prices().quote(other, "spot")
     assert prices.notes == (
-        "AWS has no spot price of g5.xlarge for the time of the run, so those of the lists are taken",
+        "AWS has no spot price of g5.xlarge for the time of the run, so the price lists are used for it",
     )
     first = ec2.asked[0]
     assert (first["ProductDescription.1"], first["StartTime"], first["EndTime"]) == (

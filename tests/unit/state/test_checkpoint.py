@@ -11,6 +11,7 @@ import torch.distributed as dist
 from undula.errors import CheckpointError
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import COMMIT, check_shapes, commit_json, find_commits
+from undula.state.pieces import rank_state
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -26,7 +27,7 @@ def state(value: float) -> dict[str, object]:
 
 
 def save(checkpoints: Checkpointer, step: int, value: float) -> None:
-    checkpoints.save(step, "plan", state(value))
+    checkpoints.save(step, "plan", rank_state(state(value)))
     assert checkpoints.wait() is None
 
 
@@ -37,18 +38,18 @@ def test_a_loaded_state_equals_the_saved_one(store: Store) -> None:
     assert commit is not None
     assert (commit.step, commit.plan_digest, damaged) == (10, "plan", {})
     into = state(0.0)
-    assert checkpoints.load(commit, into) == {"optimizer.betas": [0.9, 0.95]}
+    assert checkpoints.load(commit, rank_state(into).pieces) == {"optimizer.betas": [0.9, 0.95]}
     assert torch.equal(into["model.a"], torch.full((2, 3), 1.5))
 
 
 def test_training_can_change_its_tensors_during_a_save(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     live = state(1.0)
-    checkpoints.save(1, "plan", live)
+    checkpoints.save(1, "plan", rank_state(live))
     live["model.a"].fill_(99.0)
     assert checkpoints.wait() is None
     into = state(0.0)
-    checkpoints.load(checkpoints.newest_whole()[0], into)
+    checkpoints.load(checkpoints.newest_whole()[0], rank_state(into).pieces)
     assert torch.equal(into["model.a"], torch.full((2, 3), 1.0))
 
 
@@ -166,10 +167,10 @@ def test_the_later_of_two_attempts_wins_at_the_same_step(store: Store) -> None:
 def test_tied_weights_are_saved_and_loaded(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     tied = torch.arange(6.0).view(2, 3)
-    checkpoints.save(1, "plan", {"model.embedding": tied, "model.head": tied, "model.part": tied[1]})
+    checkpoints.save(1, "plan", rank_state({"model.embedding": tied, "model.head": tied, "model.part": tied[1]}))
     assert checkpoints.wait() is None
     into = {"model.embedding": torch.zeros(2, 3), "model.head": torch.zeros(2, 3), "model.part": torch.zeros(3)}
-    checkpoints.load(checkpoints.newest_whole()[0], into)
+    checkpoints.load(checkpoints.newest_whole()[0], rank_state(into).pieces)
     assert torch.equal(into["model.embedding"], tied)
     assert torch.equal(into["model.head"], tied)
     assert torch.equal(into["model.part"], tied[1])
@@ -180,7 +181,7 @@ def test_a_failed_save_is_reported_and_keeps_the_previous_checkpoint(store: Stor
     save(checkpoints, 1, 1)
     folder = Path(store.path("checkpoints"))
     (folder / "step-00000002-a1").touch()  # blocks the folder of the next checkpoint
-    checkpoints.save(2, "plan", state(2))
+    checkpoints.save(2, "plan", rank_state(state(2)))
     assert checkpoints.wait() is not None
     commit, _ = checkpoints.newest_whole()
     assert commit is not None
@@ -207,7 +208,7 @@ def test_a_pickle_in_place_of_a_tensor_file_is_never_loaded(store: Store, tmp_pa
     store.write(f"{folder}/{COMMIT}", commit_json(body))
     commit, _ = checkpoints.newest_whole()
     with pytest.raises(CheckpointError, match="cannot be loaded: Error while deserializing"):
-        checkpoints.load(commit, state(0))
+        checkpoints.load(commit, rank_state(state(0)).pieces)
     assert not (tmp_path / "exploded").exists()
 
 

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from undula.data.spec import DataSpec
+from undula.driver.launch import LaunchSpec
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import StorageError
@@ -17,11 +18,11 @@ from undula.plan.schedule import ScheduleSpec
 from undula.state.records import Event
 from undula.state.spec import CheckpointSpec
 from undula.study import process
-from undula.study.process import Order, TrialProcess
+from undula.study.process import TrialProcess, TrialSpec
 from undula.train.job import Job, ValidationSpec
 
 
-def order() -> Order:
+def spec() -> TrialSpec:
     job = Job(
         name="trial",
         run_url="/nowhere",
@@ -34,11 +35,11 @@ def order() -> Order:
         deterministic=False,
         config=None,
     )
-    return Order(job, WorkersSpec(), None, "validation_loss", is_packed=True, work=Work(1, 0.0))
+    return TrialSpec(LaunchSpec(job, WorkersSpec(), None, Work(1, 0.0)), "validation_loss", is_packed=True)
 
 
 def config() -> dict[str, Any]:
-    return {"order": ray.cloudpickle.dumps(order())}  # type: ignore[no-untyped-call]
+    return {"spec": ray.cloudpickle.dumps(spec())}  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
         def leave() -> None:
             """There are no steps."""
 
-    monkeypatch.setattr(process, "Alone", Training)
+    monkeypatch.setattr(process, "SingleProcess", Training)
     monkeypatch.setattr(process, "STORAGE_PAUSES_S", (0.0, 0.0))
 
     def begun(train: Callable[[Any], None]) -> TrialProcess:

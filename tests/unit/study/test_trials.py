@@ -16,13 +16,20 @@ from undula.errors import RunError
 from undula.state.ledger import LedgerWriter
 from undula.state.records import Event, StepRow
 from undula.storage import Store
-from undula.study import under_way
+from undula.study import heartbeat
+from undula.study.heartbeat import (
+    HEARTBEAT_FILE,
+    SILENCE_S,
+    Heartbeat,
+    has_driver,
+    keep_heartbeat,
+    refuse_another_driver,
+)
 from undula.study.live_table import best_of, fewest_steps, seconds_left, study_table
-from undula.study.process import Listener, News
+from undula.study.process import Listener, TrialUpdate
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord, reached, trial_row
-from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, Sign, is_under_way, refuse_another_driver, said_under_way
 from undula.telemetry.messages import Status
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
@@ -118,17 +125,17 @@ def test_what_was_written_of_an_end_is_what_is_read(tmp_path: Path) -> None:
     assert read_outcome(store) == read_record(store, SPEC, TRIAL) == ended
 
 
-def test_a_damaged_file_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write(OUTCOME, b"{")
-    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial goes on"):
+    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial resumes"):
         read_outcome(store)
-    with pytest.raises(RunError, match="holds no study: give the directory of one"):
+    with pytest.raises(RunError, match="holds no study: give a study's directory"):
         read_spec(store)
 
 
-def heard(*messages: object, error: str | None = None) -> list[News]:
-    told: list[News] = []
+def heard(*messages: object, error: str | None = None) -> list[TrialUpdate]:
+    told: list[TrialUpdate] = []
     listener = Listener("validation_loss", told.append)
     for message in messages:
         listener(message)  # type: ignore[arg-type]
@@ -229,13 +236,13 @@ def test_the_table_has_a_column_for_each_way_in_which_trials_were_lost() -> None
 
 def test_a_study_without_a_driver_has_no_time_left() -> None:
     records = [record(3, 0.5), record(3, state="waiting", batch=20)]
-    assert "study: 1 of 2 trials, not under way" in study_table(SPEC, records, is_under_way=False)
-    assert "study: 1 of 1 trials" in study_table(SPEC, records[:1], is_under_way=False)
-    assert "not under way" not in study_table(SPEC, records[:1], is_under_way=False)
+    assert "study: 1 of 2 trials, not running" in study_table(SPEC, records, is_running=False)
+    assert "study: 1 of 1 trials" in study_table(SPEC, records[:1], is_running=False)
+    assert "not running" not in study_table(SPEC, records[:1], is_running=False)
 
 
-def said(machine: str, process: int, ago_s: float) -> bytes:
-    return json.dumps(asdict(Sign(time.time() - ago_s, machine, process))).encode()
+def beat(machine: str, process: int, ago_s: float) -> bytes:
+    return json.dumps(asdict(Heartbeat(time.time() - ago_s, machine, process))).encode()
 
 
 def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tmp_path: Path) -> None:
@@ -243,43 +250,43 @@ def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tm
     script = (
         "import sys\n"
         "from undula.storage import Store\n"
-        "from undula.study.under_way import said_under_way\n"
-        f"with said_under_way(Store({str(tmp_path)!r})):\n"
-        "    print('said', flush=True)\n"
+        "from undula.study.heartbeat import keep_heartbeat\n"
+        f"with keep_heartbeat(Store({str(tmp_path)!r})):\n"
+        "    print('begun', flush=True)\n"
         "    input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
         assert driver.stdout
         assert driver.stdout.readline()
-        assert is_under_way(store)
+        assert has_driver(store)
         driver.kill()
-    assert not is_under_way(store)
+    assert not has_driver(store)
     for machine in ("elsewhere", ""):
-        store.write(UNDER_WAY_FILE, said(machine, driver.pid, 0))
-        assert is_under_way(store), "of another machine's processes nothing is known, nor in another container"
+        store.write(HEARTBEAT_FILE, beat(machine, driver.pid, 0))
+        assert has_driver(store), "of another machine's processes nothing is known, nor in another container"
 
 
 def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     store = Store(str(tmp_path))
-    assert not is_under_way(store)
-    with said_under_way(store):
-        assert is_under_way(store)
-        store.write(UNDER_WAY_FILE, said("elsewhere", 1, 2 * SILENCE_S))
+    assert not has_driver(store)
+    with keep_heartbeat(store):
+        assert has_driver(store)
+        store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
         until = time.monotonic() + 20
-        while not is_under_way(store) and time.monotonic() < until:
+        while not has_driver(store) and time.monotonic() < until:
             time.sleep(0.005)
-        assert is_under_way(store), "it says so again and again"
-    assert not is_under_way(store)
-    store.write(UNDER_WAY_FILE, said("elsewhere", 1, 2 * SILENCE_S))
-    assert not is_under_way(store), "one that was killed"
+        assert has_driver(store), "it says so again and again"
+    assert not has_driver(store)
+    store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
+    assert not has_driver(store), "one that was killed"
     refuse_another_driver(store)
-    store.write(UNDER_WAY_FILE, said("elsewhere", 1, 0))
+    store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 0))
     refuse_another_driver(store)  # it was killed a moment ago, and says nothing more
-    with said_under_way(store), pytest.raises(RunError, match="is being trained by another driver"):
+    with keep_heartbeat(store), pytest.raises(RunError, match="is being trained by another driver"):
         refuse_another_driver(store)
-    store.write(UNDER_WAY_FILE, b"{")
-    assert not is_under_way(store)
+    store.write(HEARTBEAT_FILE, b"{")
+    assert not has_driver(store)
 
 
 def test_rows_have_no_number_that_json_lacks() -> None:

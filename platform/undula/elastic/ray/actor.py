@@ -1,16 +1,14 @@
 """The actor in which a worker of Ray Train lives, made to outlast its worker group."""
 
 import gc
-import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from ray.air._internal.device_manager import get_torch_device_manager_by_context
@@ -20,9 +18,9 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
-from undula.recovery.handover import Request, process
 from undula.recovery.progress import ProgressView
 from undula.recovery.snapshot import Age, packed
+from undula.recovery.worker_state import Request, WorkerState
 
 AT_ONCE_S = 0.3
 """In which a train function ends by itself after it has left, or after a collective has failed."""
@@ -31,8 +29,7 @@ LATE_IMPORTS = (
     *(
         "undula.train.run",
         "undula.telemetry.tensorboard",
-        "undula.state.safetensors_io",
-        "torch.distributed.checkpoint.state_dict_saver",
+        "undula.state.checkpoint_files",
     ),
 )
 """What Ray Train, a group's first rendezvous and a run's first checkpoint would import in a worker."""
@@ -53,8 +50,22 @@ class ElasticStatus(WorkerStatus):
     """Memory of its process."""
 
 
+_state: WorkerState | None = None
+
+
+def worker_state() -> WorkerState:
+    """The state of the worker that lives in this process: that of its ElasticWorker, or a new one under a controller of Ray's own."""
+    global _state
+    _state = _state or WorkerState()
+    return _state
+
+
 class ElasticWorker(RayTrainWorker):
     """A RayTrainWorker that can leave its group and join another."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = worker_state()
 
     def prepare(
         self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str
@@ -67,7 +78,7 @@ class ElasticWorker(RayTrainWorker):
             resident_bytes: memory of a worker that trains; 0 where it is not known, or is none of the host's.
             home: the controller's node.
         """
-        process.home = home
+        self._state.home = home
         train_fn_ref.get()
         warm_up()
         if prepare:
@@ -77,17 +88,19 @@ class ElasticWorker(RayTrainWorker):
         return self.get_metadata()
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
-        process.join_group()
-        process.own_ports = listening_ports()  # Ray's among them, which must not be cut whatever becomes of the group
+        self._state.join_group()
+        self._state.own_ports = (
+            listening_ports()
+        )  # Ray's among them, which must not be cut whatever becomes of the group
         super().init_train_context(*arguments, **more)
         gc.collect()  # of the former group's model what its script has left in cycles
-        process.controller = get_train_context().controller_actor
+        self._state.controller = get_train_context().controller_actor
 
     def poll_status(self) -> ElasticStatus:
         status = ElasticStatus(**vars(super().poll_status()))
-        if not process.is_run:
+        if not self._state.is_run:
             return status
-        status.progress = process.progress.view()
+        status.progress = self._state.progress.view()
         status.resident_bytes = resident()
         status.has_left = status.progress.phase == "left" and not status.running and status.error is None
         if status.has_left:
@@ -97,11 +110,11 @@ class ElasticWorker(RayTrainWorker):
 
     def ask(self, request: Request) -> None:
         """For something at the next step boundary."""
-        process.request = request
+        self._state.request = request
 
     def break_collectives(self) -> None:
         """Wake whoever waits there."""
-        abort_collectives()
+        abort_collectives(self._state)
 
     def answer(self) -> None:
         """That this process is there."""
@@ -115,12 +128,12 @@ class ElasticWorker(RayTrainWorker):
 
         Returns: None where it has nothing newer; in words why it does not give what it has.
         """
-        kept = process.kept
-        if kept is None or kept.age <= has:
+        held = self._state.held
+        if held is None or held.age <= has:
             return None
-        if kept.state.bytes > room:
-            return f"{kept.state.bytes / 2**20:.0f} MiB of it are more than half of the memory that the head has free"
-        meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
+        if held.state.bytes > room:
+            return f"{held.state.bytes / 2**20:.0f} MiB of it are more than half of the memory that the head has free"
+        meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
     def leave(self, patience_s: float) -> bool:
@@ -128,33 +141,37 @@ class ElasticWorker(RayTrainWorker):
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
-            process.has_ended = True  # it may compute, where no broken collective tells it
+            self._state.has_ended = True  # it may compute, where no broken collective tells it
             thread.join(AT_ONCE_S)
-            abort_collectives()  # another rank may wait for this one
+            abort_collectives(self._state)  # another rank may wait for this one
             thread.join(patience_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
         has_left = thread is None or not thread.is_alive()
-        return has_left and (error is None or process.is_sound) and not process.is_spent
+        return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
 
     def kill(self, pid: int) -> None:
-        """SIGKILL another worker of this machine, which is stopped and does not end at Ray's word."""
-        with suppress(OSError):
-            if type(self).__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        """Send SIGKILL to another worker of this machine, which is stopped and does not end when Ray asks it to.
+
+        A process that has taken over the worker's id in the meantime is left alone.
+        """
+        with suppress(psutil.Error):
+            other = psutil.Process(pid)
+            if type(self).__name__ in " ".join(other.cmdline()):
+                other.kill()
 
 
-def abort_collectives() -> None:
+def abort_collectives(state: WorkerState) -> None:
     """Wake threads that wait in a rendezvous or a collective of this process's groups, here and on other ranks, for one that is gone."""
     # Gloo's first: a thread that an aborted NCCL collective lets go must not find a way to commit what came out of it.
-    cut_connections(listening_ports() - process.own_ports)
-    cut_sockets(process.collective_sockets)
+    cut_connections(listening_ports() - state.own_ports)
+    cut_sockets(state.collective_sockets)
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()  # which does nothing for gloo
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Resident memory of this process, in bytes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def fault_in(num_bytes: int) -> None:

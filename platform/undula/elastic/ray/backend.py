@@ -16,7 +16,7 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from undula.recovery.handover import process
+from undula.elastic.ray.actor import worker_state
 
 RENDEZVOUS_TIMEOUT_S = 10.0
 
@@ -67,7 +67,7 @@ class InProcessGroup(AbstractContextManager[None]):
                 timeout=timedelta(seconds=_rendezvous.timeout_s),
             )
         except Exception:
-            process.is_sound = True  # another rank has not come
+            worker_state().is_sound = True  # another rank has not come
             raise
 
     def __exit__(

@@ -55,14 +55,14 @@ class ElasticController(TrainController):
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
-    async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
+    async def store_replica(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
         """Keep a copy of a rank's snapshot; False where there is no room for it."""
         if data.nbytes > self._pool.keeper.room():
             return False
         self._pool.keeper.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
-    async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
+    async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
         """What one of so many ranks is to fetch of what was kept, or given by workers whose node was to go."""
         found = self._pool.keeper.share(rank, world_size)
         return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]

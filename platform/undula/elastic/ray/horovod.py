@@ -8,17 +8,19 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
+import psutil
 import ray
 import ray.train
 from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
 from undula.elastic.pure.spec import HorovodSpec
+from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.backend import ElasticTorchBackend, InProcessGroup
 from undula.elastic.rendezvous import RendezvousServer
 from undula.elastic.sockets import cut_sockets, open_sockets
 from undula.errors import ClusterError
-from undula.recovery.handover import process
+from undula.recovery.worker_state import WorkerState
 
 WITHOUT_EFFECT = ("verbose", "ssh_port", "ssh_identity_file", "ssh_str", "placement_group_timeout_s")
 """Arguments of Ray's former HorovodConfig for what Ray itself does, or what nothing used."""
@@ -102,10 +104,8 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
 
 def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
     """Called in each worker before its train function."""
-    from psutil import net_if_addrs  # Horovod brings it along
-
     global _variables
-    interface = interface_of(node_address(), nics, net_if_addrs())
+    interface = interface_of(node_address(), nics, psutil.net_if_addrs())
     _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
     if nics:
         os.environ["NCCL_SOCKET_IFNAME"] = ",".join(nics)
@@ -131,36 +131,36 @@ class InHorovodGroup(InProcessGroup):
     def __enter__(self) -> None:
         super().__enter__()  # so that Horovod, which ends the process where a rank does not come, begins when all are there
         before = open_sockets()
-        begin(_variables[ray.train.get_context().get_world_rank()])
-        process.collective_sockets = open_sockets() - before
+        begin(_variables[ray.train.get_context().get_world_rank()], worker_state())
+        worker_state().collective_sockets = open_sockets() - before
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            cut_sockets(process.collective_sockets)  # or the end would wait for ranks that are lost
+            cut_sockets(worker_state().collective_sockets)  # or the end would wait for ranks that are lost
         hvd: Any = import_module("horovod.torch")
         hvd.shutdown()
         hvd.mpi_ops._handle_map.clear()  # what was not waited for holds the former group's gradients
-        process.collective_sockets = frozenset()
+        worker_state().collective_sockets = frozenset()
         super().__exit__(kind, error, trace)
 
 
-def begin(variables: Mapping[str, str]) -> None:
+def begin(variables: Mapping[str, str], state: WorkerState) -> None:
     """`hvd.init()` with these variables, in a process that may have been in groups before, beside others that have not.
 
     Horovod 0.28.1 as it comes keeps its parameters from one `init` to the next, and spoils them (parameter_manager.cc,
     BayesianParameter::SetValue): where the cycle time is fixed, a second `init` writes that one's default over the fusion threshold,
     1 MiB in place of 128. Ranks with the one and ranks with the other fuse different gradients, or write past the smaller buffer. So
     each process is alone in a first group that does nothing, and all of a group have had their second `init`. With both of them fixed
-    that one ends the process, and what autotune found stays as well: such a process is in one group only. `undula build-horovod` mends
-    the first two in the source; a Horovod that was built otherwise is not told apart from its own.
+    that one ends the process, and what autotune found stays as well: such a process is in one group only. `undula build-horovod` fixes
+    the first two in the source; this code does not tell its builds apart from others.
     """
     global _has_begun
     hvd: Any = import_module("horovod.torch")
     wanted = {**os.environ, **variables}
-    process.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
-    if not (_has_begun or process.is_spent):
+    state.is_spent = wanted.get("HOROVOD_AUTOTUNE", "0") != "0" or all(name in wanted for name in FIXED_PARAMETERS)
+    if not (_has_begun or state.is_spent):
         _use({**{name: value for name, value in variables.items() if "TIMELINE" not in name}, **places(["alone"])[0]})
         hvd.init()
         hvd.shutdown()

@@ -17,7 +17,7 @@ from undula.elastic.pure.nodes import Node
 from undula.elastic.pure.policy import Seat
 from undula.elastic.ray.actor import ElasticWorker
 from undula.elastic.ray.capacity import Labels, look
-from undula.recovery.replica_store import SnapshotKeeper
+from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import parsed
 from undula.state.records import Event
 from undula.telemetry.hub import UNRECORDED
@@ -84,7 +84,7 @@ class WorkerPool:
     """Memory of a worker that trains, as last seen."""
     trained_on: set[str] = field(default_factory=set)
     """Nodes on which workers have trained, and whose memory may hold the run's state."""
-    keeper: SnapshotKeeper = field(default_factory=SnapshotKeeper)
+    keeper: ReplicaStore = field(default_factory=ReplicaStore)
     failure: RayTaskError | None = None
     """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
     _looked: float = float("-inf")

@@ -30,8 +30,8 @@ from undula.elastic.ray.autoscaler import AutoscalerRequest
 from undula.elastic.ray.events import EventSink
 from undula.elastic.ray.group import PooledState, actor_id
 from undula.elastic.ray.pool import WorkerPool
-from undula.recovery.handover import Request
 from undula.recovery.progress import ProgressView
+from undula.recovery.worker_state import Request
 from undula.state.records import Event
 
 TELL_INTERVAL_S = 30.0

@@ -1,8 +1,6 @@
 """The command line of studies."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,34 +10,29 @@ from undula.config.job import as_tree
 from undula.state.ledger import LedgerWriter
 from undula.state.records import Event
 from undula.storage import Store
+from undula.study.heartbeat import keep_heartbeat
 from undula.study.records import TRIALS, write_outcome, write_study
 from undula.study.spec import StudySpec
+from undula.study.submission import names_in_submission
 from undula.study.trials import Measurement, Trial, TrialRecord
-from undula.study.under_way import said_under_way
-from undula.study_command import files_of, study_store, with_study_command
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("study a.yaml --fresh", "study run a.yaml --fresh"),
-        ("study run a.yaml", "study run a.yaml"),
-        ("study status a", "study status a"),
-        ("study --help", "study --help"),
-        ("study", "study"),
-        ("run study.yaml", "run study.yaml"),
-        ("", ""),
-    ],
-)
-def test_a_file_alone_is_run(given: str, meant: str) -> None:
-    assert with_study_command(given.split()) == meant.split()
+def test_a_file_alone_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["study"], ["study", "run"]):
+        for options in (["none.yaml", "--fresh"], ["--fresh", "none.yaml"], ["none.yaml", "seeds=[1]", "--fresh"]):
+            assert said(capsys, *command, *options) == (2, "undula: cannot read none.yaml: No such file or directory\n")
+    assert "undula study status lr-study-sgd --follow" in said(capsys, "study", "--help")[1]
+    assert said(capsys, "study")[0] == 2
 
 
 def test_a_study_in_another_folder_than_its_job_has_it_named_in_full() -> None:
     script, job = Path("/jobs/job.py"), Path("/jobs/job.yaml")
-    assert files_of(script, Path("/jobs/study.yaml"), job) == ("study.yaml", "job.yaml")
-    assert files_of(script, Path("/studies/study.yaml"), job) == ("/studies/study.yaml", "/jobs/job.yaml")
-    assert files_of(script, Path("/jobs/study.yaml"), Path("/other/job.yaml")) == ("study.yaml", "/other/job.yaml")
+    assert names_in_submission(script, Path("/jobs/study.yaml"), job) == ("study.yaml", "job.yaml")
+    assert names_in_submission(script, Path("/studies/study.yaml"), job) == ("/studies/study.yaml", "/jobs/job.yaml")
+    assert names_in_submission(script, Path("/jobs/study.yaml"), Path("/other/job.yaml")) == (
+        "study.yaml",
+        "/other/job.yaml",
+    )
 
 
 SPEC = StudySpec("rates", "job.yaml", batches=(10,), base_lrs=(0.1, 0.2), samples=40)
@@ -64,11 +57,11 @@ def study(tmp_path: Path) -> Store:
     return store
 
 
-def test_status_says_whether_a_study_is_under_way(study: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_whether_a_study_is_running(study: Store, capsys: pytest.CaptureFixture[str]) -> None:
     for options in ((), ("--follow",)):  # which does not wait for a driver that is not there
         status, text = said(capsys, "study", "status", study.url, *options)
         assert status == 0
-        assert "rates: 1 of 2 trials, not under way" in text
+        assert "rates: 1 of 2 trials, not running" in text
         assert "the command that began the study goes on with it" in text
     store = study / TRIALS / TRIALS_OF_IT[1].name
     ledger = LedgerWriter(store, 1)
@@ -78,11 +71,11 @@ def test_status_says_whether_a_study_is_under_way(study: Store, capsys: pytest.C
         "complete",
         "waiting",
     ]
-    with said_under_way(study):
+    with keep_heartbeat(study):
         _, rows = said(capsys, "study", "status", study.url, "--json")
         assert [row["state"] for row in json.loads(rows)] == ["complete", "running"]
         _, text = said(capsys, "study", "status", study.url)
-    assert "not under way" not in text
+    assert "not running" not in text
     assert "rates: 1 of 2 trials" in text
 
 
@@ -97,20 +90,3 @@ def test_what_is_no_command_and_no_file_is_told_the_nearest(capsys: pytest.Captu
     assert status == 2
     assert "there is no file statsu, and no such command of `undula study`: did you mean status?" in text
     assert "give a study's YAML" in said(capsys, "study", "nonsense")[1]
-
-
-def test_a_study_is_looked_at_without_ray() -> None:
-    """Which reads its token settings when it is imported: before the local cluster is there, they are not."""
-    code = "import sys; import undula.study.page, undula.study.progress, undula.study.job; print('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "False"
-
-
-def test_a_folder_of_the_same_name_does_not_hide_a_study(
-    study: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here" / "rates").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    assert study_store("rates", str(tmp_path)).url == study.url
-    monkeypatch.chdir(tmp_path)
-    assert study_store("rates", "/none").url == "rates"

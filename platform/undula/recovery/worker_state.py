@@ -9,42 +9,42 @@ from typing import Any
 
 from undula.recovery.progress import Progress
 from undula.recovery.snapshot import Age
-from undula.state.pieces import RankState, Sharding
+from undula.state.pieces import Holding, RankState
 from undula.state.records import StepRow
 
 
 class LeaveGroup(BaseException):
-    """Ends the user's train function at a step boundary; no Exception, so that no `except Exception` of a script holds it up."""
+    """Ends the user's train function at a step boundary. It is no Exception, so that no `except Exception` of a script catches it."""
 
 
 class GroupEndedError(Exception):
-    """The group of a rank that had not met the others for a while has ended without it."""
+    """The group of this rank, which had not met the others for a while, has ended without it."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A run as of a step boundary."""
+class HeldState:
+    """The state of a run as of a step boundary, as this process holds it."""
 
     plan_digest: str
     attempt: int
-    """Of the group that committed it."""
+    """Number of the attempt whose group committed the step."""
     step: int
-    """Steps that are in the state."""
+    """Number of steps that are in the state."""
     state: RankState
-    """What this rank had of it; the tensors of a former group, which nothing changes any more."""
+    """This rank's pieces: the tensors of a former group, which nothing changes any more."""
     rows: tuple[StepRow, ...]
     """Rows of the ledger that may not have reached storage."""
     origin: str = "the memory of a worker"
-    """In words."""
+    """Where the state was, for messages."""
 
     @property
     def age(self) -> Age:
         return self.attempt, self.step
 
     @property
-    def sharding(self) -> Sharding | None:
-        """None where every tensor is whole."""
-        return self.state.sharding
+    def holding(self) -> Holding | None:
+        """None where this process has all of the state."""
+        return self.state.holding
 
     def load(self) -> RankState:
         return self.state
@@ -55,57 +55,53 @@ class Request:
     """What the controller wants of a rank at the next step boundary."""
 
     leaves: bool = False
-    """The group is to end there."""
+    """Whether the group is to end there."""
     gives: bool = False
-    """One of its ranks will not be in the next group."""
+    """Whether one of its ranks will not be in the next group."""
     saves: bool = False
-    """A durable checkpoint is to be committed there."""
+    """Whether a durable checkpoint is to be committed there."""
 
 
 @dataclass
-class Process:
-    """The state of this worker process that outlives a worker group."""
+class WorkerState:
+    """What outlives a worker group in a worker process. The process's actor owns it; train functions get it as an argument."""
 
     controller: Any = None
-    """The actor that keeps copies of snapshots; None under a controller of Ray's own."""
+    """Handle of the actor that stores replicas of snapshots; None under a controller of Ray's own."""
     home: str | None = None
-    """Its node."""
-    kept: Kept | None = None
+    """Node of that actor."""
+    held: HeldState | None = None
+    """State that the last group has left here."""
     progress: Progress = field(default_factory=Progress)
     request: Request = Request()
-    """Of the controller."""
+    """What the controller wants of the rank that lives here."""
     own_ports: frozenset[int] = frozenset()
-    """That it listened on before it joined a group."""
+    """Ports that the process listened on before it joined a group."""
     collective_sockets: frozenset[str] = frozenset()
-    """Horovod's, by name."""
+    """Names of Horovod's sockets."""
     is_run: bool = False
     """Whether the train function is a Run's, which can leave at a step boundary."""
-    has_told_snapshots: bool = False
-    """Whether a run's cost of snapshots was told from here."""
+    has_reported_snapshots: bool = False
+    """Whether an event has told the cost of snapshots since the process started."""
     is_sound: bool = False
     """Whether what ended the last group here was none of this process's doing, such as a lost rank: it is as good as before."""
-
     is_spent: bool = False
     """Whether this process cannot be in another group."""
-
     has_ended: bool = False
     """Whether the group has ended, while its train function may still run here."""
 
     def join_group(self) -> None:
-        """Called before each train function."""
+        """Reset what belongs to a group; called before each train function."""
         self.progress = Progress()
         self.is_run = self.is_sound = self.has_ended = False
         self.request = Request()
 
     def enter(self, phase: str) -> None:
-        """Called in the loop wherever the rank does something else.
+        """Note what the rank does from now on.
 
         Raises:
-            GroupEndedError: nobody waits for it any more.
+            GroupEndedError: the group has ended, and no other rank waits for this one.
         """
         if self.has_ended:
             raise GroupEndedError("the group of this worker has ended")
         self.progress.enter(phase)
-
-
-process = Process()
