@@ -31,8 +31,8 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 faults," in done.stdout
-    assert " 0 of them lost and done again" in done.stdout
-    assert "of an oracle that resizes in no time" in done.stdout
+    assert " 0 of them lost and repeated" in done.stdout
+    assert "of an ideal job that resizes in no time" in done.stdout
     assert "certificate: holds" in done.stdout
     assert "resizing from 1 to 2 workers" in done.stdout
     assert "resizing from 2 to 1 workers" in done.stdout

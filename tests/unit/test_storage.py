@@ -176,7 +176,7 @@ def test_unknown_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", ["gs://bucket/data", "file:///data", "S3://bucket", "s4://[x"])
 def test_other_schemes_are_refused(url: str) -> None:
-    with pytest.raises(StorageError, match="give a path or an s3:// URL"):
+    with pytest.raises(StorageError, match="use a path or an s3:// URL"):
         open_store(url)
 
 

@@ -73,7 +73,7 @@ def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
         ("run job.yaml --frsh", "No such option '--frsh'. Did you mean '--fresh'? (see undula run --help)"),
         ("rnu", "No such command 'rnu'. Did you mean 'run'? (see undula --help)"),
         ("run none.yaml", "cannot read none.yaml: No such file or directory"),
-        (f"run {JOB} plan.seed", "command line: 'plan.seed' is not an override: write key.sub=value"),
+        (f"run {JOB} plan.seed", "command line: 'plan.seed' is not an override; write key.sub=value"),
         (f"run {JOB} plan.gobal_batch=3 --print", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
         ("verify run --tolerance nan", "Invalid value for '--tolerance': nan is not a finite number (see undula verify --help)"),
         ("spot leave --notice nan", "Invalid value for '--notice': nan is not a finite number (see undula spot leave --help)"),
