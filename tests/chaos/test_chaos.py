@@ -30,7 +30,7 @@ def test_every_fault_leaves_the_run_what_it_would_have_been(spot: Nodes, text: s
     url = f"{tmp_path}/chaos"
     job = command(text, str(tmp_path), "chaos", f"plan.max_steps={SCHEDULED_STEPS}")
     chaos = run_through(parse_faults(SCHEDULE), spot, job, url)
-    assert {str(fault) for fault in chaos.left} <= {WAITS}
+    assert {str(fault) for fault in chaos.pending} <= {WAITS}
     assert_certified(url, alone, SCHEDULED_STEPS)
     assert "hang" in [crash.cause for crash in events_in(url, CrashEvent)]
     assert {"the memory of a worker", "the memory of a node"} <= origins_in(url)

@@ -35,8 +35,8 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 faults," in done.stdout
-    assert " 0 of them lost and done again" in done.stdout
-    assert "of an oracle that resizes in no time" in done.stdout
+    assert " 0 of them lost and repeated" in done.stdout
+    assert "of an ideal job that resizes in no time" in done.stdout
     assert "certificate: holds" in done.stdout
     resizes = events_of(read_ledger(Store(f"{tmp_path}/runs/traced")).events, ResizeEvent)
     assert {(1, 2), (2, 1)} <= {(resize.before, resize.after) for resize in resizes}

@@ -139,7 +139,7 @@ def test_the_main_job_at_its_full_size_has_the_losses_that_torch_gives_it(spot: 
         chaos = run_through(
             parse_faults(faults), spot, [sys.executable, str(SCRIPT), *settings, *data], f"{tmp_path}/{name}"
         )
-        assert not chaos.left
+        assert not chaos.pending
         run = read_run(open_store(f"{tmp_path}/{name}"))
         certificate = certify(run, data_of(run))
         assert certificate.holds, certificate.difference

@@ -108,7 +108,7 @@ def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
     bare = {key: "" for key in os.environ if key.startswith("AWS_")}
     bare |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     sentence = refusal(text, "s3://bucket/runs", env=bare)
-    assert "no AWS credentials for s3://bucket/runs" in sentence
+    assert "no AWS credentials were found for s3://bucket/runs" in sentence
     assert "AWS_ACCESS_KEY_ID" in sentence
 
 
@@ -142,8 +142,8 @@ def test_options_and_overrides_may_stand_in_any_order(text: str, tmp_path: Path)
     ("arguments", "sentence"),
     [
         (("--script=nowhere.py",), "there is no script nowhere.py"),
-        (("--address=127.0.0.1:8265",), "the address of a job API is a URL, and not '127.0.0.1:8265'"),
-        (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not take jobs"),
+        (("--address=127.0.0.1:8265",), "the address of the job API is '127.0.0.1:8265', which is not a URL"),
+        (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not accept the job"),
     ],
 )
 def test_a_job_that_cannot_be_submitted_is_told_in_a_sentence(arguments: tuple[str, ...], sentence: str) -> None:

@@ -73,7 +73,7 @@ def chaos(
     from undula.report.data.summary import read_run
     from undula.state.directory import JOB_FILE
     from undula.testing.chaos_job import load_chaos_job
-    from undula.testing.study import from_faults, from_trace, undergo
+    from undula.testing.scenario import from_faults, from_trace, run_scenario
 
     loaded = load_chaos_job(job, overrides, script, baseline)
     spec, store = loaded.spec, loaded.store
@@ -91,7 +91,7 @@ def chaos(
         click.echo(line, file=log)
 
     show("chaos: starting a local cluster ...")
-    outcome = undergo(scenario, loaded.command, loaded.folder, store, spec.workers.min, limit, show)
+    outcome = run_scenario(scenario, loaded.command, loaded.folder, store, spec.workers.min, limit, show)
     if outcome.problem and not store.exists(JOB_FILE):
         click.echo(f"undula: {outcome.problem}", err=True)
         return 1

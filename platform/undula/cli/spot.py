@@ -57,10 +57,10 @@ def watch(
 ) -> None:
     """Watch for the notice of this machine's cloud, and then have Ray drain the machine's nodes. Runs until it is stopped."""
     from undula.cluster.notices import source_named
-    from undula.cluster.watcher import OrSignal, drain_here
+    from undula.cluster.watcher import SourceOrSignal, drain_here
     from undula.cluster.watcher import watch as watch_source
 
-    found = OrSignal(source_named(source, url, rebalance), signal_notice)
+    found = SourceOrSignal(source_named(source, url, rebalance), signal_notice)
     watch_source(found, partial(drain_here, address=address, node=node), partial(print, flush=True), found.wait)
 
 

@@ -1,4 +1,4 @@
-"""The form of a price file in TOML, and the sentence that says what is wrong with one."""
+"""Schema of a price file in TOML, and the messages for invalid files."""
 
 import tomllib
 from datetime import date
@@ -19,15 +19,15 @@ FIXES = {
     "on-demand": PER_MACHINE,
     "spot": PER_MACHINE,
 }
-"""Key of a price list -> what to write there."""
+"""Fix for each key of a price list."""
 
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, date | int) else value)]
-"""Text, for which TOML also has dates and a year as a number."""
+"""Text, which can also be a date or a number in TOML."""
 Hourly = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ListInFile(BaseModel):
-    """Table of a price file."""
+    """One table of a price file."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -44,15 +44,16 @@ class ListInFile(BaseModel):
         return self
 
     def named(self, name: str) -> PriceList:
+        """Return the price list with a name."""
         return PriceList(name, self.date, self.source, tuple(self.regions), self.on_demand, self.spot)
 
 
 def parse_prices(text: str, file: str) -> tuple[PriceList, ...]:
-    """The price lists of a file, in its order.
+    """Parse the price lists of a file, in its order.
 
     Args:
-        text: Content of the file.
-        file: Name of the file, for error messages.
+        text: content of the file.
+        file: name of the file, for error messages.
 
     Raises:
         SpecError: The text is not TOML, or not a price file.
@@ -69,7 +70,7 @@ def parse_prices(text: str, file: str) -> tuple[PriceList, ...]:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """One sentence with the key, what is wrong with it, and the fix."""
+    """Return a sentence with the key, its problem and the fix."""
     name, *path = map(str, error["loc"])
     key, given = ".".join([name, *path]), error["input"]
     if error["type"] == "value_error":
@@ -86,7 +87,7 @@ def _sentence(error: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as TOML writes it, as far as it is short."""
+    """Return a value as TOML writes it, or its kind if it is a table."""
     if isinstance(value, dict):
         return "a table"
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -16,14 +16,14 @@ from undula.plan.prices import Machine, Prices
 from undula.state.events import Event, GroupEvent, WaitingEvent
 
 PRICES_FILE = "UNDULA_PRICES"
-"""Environment variable with the name of a price file, which counts if no option names one."""
+"""Environment variable with the path of a price file, used if no option gives one."""
 AWS_TITLE = "AWS's spot price history, mean over the time of the run"
 SHIPPED = "prices.toml"
 _TIMEOUT_S = 10.0
 
 
 def load_prices(path: Path | None = None) -> Prices:
-    """The shipped price lists, preceded by those of a file: `path`, or the one that UNDULA_PRICES names.
+    """Load the shipped price lists, preceded by those of the user's file: `path`, or the file in UNDULA_PRICES.
 
     Raises:
         SpecError: The file cannot be read, or does not have the form of prices.toml.
@@ -42,7 +42,7 @@ def _read(path: Path) -> str:
 
 
 def with_aws_history(prices: Prices, events: Sequence[Event]) -> Prices:
-    """Prices with AWS's spot prices for the machines and the time of a run; notes say for which machines AWS has none."""
+    """Add AWS's spot prices for the machines and the time of a run. Notes list the machines for which AWS has none."""
     used = {
         machine
         for event in events

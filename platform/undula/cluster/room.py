@@ -1,4 +1,4 @@
-"""Whether a job's workers fit on a cluster that cannot grow."""
+"""Check that a job's workers fit on a cluster that cannot grow."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from undula.elastic.ray.machine import machine_resources
 from undula.errors import SpecError
 
 _KEYS = {"CPU": "workers.cpus", "GPU": "workers.gpus"}
-"""Key of a job for each resource that Ray has a name for; the others are below workers.resources."""
+"""Key of a job for CPUs and GPUs; the keys of custom resources are below workers.resources."""
 
 
 def refuse_what_never_fits(
@@ -20,24 +20,24 @@ def refuse_what_never_fits(
     fix: str,
     share: int = 1,
 ) -> None:
-    """Refuse a job whose workers a local cluster has no room for, as no node will ever join it.
+    """Refuse a job whose workers do not fit on a local cluster, as no node will ever join it.
 
     Args:
-        workers: What each worker of the job needs.
-        origins: Place of each of the job's values, by dotted key.
-        num_cpus: Number of CPUs that the node is started with. Ray finds out what else this machine has.
-        num_workers: Number of workers that must fit on the node.
-        node: The node, as the message names it, such as "this machine".
-        fix: Further fix that the message offers, after the one that changes the job.
-        share: Number of trainings that share what one worker needs.
+        workers: resources that each worker of the job needs.
+        origins: place where each of the job's values was set, by dotted key.
+        num_cpus: number of CPUs that the node is started with. Ray detects the other resources of this machine.
+        num_workers: number of workers that must fit on the node.
+        node: name of the node in the message, such as "this machine".
+        fix: another fix for the message, after the one that changes the job.
+        share: number of trainings that share the resources of one worker.
 
     Raises:
-        SpecError: a resource is missing; one sentence names the key, what it asks for, what there is, and the fix.
+        SpecError: A resource is missing. The message names the key, the requested and the existing amount, and the fix.
     """
     per_worker = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
     per_worker = {name: amount / share for name, amount in per_worker.items() if amount > 0}
     offered: Mapping[str, float] = {"CPU": num_cpus}
-    if per_worker.keys() - offered.keys():  # Ray takes a second to look for what else there is
+    if per_worker.keys() - offered.keys():  # only if needed, as Ray takes a second to detect other resources
         offered = machine_resources(num_cpus)
     if missing := shortage(offered, per_worker, num_workers):
         raise SpecError(_sentence(missing, origins, num_workers, node, fix, share))
@@ -57,6 +57,6 @@ def _sentence(missing: Shortage, origins: Mapping[str, str], num_workers: int, n
     has = f"{missing.offered:g} {missing.resource}{plural}" if missing.offered else f"no {missing.resource}"
     place = origins.get(key, "default")
     return (
-        f"{place}: {wants}, but {node} has {has}, and a local cluster cannot grow: the job would wait forever and was not started; "
+        f"{place}: {wants}, but {node} has {has}, and a local cluster cannot grow; the job would wait forever and was not started; "
         f"set {key}={limit:g}{fix}"
     )

@@ -1,7 +1,6 @@
-"""Submits a script to a Ray cluster, or to a new one on this machine, and follows it to its end.
+"""Submission of a script to a Ray cluster, or to a new local cluster, for `undula run` and `undula study`.
 
-`undula run` and `undula study` share it. The module imports Ray only once the cluster is there, as Ray reads a cluster's token when it is
-imported.
+The module imports Ray only when the cluster is up, because Ray reads the cluster's token when it is imported.
 """
 
 import math
@@ -23,38 +22,38 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Submission:
-    """A script with its arguments, and what must be known about the job that it trains."""
+    """Script with its arguments, and properties of the job that it trains."""
 
     script: Path
     arguments: tuple[str, ...]
     workers: WorkersSpec
     origins: Mapping[str, str]
-    """Place of each of the job's values, by dotted key."""
+    """Place where each of the job's values was set, by dotted key."""
     continuing: str
-    """Text for a user whose job was interrupted: where its directory is, and how the job continues."""
+    """Text for a user whose job was interrupted: its directory, and how to continue it."""
     packed: int = 1
-    """Number of trainings that share what one worker needs."""
+    """Number of trainings that share the resources of one worker."""
 
     @property
     def num_cpus(self) -> int:
-        """Number of CPUs of a local cluster: those of this machine, or more, so that all workers find room."""
+        """Number of CPUs of a local cluster: those of this machine, or more if the workers need more."""
         return max(os.cpu_count() or 1, math.ceil(self.workers.max * self.workers.cpus))
 
 
 def submission_of_job(
     file: Path, loaded: LoadedSpec, overrides: Sequence[str], script: Path | None, fresh: bool
 ) -> Submission:
-    """Submission of a job.
+    """Return the submission of a job.
 
     Args:
-        file: YAML of the job.
-        loaded: The job, with its overrides.
-        overrides: Overrides of the YAML, as the user gave them.
-        script: Script of the job. By default it lies beside the YAML and has its name.
-        fresh: Whether the job starts over.
+        file: YAML file of the job.
+        loaded: the job with its overrides.
+        overrides: overrides of the YAML, as the user gave them.
+        script: script of the job; by default the file beside the YAML with the same name.
+        fresh: whether the job starts over.
 
     Raises:
-        SpecError: there is no script.
+        SpecError: The script does not exist.
     """
     script = script_of(file, script)
     options = ["--config", name_in_submission(script, file), *(["--fresh"] if fresh else [])]
@@ -68,25 +67,25 @@ def submission_of_job(
 
 
 def how_to_continue(kind: str, url: str, name: str) -> str:
-    """Text for a user whose job was interrupted."""
+    """Return the text that tells a user how to continue an interrupted job."""
     return f"{kind} directory: {url}\nsubmit it again under the name {name} to continue"
 
 
 def name_in_submission(script: Path, file: Path) -> str:
-    """Name of a file in the working directory of a submitted script. The script's folder travels, with all that lies in it."""
+    """Return the path of a file for a submitted script. The script's folder is uploaded; other files keep their absolute path."""
     return file.name if file.absolute().parent == script.parent else str(file.absolute())
 
 
 def submit_and_follow(submission: Submission, address: str | None, screen: LiveScreen) -> int:
-    """Submit a script and show what it prints; returns its exit status.
+    """Submit a script, show what it prints, and return its exit status.
 
-    The cluster is the one at `address` (URL of its job API), else the one that this machine's settings name or that runs on it, else a
-    new one that lives as long as the job.
+    The script runs on the cluster at `address` (URL of its job API). By default, it runs on the cluster of this machine or of
+    RAY_API_SERVER_ADDRESS; if there is none, on a new local cluster that lives as long as the job.
 
     Raises:
-        SpecError: a new cluster would have no room for the job's workers.
-        ClusterError: the cluster does not take the job, or none came up.
-        KeyboardInterrupt, SystemExit: the job was stopped by Ctrl-C or SIGTERM.
+        SpecError: A new local cluster would be too small for the job's workers.
+        ClusterError: The cluster does not accept the job, or the local cluster did not start.
+        KeyboardInterrupt, SystemExit: The job was stopped by Ctrl-C or SIGTERM.
     """
     if dashboard := address or cluster_at_hand():
         screen.show(f"submitting the job to the cluster at {dashboard} ...")
@@ -108,7 +107,7 @@ def submit_and_follow(submission: Submission, address: str | None, screen: LiveS
 
 
 def _follow(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
-    from undula.cluster.submit import submit  # the token must be in the environment by now
+    from undula.cluster.submit import submit  # imports Ray, which reads the token from the environment
 
     try:
         status = submit(dashboard, submission.script, submission.arguments, screen.show)
@@ -118,6 +117,6 @@ def _follow(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
         raise
     finally:
         screen.close()
-    if status in KILLED:  # the driver could not say it itself
+    if status in KILLED:  # a killed driver could not print this itself
         screen.show(f"the job's driver was killed\n{submission.continuing}")
     return status

@@ -1,4 +1,4 @@
-"""Submits a job script through Ray's job API and follows it to its end."""
+"""Submission of a job script through Ray's job API. The submitter follows the job to its end."""
 
 import asyncio
 import logging
@@ -31,24 +31,28 @@ _RAY_LOG_LINE = re.compile(
 
 
 def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callable[[str], None]) -> int:
-    """Run `python script arguments...` on the cluster; its folder and this package travel along.
+    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded with it.
 
     Args:
         dashboard: URL of the job API.
-        script: the script; files beside it can be imported.
-        arguments: of the script.
-        show: called with each line that the job prints.
+        script: path of the script; it can import files beside it.
+        arguments: arguments of the script.
+        show: callback for each line that the job prints.
 
     Returns:
-        The exit status of the script. A KeyboardInterrupt stops the job and passes.
+        The exit status of the script.
+
+    Raises:
+        ClusterError: The cluster does not accept the job.
+        KeyboardInterrupt: The user has interrupted the job, which is stopped.
     """
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # uploads and sockets are no news
-    # Nor is it that __pycache__ stays behind.
+        logging.getLogger(name).setLevel(logging.WARNING)  # hides messages about uploads and sockets
+    # Hides the message that __pycache__ is not uploaded.
     logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
     package = Path(undula.__file__).parent
     if not dashboard.startswith(("http://", "https://")):
-        raise ClusterError(f"the address of a job API is a URL, and not {dashboard!r}: give http://HOST:8265")
+        raise ClusterError(f"the address of the job API is {dashboard!r}, which is not a URL; use http://HOST:8265")
     try:
         client = JobSubmissionClient(dashboard)
         job_id = client.submit_job(
@@ -57,12 +61,12 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
-            f"the cluster at {dashboard} does not take jobs: {' '.join(str(error).split())[:300]}"
+            f"the cluster at {dashboard} does not accept the job: {' '.join(str(error).split())[:300]}"
         ) from error
     try:
         details = _follow_to_the_end(client, job_id, show)
     except Exception:
-        raise  # and the job goes on
+        raise  # the job continues without this process
     except BaseException:  # Ctrl-C, SIGTERM
         with suppress(*LOST):
             _stop(client, job_id)
@@ -109,8 +113,8 @@ def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[
         show_new.start_over()
 
 
-class _Skipping:
-    """Shows lines; after `start_over`, which the log does from its beginning, only those that were not shown before."""
+class _NewLines:
+    """Callback that shows each line of a log once. Call `start_over` when the log is read from its beginning again."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show = show

@@ -37,11 +37,9 @@ STEP_SCHEMA = pa.schema(
         ("epoch", pa.int32()),
         ("samples", pa.int64()),  # samples that the run has consumed, this step included
         ("step_samples", pa.int32()),
-        ("world_size", pa.int32()),  # ranks
-        (
-            "cells",
-            pa.int32(),
-        ),  # smallest sets of ranks that run a micro-batch; as many as ranks unless a model spans several
+        ("world_size", pa.int32()),  # number of ranks
+        # number of cells, the smallest sets of ranks that run a micro-batch; equals world_size unless a model spans several ranks
+        ("cells", pa.int32()),
         ("loss", pa.float64()),  # mean over the step's samples
         ("lr", pa.float64()),
         # duration of the step by class, in seconds, mean over the ranks; the four classes add up to the step
@@ -55,7 +53,7 @@ STEP_SCHEMA = pa.schema(
         ("weights_digest", pa.uint64()),  # digest after the step, every few steps of a deterministic run; else null
         ("blocked_s", pa.float64()),  # seconds before the step for which a checkpoint blocked training
         ("grad_norm", pa.float64()),  # norm of the step's gradient before clipping
-        ("applied", pa.bool_()),  # whether the optimizer moved the weights
+        ("applied", pa.bool_()),  # whether the optimizer changed the weights
     ]
 )
 EVENT_SCHEMA = pa.schema(

@@ -1,4 +1,4 @@
-"""A job as `undula chaos` runs it: under a name of its own, on a cluster of nodes with room for one worker each."""
+"""Job of `undula chaos`: it has a name of its own and runs on nodes that fit one worker each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from typing import Literal
 from undula.cluster.room import refuse_what_never_fits
 from undula.config.job import JobSpec, absolute_paths, load_spec, script_of
 from undula.storage import Store, open_store
-from undula.testing.study import script_command
+from undula.testing.scenario import script_command
 
 NODE_CPUS = 1
-"""Number of CPUs of a node, as `Nodes.add` has it."""
+"""Number of CPUs of a node, the default of `Nodes.add`."""
 Baseline = Literal["ray"]
 _AS_RAY = ("checkpoint.every_steps=10", "checkpoint.snapshot_every_steps=0")
-"""Overrides for Ray Train's own trainer, which has checkpoints alone."""
+"""Overrides for Ray Train's own trainer, which has checkpoints but no snapshots."""
 
 
 @dataclass(frozen=True)
 class ChaosJob:
-    """A job, ready to run under faults."""
+    """Job that is ready to run under faults."""
 
     spec: JobSpec
     store: Store
@@ -31,16 +31,16 @@ class ChaosJob:
 
 
 def load_chaos_job(file: Path, overrides: Sequence[str], script: Path | None, baseline: Baseline | None) -> ChaosJob:
-    """A job with the settings that chaos gives it. Its name ends in -chaos, so that it never replaces the run of the job itself.
+    """Load a job with the settings of `undula chaos`. Its name ends in -chaos, so that it never replaces a run of the job itself.
 
     Args:
-        file: YAML of the job.
-        overrides: Overrides of the YAML.
-        script: Script of the job. By default it lies beside the YAML and has its name.
-        baseline: Trainer to compare with, in place of Undula's.
+        file: YAML file of the job.
+        overrides: overrides of the YAML.
+        script: script of the job; by default the file beside the YAML with the same name.
+        baseline: trainer to compare with, instead of Undula's.
 
     Raises:
-        SpecError: the job is wrong, has no script, or asks for workers that fit on no node.
+        SpecError: The job is invalid, has no script, or its workers do not fit on a node.
     """
     loaded = load_spec(file, overrides)
     script = script_of(file, script)

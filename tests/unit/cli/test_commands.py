@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from priced_run import write_priced_run
+from undula.testing.study import Outcome
 
 from undula.cli.main import cli
 from undula.config.job import as_tree
@@ -22,7 +23,6 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
-from undula.testing.study import Outcome
 
 Command = Callable[..., Any]
 """The fixture `undula`."""
@@ -78,7 +78,7 @@ def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
         (f"run {JOB} plan.gobal_batch=3 --print", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
         ("verify run --tolerance nan", "Invalid value for '--tolerance': nan is not a finite number (see undula verify --help)"),
         ("spot leave --notice nan", "Invalid value for '--notice': nan is not a finite number (see undula spot leave --help)"),
-        ("spot watch --source fax", "command line: --source is fax: give aws, gcp, azure or file:PATH"),
+        ("spot watch --source fax", "command line: --source is fax; set it to one of aws, gcp, azure or file:PATH"),
         (f"chaos {JOB}", "command line: give either --trace FILE or --faults FILE"),
         ("show none --runs /none", "there is no run none in /none, and no folder none here: give the run's directory, or the folder of the "
          "runs with --runs"),

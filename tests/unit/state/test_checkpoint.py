@@ -180,7 +180,7 @@ def test_a_failed_save_is_reported_and_keeps_the_previous_checkpoint(store: Stor
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
     folder = Path(store.path("checkpoints"))
-    (folder / "step-00000002-a1").touch()  # a file where the next checkpoint's folder would be
+    (folder / "step-00000002-a1").touch()  # blocks the folder of the next checkpoint
     checkpoints.save(2, "plan", rank_state(state(2)))
     assert checkpoints.wait() is not None
     commit, _ = checkpoints.newest_whole()

@@ -67,4 +67,4 @@ def test_exit_status_says_whether_one_failed(
 def test_without_the_extra_the_sentence_says_what_to_install() -> None:
     hide = "import sys; sys.modules['scipy'] = None; from undula.cli.main import main; main(['study', 'self-test'])"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "undula: scipy is not installed: pip install 'undula[study]'\n")
+    assert (done.returncode, done.stderr) == (2, "undula: scipy is not installed; run pip install 'undula[study]'\n")

@@ -1,4 +1,4 @@
-"""Trees of processes."""
+"""Tests of process trees."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ child.wait()
 """
 
 
-def test_a_tree_of_processes_is_killed_as_a_whole_and_has_no_descendants_then() -> None:
+def test_kill_tree_ends_a_process_and_all_its_descendants() -> None:
     command = [sys.executable, "-c", f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {PARENT!r}])"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as root:
         assert root.stdout is not None
