@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from undula.data.spec import DataSpec
+from undula.data.spec import DataSpec, ValidationSpec
 from undula.data.write import write_shards
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import join_layout
@@ -18,7 +18,7 @@ from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import WorkerState
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
-from undula.train.job import Job, ValidationSpec
+from undula.train.job import Job
 from undula.train.run import Run
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.baselines.result import print_and_write
 from undula.cluster.local import LocalCluster, local_cluster
+from undula.driver.launch import job_of
 
 ROOT = Path(__file__).parents[2]
 RATES = [0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.24]
@@ -111,7 +112,8 @@ def same(study: Path, folder: Path) -> Train:
     trials = [(batch, lr) for batch in BATCHES for lr in RATES]
     # As bytes, as Tune's own process would unpickle the script's classes else.
     jobs = {
-        each: ray.cloudpickle.dumps(whole.job(Trial(each[0], each[1], "none", 0, "own", 0)).job()) for each in trials
+        each: ray.cloudpickle.dumps(job_of(whole.job(Trial(each[0], each[1], "none", 0, "own", 0)), ""))
+        for each in trials
     }
 
     def report(message: Message) -> None:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from undula.config.job import JobSpec, json_schema
+from undula.parallel.capabilities import markdown_table
 from undula.study.spec import StudySpec
 
 _INTRODUCTION = """# Configuration reference
@@ -19,6 +20,12 @@ _STUDY = """## A study
 The YAML of `undula study`; [studies.md](studies.md) tells how they go together. `undula schema --study` prints its JSON schema."""
 
 
+_ENGINES = """## Engines and what they can do
+
+An engine runs the model on the ranks and reduces its gradients. The first engine whose selecting feature a job asks for trains it. A job
+that asks for a feature that its engine does not have is refused before any worker starts."""
+
+
 def markdown() -> str:
     """docs/configuration.md"""
     lines = [_INTRODUCTION]
@@ -26,7 +33,7 @@ def markdown() -> str:
         schema = json_schema(owner)
         lines += [text, "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
         lines += [*_rows(schema, schema["$defs"], ""), ""]
-    return "\n".join(lines[:-1]) + "\n"
+    return "\n".join([*lines, _ENGINES, "", markdown_table()]) + "\n"
 
 
 def _rows(section: dict[str, Any], sections: dict[str, Any], prefix: str) -> list[str]:

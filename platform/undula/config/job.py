@@ -13,15 +13,15 @@ from pydantic import StringConstraints, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.config.yaml_file import flatten, load_file, refuse_unknown_keys, validated
-from undula.data.spec import DataSpec
+from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import SpecError
+from undula.parallel.capabilities import Feature, features_of, refusal
 from undula.parallel.spec import EngineName, GradientSpec
 from undula.plan.plan import STRICT, PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS
 from undula.state.spec import CheckpointSpec
-from undula.train.job import Job, ValidationSpec
 
 LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""
@@ -63,7 +63,7 @@ class JobSpec:
     def __post_init__(self) -> None:
         """Check values of one part against values of another. Each message begins with the key that it is about."""
         self._refuse_idle_workers()
-        self._refuse_rounding()
+        self._refuse_combinations()
         self._refuse_unmeasurable_noise()
 
     def _refuse_idle_workers(self) -> None:
@@ -73,19 +73,10 @@ class JobSpec:
                 "a virtual worker has nothing to do; lower workers.max or raise plan.virtual_workers"
             )
 
-    def _refuse_rounding(self) -> None:
-        """Refuse reductions whose result depends on the number of workers where it must not, and their combinations."""
-        gradient = self.gradient
-        if self.deterministic and gradient.reduce == "adasum":
-            raise ValueError("gradient.reduce=adasum cannot be combined with deterministic=true; remove one of them")
-        if self.deterministic and gradient.compression != "none":
-            raise ValueError(
-                f"gradient.compression={gradient.compression} cannot be combined with deterministic=true; remove one of them"
-            )
-        if gradient.reduce == "adasum" and gradient.compression != "none":
-            raise ValueError(
-                f"gradient.compression={gradient.compression} cannot be combined with gradient.reduce=adasum; remove one of them"
-            )
+    def _refuse_combinations(self) -> None:
+        """Refuse settings that no engine can train with together."""
+        if problem := refusal(self.features):
+            raise ValueError(problem)
 
     def _refuse_unmeasurable_noise(self) -> None:
         """Refuse to measure the gradient noise scale where a step has no two gradients whose mean can be compared with them."""
@@ -96,15 +87,17 @@ class JobSpec:
             setting = f"gradient.noise_every_steps={self.gradient.noise_every_steps}"
         else:
             return
-        if self.gradient.reduce == "adasum":
-            raise ValueError(
-                f"{setting} needs the mean of gradients and cannot be combined with gradient.reduce=adasum; remove one of them"
-            )
         if plan.virtual_workers == 1 and (plan.micro_batch or plan.global_batch) >= plan.global_batch:
             raise ValueError(
                 f"{setting} needs two micro-batches or more in a step, and a step has one; raise plan.virtual_workers or lower "
                 "plan.micro_batch"
             )
+
+    @property
+    def features(self) -> set[Feature]:
+        """What the settings ask of an engine; the model may ask for more."""
+        measures_noise = self.schedule.is_measured(self.plan) or self.gradient.noise_every_steps > 0
+        return features_of(self.engine, self.deterministic, self.gradient, measures_noise)
 
     @property
     def run_url(self) -> str:
@@ -131,23 +124,6 @@ class LoadedSpec:
     def origin(self, key: str) -> str:
         """The origin of a dotted key's value, for messages."""
         return self.origins.get(key, "default")
-
-    def job(self) -> Job:
-        """The part of the spec that the workers need."""
-        spec = self.spec
-        return Job(
-            name=spec.name,
-            run_url=spec.run_url,
-            data=spec.data,
-            plan=spec.plan,
-            schedule=spec.schedule,
-            gradient=spec.gradient,
-            validation=spec.validation,
-            checkpoint=spec.checkpoint,
-            deterministic=spec.deterministic,
-            config=self.config,
-            engine=spec.engine,
-        )
 
     def tree(self) -> dict[str, Any]:
         """The resolved spec as plain dicts, lists and scalars. It includes the script's defaults, and hides secrets."""

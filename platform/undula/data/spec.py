@@ -62,3 +62,13 @@ class DataSpec:
         urls = [part.url.rstrip("/") for part in self.mix or ()]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"mix lists {twice} twice; list it once, with the sum of the weights")
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ValidationSpec:
+    """When and on how much the job validates."""
+
+    every_steps: Annotated[int, Gt(0)] = 100
+    """Steps between validations; one more is made before the first step and after the last."""
+    samples: Annotated[int, Gt(0)] | None = None
+    """Samples of a validation, rounded up to whole steps and spread over the validation data; by default all."""

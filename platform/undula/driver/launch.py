@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -49,10 +49,29 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
     record = {**_description(loaded, plan), **run}
     store.write(JOB_FILE, json.dumps(record, indent=1).encode())
     return LaunchSpec(
-        job=replace(loaded.job(), run_id=run["id"]),
+        job=job_of(loaded, run["id"]),
         workers=spec.workers,
         horovod=spec.horovod if spec.engine == "horovod" else None,
         work=Work(plan.total_steps, run["began"]),
+    )
+
+
+def job_of(loaded: LoadedSpec, run_id: str) -> Job:
+    """The part of a job's spec that its workers need."""
+    spec = loaded.spec
+    return Job(
+        name=spec.name,
+        run_url=spec.run_url,
+        run_id=run_id,
+        data=spec.data,
+        plan=spec.plan,
+        schedule=spec.schedule,
+        gradient=spec.gradient,
+        validation=spec.validation,
+        checkpoint=spec.checkpoint,
+        deterministic=spec.deterministic,
+        config=loaded.config,
+        engine=spec.engine,
     )
 
 

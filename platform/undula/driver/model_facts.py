@@ -12,8 +12,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from undula.config.job import LoadedSpec
+from undula.parallel.capabilities import Feature
+from undula.parallel.engines.select import features_of_model
 from undula.plan.plan import Plan
-from undula.state.pieces import is_sharded_tensor
 from undula.train.run import Run
 
 
@@ -23,10 +24,8 @@ class ModelFacts:
 
     shapes: Mapping[str, tuple[int, ...]]
     """Global shapes of the parameters and buffers by name."""
-    is_sharded: bool
-    """Whether torch's `fully_shard` has sharded the model or a part of it."""
-    has_sparse_gradients: bool
-    """Whether an embedding of the model makes sparse gradients."""
+    features: frozenset[Feature]
+    """What the model asks of an engine."""
 
 
 def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> ModelFacts | None:
@@ -76,10 +75,7 @@ class _ModelProbe:
         raise _ModelBuiltError(
             ModelFacts(
                 shapes={name: tuple(value.shape) for name, value in module.state_dict().items()},
-                is_sharded=any(is_sharded_tensor(parameter) for parameter in module.parameters()),
-                has_sparse_gradients=any(
-                    isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()
-                ),
+                features=frozenset(features_of_model(module)),
             )
         )
 

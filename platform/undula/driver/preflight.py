@@ -11,6 +11,7 @@ from undula.data.mixture import Data, Mixture, load_data
 from undula.driver.model_facts import model_facts
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
+from undula.parallel.capabilities import refusal
 from undula.plan.plan import Plan
 from undula.state.commit import Commit, check_shapes, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE
@@ -85,6 +86,8 @@ def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, ne
     facts = model_facts(train, loaded, plan)
     if facts is None:
         return
+    if problem := refusal(loaded.spec.features | facts.features):
+        raise SpecError(problem)
     if newest is not None:
         check_shapes(newest, facts.shapes, MODEL)
 

@@ -15,7 +15,7 @@ class Feature(StrEnum):
     ADASUM = "gradient.reduce=adasum"
     HOROVOD = "engine=horovod"
     FP16_GRADIENTS = "gradient.compression=fp16"
-    NOISE_SCALE = "a measured gradient noise scale (gradient.noise_every_steps, or a schedule.batch_rule that needs it)"
+    NOISE_SCALE = "gradient.noise_every_steps, or a schedule.batch_rule that measures noise,"
     SPARSE_GRADIENTS = "a model with sparse gradients (sparse=True)"
 
 
@@ -66,7 +66,7 @@ def refusal(features: Set[Feature]) -> str | None:
     for feature in Feature:
         if feature in features and feature is not engine.chosen_by and feature not in engine.supports:
             assert engine.chosen_by is not None, "the engine of all other jobs supports what none selects"
-            return f"{engine.chosen_by} cannot be combined with {feature}; remove one of them"
+            return f"{feature} cannot be combined with {engine.chosen_by}; remove one of them"
     return None
 
 

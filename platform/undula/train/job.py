@@ -1,26 +1,13 @@
 """A job as its workers see it: the parts of its spec that do not mention the cluster."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Gt
-from pydantic.dataclasses import dataclass as checked_dataclass
-
-from undula.data.spec import DataSpec
+from undula.data.spec import DataSpec, ValidationSpec
 from undula.parallel.spec import EngineName, GradientSpec
-from undula.plan.plan import STRICT, PlanSpec
+from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.spec import CheckpointSpec
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class ValidationSpec:
-    """When and on how much the job validates."""
-
-    every_steps: Annotated[int, Gt(0)] = 100
-    """Steps between validations; one more is made before the first step and after the last."""
-    samples: Annotated[int, Gt(0)] | None = None
-    """Samples of a validation, rounded up to whole steps and spread over the validation data; by default all."""
 
 
 @dataclass(frozen=True)

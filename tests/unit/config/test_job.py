@@ -9,6 +9,7 @@ import pytest
 
 from undula.config.job import JobSpec, LoadedSpec, as_tree, hide_secrets, json_schema, load_spec
 from undula.config.yaml_file import flatten
+from undula.driver.launch import job_of
 from undula.errors import SpecError
 
 JOB = """\
@@ -197,7 +198,8 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         (
             "gradient: {noise_every_steps: 5, reduce: adasum}\n",
             (),
-            "job.yaml:4: gradient.noise_every_steps=5 needs the mean of gradients and cannot be combined with gradient.reduce=adasum",
+            "job.yaml:4: gradient.noise_every_steps, or a schedule.batch_rule that measures noise, cannot be combined with "
+            "gradient.reduce=adasum; remove one of them",
         ),
         (
             "gradient: {reduce: adasum}\ndeterministic: true\n",
@@ -329,7 +331,7 @@ def test_flatten_names_every_leaf() -> None:
 
 
 def test_workers_are_told_nothing_of_the_cluster(load: Load) -> None:
-    job = load("config: {rate: 1}\n", config_type=Config).job()
+    job = job_of(load("config: {rate: 1}\n", config_type=Config), "id")
     assert job.run_url == "~/undula/runs/job"
     assert job.config == Config(rate=1.0)
     assert not hasattr(job, "workers")

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.model_facts import ModelFacts, model_facts
+from undula.parallel.capabilities import Feature
 from undula.plan.plan import Plan, PlanSpec
 from undula.train.run import Run
 
@@ -41,9 +42,9 @@ def sharded() -> nn.Module:
 def test_shapes_are_of_the_whole_model(loaded: LoadedSpec) -> None:
     whole = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (2, 7)}
     assert facts_of(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2, bias=False)), loaded) == ModelFacts(
-        whole, is_sharded=False, has_sparse_gradients=False
+        whole, frozenset()
     )
-    assert facts_of(sharded, loaded) == ModelFacts(whole, is_sharded=True, has_sparse_gradients=False)
+    assert facts_of(sharded, loaded) == ModelFacts(whole, frozenset({Feature.SHARDED}))
     assert not dist.is_initialized()
 
 
@@ -55,7 +56,7 @@ def test_a_model_of_which_a_part_is_sharded_is_sharded(loaded: LoadedSpec) -> No
 
     facts = facts_of(make, loaded)
     assert facts is not None
-    assert facts.is_sharded
+    assert Feature.SHARDED in facts.features
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -63,7 +64,7 @@ def test_a_model_of_which_a_part_is_sharded_is_sharded(loaded: LoadedSpec) -> No
 def test_sparse_embeddings_are_found(loaded: LoadedSpec, kind: type[nn.Module], is_sparse: bool) -> None:
     facts = facts_of(lambda: nn.Sequential(kind(10, 3, sparse=is_sparse), nn.Linear(3, 1)), loaded)
     assert facts is not None
-    assert facts.has_sparse_gradients == is_sparse
+    assert (Feature.SPARSE_GRADIENTS in facts.features) == is_sparse
 
 
 def test_a_model_of_many_gigabytes_takes_no_memory(loaded: LoadedSpec) -> None:

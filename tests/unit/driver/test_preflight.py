@@ -10,7 +10,7 @@ from torch import nn
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_model, prepare
-from undula.errors import CheckpointError, RunError
+from undula.errors import CheckpointError, RunError, SpecError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
 from undula.state.directory import JOB_FILE
@@ -65,6 +65,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_of_this_model_is_not(t
     check_model(train, loaded, plan, commit(weight=(3, 2), bias=(3,)))
     with pytest.raises(CheckpointError, match=r"'weight' has shape \(3, 4\), but the model's has shape \(3, 2\)"):
         check_model(train, loaded, plan, commit(weight=(3, 4), bias=(3,)))
+
+
+def test_a_model_that_no_engine_can_train_with_the_settings_is_refused(tmp_path: Path) -> None:
+    def sparse(run: Run) -> None:
+        run.model(nn.Embedding(4, 2, sparse=True))
+
+    with pytest.raises(SpecError, match=r"a model with sparse gradients .* cannot be combined with deterministic=true"):
+        prepare(job(tmp_path, "deterministic=true"), sparse, fresh=False)
 
 
 def test_a_study_s_directory_is_no_run_s(tmp_path: Path) -> None:

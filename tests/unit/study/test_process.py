@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from undula.data.spec import DataSpec
+from undula.data.spec import DataSpec, ValidationSpec
 from undula.driver.launch import LaunchSpec
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import WorkersSpec
@@ -19,7 +19,7 @@ from undula.state.events import ValidationEvent
 from undula.state.spec import CheckpointSpec
 from undula.study import process
 from undula.study.process import TrialProcess, TrialSpec
-from undula.train.job import Job, ValidationSpec
+from undula.train.job import Job
 
 
 def spec() -> TrialSpec:

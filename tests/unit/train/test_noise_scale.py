@@ -214,4 +214,4 @@ def test_a_run_that_measures_nothing_has_nothing_more_to_save(tmp_path: Path, mo
 
 def test_a_sharded_model_is_refused() -> None:
     message = refusal({Feature.SHARDED, Feature.NOISE_SCALE})
-    assert message == f"{Feature.SHARDED} cannot be combined with {Feature.NOISE_SCALE}; remove one of them"
+    assert message == f"{Feature.NOISE_SCALE} cannot be combined with {Feature.SHARDED}; remove one of them"
