@@ -1,4 +1,4 @@
-"""A real S3 HTTP server for benchmarks: moto's, in a process of its own."""
+"""S3 server for benchmarks: moto's HTTP server in a separate process."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ import boto3
 
 @contextmanager
 def s3_server(bucket: str = "bench") -> Iterator[dict[str, str]]:
-    """The environment in which clients find a server with one empty bucket."""
+    """Start a server with one empty bucket and return the environment variables with which clients find it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
