@@ -98,7 +98,7 @@ def same(study: Path, folder: Path) -> Train:
 
     import image_classifier
     import resnet
-    from undula.state.records import Event
+    from undula.state.events import ValidationEvent
     from undula.study.job import Study
     from undula.study.load import load_study
     from undula.study.trials import Trial
@@ -115,8 +115,8 @@ def same(study: Path, folder: Path) -> Train:
     }
 
     def report(message: Message) -> None:
-        if isinstance(message, Event) and message.kind == "validation":
-            tune.report({"loss": message.data["loss"], "step": message.step})
+        if isinstance(message, ValidationEvent):
+            tune.report({"loss": message.loss, "step": message.step})
 
     def train(config: dict[str, Any]) -> None:
         SingleProcess(image_classifier.train, ray.cloudpickle.loads(jobs[config["batch"], config["lr"]]), report)()

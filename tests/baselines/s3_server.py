@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """S3 server for benchmarks: moto's HTTP server in a separate process."""
+=======
+"""Moto's S3 server for benchmarks: real HTTP, in a process of its own."""
+>>>>>>> main
 
 import os
 import socket
@@ -7,13 +11,30 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import boto3
+
+from undula.errors import needs_extra
+
+
+def require_moto() -> None:
+    """Check that the server is installed.
+
+    Raises:
+        SpecError: It is not; the message says what to install.
+    """
+    with needs_extra("dev"):
+        import_module("moto.server")
 
 
 @contextmanager
 def s3_server(bucket: str = "bench") -> Iterator[dict[str, str]]:
+<<<<<<< HEAD
     """Start a server with one empty bucket and return the environment variables with which clients find it."""
+=======
+    """Environment variables for clients of a server with one empty bucket, which runs for the duration of the block."""
+>>>>>>> main
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -41,5 +62,5 @@ def _await(port: int, limit_s: float = 60.0) -> None:
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
                 return
-        time.sleep(0.1)  # paces the looks
-    raise TimeoutError("moto's server did not come up")
+        time.sleep(0.1)  # between two attempts
+    raise TimeoutError(f"moto's server did not start within {limit_s:.0f} s")

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_kit import assert_certified, command, run_through, told, wrapped
+from chaos_kit import assert_certified, command, events_in, run_through, wrapped
 
 from undula.recovery.snapshot import available_memory
+from undula.state.events import CrashEvent, WarningEvent
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
@@ -40,7 +41,7 @@ def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, 
     job = command(text, str(tmp_path), "full", *settings, script=wrapped(tmp_path, FULL_DISK))
     run_through((), spot, job, f"{tmp_path}/full")
     assert_certified(f"{tmp_path}/full", alone, STEPS)
-    assert "a checkpoint failed, training goes on" in told(f"{tmp_path}/full")
+    assert "checkpoint_failed" in [warning.code for warning in events_in(f"{tmp_path}/full", WarningEvent)]
     saved = sorted(entry.name.split("/")[1] for entry in open_store(f"{tmp_path}/full").list("checkpoints"))
     assert {int(name.split("-")[1]) for name in saved} == {15, 60, 75, 80}
 
@@ -59,4 +60,4 @@ def test_a_worker_that_exhausts_the_memory_is_named_and_the_run_continues(
     with nodes(node_env=watch) as spot:  # the head keeps the controller
         run_through((), spot, job, f"{tmp_path}/greedy")
     assert_certified(f"{tmp_path}/greedy", alone, STEPS)
-    assert "out of memory" in told(f"{tmp_path}/greedy")
+    assert any("out of memory" in crash.error for crash in events_in(f"{tmp_path}/greedy", CrashEvent))

@@ -96,5 +96,5 @@ def test_a_missing_horovod_is_reported_with_the_command_that_installs_it(session
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "undula: engine: horovod needs Horovod, which is not installed here: `undula build-horovod` builds and installs it"
+        "undula: engine: horovod needs Horovod, which is not installed here; run `undula build-horovod` to build and install it"
     )

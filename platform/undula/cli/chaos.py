@@ -69,8 +69,8 @@ def chaos(
       echo 'at step 20: sigkill worker 1' > faults.txt
       undula chaos jobs/language_model.yaml --faults faults.txt plan.max_steps=100
     """
-    from undula.report.certificate import certify, data_of
-    from undula.report.summary import read_run
+    from undula.report.data.certificate import certify, data_of
+    from undula.report.data.summary import read_run
     from undula.state.directory import JOB_FILE
     from undula.testing.chaos_job import load_chaos_job
     from undula.testing.scenario import from_faults, from_trace, run_scenario
@@ -90,6 +90,7 @@ def chaos(
     def show(line: str) -> None:
         click.echo(line, file=log)
 
+    show("chaos: starting a local cluster ...")
     outcome = run_scenario(scenario, loaded.command, loaded.folder, store, spec.workers.min, limit, show)
     if outcome.problem and not store.exists(JOB_FILE):
         click.echo(f"undula: {outcome.problem}", err=True)
@@ -100,8 +101,10 @@ def chaos(
         print_json({"run": store.url, **outcome.as_json(), "certificate": certificate.as_json()})
     else:
         click.echo("\n".join(outcome.lines()))
-        click.echo(f"certificate: {'holds' if certificate.holds else certificate.difference}")
-        click.echo(f"run directory: {store.url}\nundula show {store.url}")
+        click.echo(
+            f"certificate: {'holds' if certificate.holds else certificate.difference} (undula verify {store.url})"
+        )
+        click.echo(f"run directory: {store.url}")
     if outcome.problem:
         click.echo(f"undula: {outcome.problem}", err=True)
     return 0 if certificate.holds and not outcome.problem else 1

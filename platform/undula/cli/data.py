@@ -90,6 +90,7 @@ def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group
     from undula.data.manifest import load_manifest
 
     if if_missing and is_complete(out):
+        click.echo(f"{out} is there and whole: nothing to do")
         return
     corpus = make()
     with _progress(f"writing {out}", corpus.num_rows) as advance:

@@ -19,8 +19,8 @@ from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.state.directory import delete_run, held
+from undula.state.events import StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
-from undula.state.records import Event
 from undula.storage import Store
 from undula.study.load import load_study
 from undula.telemetry.hub import start_hub
@@ -94,7 +94,7 @@ def _fit(
     except TrainingFailedError as error:
         return error
     except SystemExit:
-        EventWriter(store, "driver").event(Event("stop", "stopped from outside"))
+        EventWriter(store, "driver").event(StopEvent())
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job with status 0
     return None
 
@@ -133,12 +133,8 @@ def _print_result(prepared: Prepared, error: Exception | None) -> None:
     ledger = read_ledger(store)
     done, total = steps_done(ledger.steps), prepared.plan.total_steps
     result = "finished" if done == total else f"stopped after {done} of {total} steps"
-    validation = last_event(ledger.events, "validation")
-    loss = (
-        f"validation loss {validation['data']['loss']:.4f} at step {validation['step']}"
-        if validation
-        else "no validation"
-    )
+    validation = last_event(ledger.events, ValidationEvent)
+    loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
 
 

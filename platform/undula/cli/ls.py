@@ -11,7 +11,7 @@ from undula.state.defaults import DEFAULT_RUNS
 @json_option
 def ls(runs: str, as_json: bool) -> None:
     """List the runs in the folder RUNS, a path or an s3:// URL, by default ~/undula/runs."""
-    from undula.report.terminal import print_runs
+    from undula.report.render.terminal import print_runs
     from undula.storage import open_store
 
     print_runs(open_store(runs), as_json)

@@ -10,7 +10,7 @@ import click
 from undula.cli.options import FILE
 
 if TYPE_CHECKING:
-    from undula.report.cost import PriceFinder
+    from undula.report.data.cost import PriceFinder
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -17,7 +17,7 @@ def report(run: str, runs: str | None, prices: Path | None, spot_prices: str | N
 
     RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL. The command prints the path of the page.
     """
-    from undula.report.page import write_report
+    from undula.report.render.page import write_report
     from undula.state.locate import locate_run
 
     click.echo(write_report(locate_run(run, runs), price_finder(prices, spot_prices)))

@@ -18,7 +18,7 @@ def show(run: str, runs: str | None, prices: Path | None, spot_prices: str | Non
 
     RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL.
     """
-    from undula.report.terminal import print_run
+    from undula.report.render.terminal import print_run
     from undula.state.locate import locate_run
 
     print_run(locate_run(run, runs), as_json, price_finder(prices, spot_prices))

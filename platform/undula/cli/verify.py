@@ -24,8 +24,8 @@ def verify(run: str, runs: str | None, against: str | None, tolerance: float, as
     RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL. The exit status is 1 at a difference, and
     the first one is named.
     """
-    from undula.report.certificate import certify, data_of
-    from undula.report.summary import read_run
+    from undula.report.data.certificate import certify, data_of
+    from undula.report.data.summary import read_run
     from undula.state.locate import locate_run
 
     recorded = read_run(locate_run(run, runs))

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 import undula
 from undula.cluster.facts import AllReduce, Clock, Facts, FailedConnection, NodeFacts, Stored
 from undula.cluster.probe import Probe
-from undula.elastic.ray.ray_logging import keep_quiet
+from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
 from undula.plan.fleet import MARKET, SPOT
 
@@ -113,8 +113,12 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
         why = " ".join(str(error).split())[:300]
         if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
             why = "it rejects the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
+        if isinstance(error, ConnectionError) and address == "auto":
+            raise ClusterError(
+                "no Ray cluster runs on this machine: give its head's HOST:PORT with --cluster, or set RAY_ADDRESS"
+            ) from error
         raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
-    keep_quiet()
+    stop_error_messages()
     nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
     return str(found.dashboard_url or ""), [node for node in nodes if node["Alive"]]
 

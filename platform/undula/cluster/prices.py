@@ -13,7 +13,7 @@ from undula.cluster.price_file import parse_prices
 from undula.errors import SpecError
 from undula.plan.fleet import SPOT
 from undula.plan.prices import Machine, Prices
-from undula.state.records import Event
+from undula.state.events import Event, GroupEvent, WaitingEvent
 
 PRICES_FILE = "UNDULA_PRICES"
 """Environment variable with the path of a price file, used if no option gives one."""
@@ -46,7 +46,8 @@ def with_aws_history(prices: Prices, events: Sequence[Event]) -> Prices:
     used = {
         machine
         for event in events
-        for machine in map(Machine.of, event.data.get("workers") or ())
+        if isinstance(event, GroupEvent | WaitingEvent)
+        for machine in map(Machine.of, event.workers)
         if machine.market == SPOT and "." in (machine.type or "")  # only AWS has a dot in the names of machine types
     }
     if not used:

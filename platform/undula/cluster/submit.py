@@ -6,8 +6,10 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from aiohttp import ClientError
 from ray.exceptions import RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
@@ -15,6 +17,13 @@ import undula
 from undula.errors import ClusterError
 
 RECONNECT_S = 2.0
+"""Time in seconds between two attempts to follow a job."""
+RECONNECTS = 30
+"""Maximum number of attempts in a row that fail."""
+LASTING_S = 30.0
+"""Time in seconds after which a connection that is lost counts as one that was there."""
+LOST = (OSError, RuntimeError, ClientError)
+"""Exceptions of Ray's client where the job API does not answer: of requests, of its own, and of aiohttp."""
 STOP_TIMEOUT_S = 5.0
 _RAY_LOG_LINE = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- |Running entrypoint for job raysubmit_)"
@@ -50,7 +59,7 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
             entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
             runtime_env={"working_dir": str(script.parent), "py_modules": [str(package)]},
         )
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
             f"the cluster at {dashboard} does not accept the job: {' '.join(str(error).split())[:300]}"
         ) from error
@@ -59,10 +68,8 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
     except Exception:
         raise  # the job continues without this process
     except BaseException:  # Ctrl-C, SIGTERM
-        client.stop_job(job_id)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with suppress(*LOST):
+            _stop(client, job_id)
         raise
     if details.status == JobStatus.SUCCEEDED:
         return 0
@@ -71,17 +78,37 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
     return details.driver_exit_code or 1
 
 
+def _stop(client: JobSubmissionClient, job_id: str) -> None:
+    client.stop_job(job_id)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
+        time.sleep(0.1)  # paces the looks
+
+
 def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> JobDetails:
-    """Show the job's lines until it has ended. A lost connection is made again and does not affect the job."""
+    """Show the job's lines until it has ended. If the connection is lost, the job goes on and the connection is made again.
+
+    Raises:
+        ClusterError: the job API has not answered for a while.
+    """
     show_new = _NewLines(show)
+    failures = 0
     while True:
+        began = time.monotonic()
         try:
             asyncio.run(_follow(client, job_id, show_new))
-        except (OSError, RuntimeError) as error:
-            show(f"the connection to the job was lost, but the job continues; connecting again ({error})")
-        details = client.get_job_info(job_id)
-        if details.status.is_terminal():
-            return details
+            details = client.get_job_info(job_id)
+            if details.status.is_terminal():
+                return details
+        except LOST as error:
+            failures = failures + 1 if time.monotonic() - began < LASTING_S else 1
+            why = " ".join(str(error).split())
+            if failures > RECONNECTS:
+                raise ClusterError(
+                    f"lost the connection to the job {job_id}, which may still be running: {why}"
+                ) from error
+            if failures == 1:
+                show(f"lost the connection to the job, which continues; reconnecting: {why}")
         time.sleep(RECONNECT_S)
         show_new.start_over()
 

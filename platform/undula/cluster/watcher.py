@@ -107,7 +107,7 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
     """
     deadline = time.time() + notice_s
     nodes: list[str] = []
-    is_accepted, answered = False, time.time()
+    is_accepted, answered, problem = False, time.time(), ""
     while time.time() < deadline and time.time() - answered < HEAD_GONE_S:
         head = Head(address, os.environ)
         try:
@@ -123,8 +123,10 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
                 answered = time.time()
                 time.sleep(RETRY_S)
         except ClusterError as error:
-            log(str(error))
-            time.sleep(RETRY_S)
+            if str(error) != problem:
+                problem = str(error)
+                log(f"{problem}; trying again")
+            time.sleep(RETRY_S)  # paces the attempts
         finally:
             head.close()
 

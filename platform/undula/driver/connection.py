@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from undula.elastic.ray.ray_logging import keep_quiet
+from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ def connected() -> Iterator[None]:
         except (OSError, ray.exceptions.RayError) as error:
             where = address or "on this machine"
             raise ClusterError(f"cannot connect to the Ray cluster {where}: {' '.join(str(error).split())}") from error
-    keep_quiet()
+        stop_error_messages()
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

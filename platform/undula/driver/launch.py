@@ -18,7 +18,7 @@ from undula.elastic.worker import JobWorker, open_data
 from undula.plan.plan import Plan
 from undula.state.directory import JOB_FILE, identity
 from undula.storage import Store
-from undula.telemetry.hub import HubPublisher, TellEverywhere
+from undula.telemetry.hub import EventRecorder, HubPublisher
 from undula.train.job import Job
 from undula.train.run import Run
 
@@ -86,7 +86,7 @@ def launch(
         TrainingFailedError: the training failed for good.
     """
     publish = HubPublisher(hub)
-    worker, on_event = JobWorker(train, spec.job, publish), TellEverywhere(store, publish)
+    worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)
     trainer: DataParallelTrainer
     if trainer_name == "ray":
         trainer = ray_trainer(worker, spec.workers, store, on_event)

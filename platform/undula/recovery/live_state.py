@@ -6,11 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.state.model_state import MODEL, OPTIMIZER, empty_like_saved, load_state, model_and_optimizer_state
+from undula.state.model_state import (
+    MODEL,
+    OPTIMIZER,
+    empty_like_saved,
+    live_buffers,
+    live_leaves,
+    load_state,
+    model_and_optimizer_state,
+)
 from undula.state.pieces import Piece, RankState, Table, copy_overlap, piece_of, rank_state
-
-SCHEDULED = ("params", "lr")
-"""Entries of an optimizer's groups that are no state, because each step sets them."""
 
 
 class LiveState:
@@ -38,10 +43,7 @@ class LiveState:
     def held(self) -> RankState:
         """What this rank has of the state; the same object for as long as the tensors and values are the same."""
         beside = self._beside()
-        seen: list[Any] = [value for state in self._optimizer.state.values() for value in state.values()]
-        for group in self._optimizer.param_groups:
-            seen += [value for key, value in group.items() if key not in SCHEDULED]
-            seen.append(len(group["params"]))
+        seen = list(live_leaves(self._model, self._optimizer))
         seen += [value.tensor if isinstance(value, Piece) else value for value in beside.values()]
         if self._held is None or not _are_same(seen, self._seen):
             state = model_and_optimizer_state(self._model, self._optimizer)
@@ -51,8 +53,7 @@ class LiveState:
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the model's buffers, which the next forward pass changes."""
         known = self.held().pieces
-        buffers = ((f"{MODEL}{name}", value) for name, value in self._model.named_buffers())
-        return {name: value.detach().clone() for name, value in buffers if name in known}
+        return {name: value.detach().clone() for name, value in live_buffers(self._model).items() if name in known}
 
     def targets(self, saved: Table) -> "Targets":
         """Tensors for a state to be restored into, as this rank is to have them.
@@ -88,8 +89,7 @@ class Targets:
 
 
 def _are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Whether tensors and lists are the same objects, and what cannot change in place is equal."""
+    """Whether tensors are the same objects, and values that cannot change in place are equal."""
     return len(now) == len(then) and all(
-        a is b or (not isinstance(a, Tensor | list) and type(a) is type(b) and a == b)
-        for a, b in zip(now, then, strict=True)
+        a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b) for a, b in zip(now, then, strict=True)
     )

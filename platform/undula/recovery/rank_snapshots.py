@@ -9,7 +9,8 @@ from undula.recovery.replica import ReplicaClient
 from undula.recovery.snapshot import Snapshot, find_snapshots, is_private
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import WorkerState
-from undula.state.records import Event, StepRow
+from undula.state.events import SnapshotEvent, WarningEvent
+from undula.state.records import StepRow
 
 
 class RankSnapshots:
@@ -74,7 +75,7 @@ class RankSnapshots:
         """Whether there is no memory for this rank's pieces, without which those of the others are of no use."""
         return self._writer is not None and self._writer.problem is not None and not self._live.is_whole
 
-    def news(self, done: int, lacks_piece: bool) -> Event | None:
+    def news(self, done: int, lacks_piece: bool) -> SnapshotEvent | WarningEvent | None:
         """The event about the snapshots that is due: their cost, once, or why there are none any more.
 
         Args:
@@ -86,11 +87,11 @@ class RankSnapshots:
         if lacks_piece or (self._writer.problem and self._live.is_whole):
             problem = self._writer.problem or "the node of another rank has no room for its pieces"
             self.close()
-            return Event("notice", f"no snapshots in memory: {problem}", done)
+            return WarningEvent("no_snapshots", problem, step=done)
         if self._worker.has_reported_snapshots or not (cost := self._writer.cost()):
             return None
         self._worker.has_reported_snapshots = True
-        return Event("snapshot", cost, done, {"bytes": self._writer.bytes})
+        return SnapshotEvent(self._writer.bytes, *cost, step=done)
 
     def delete(self) -> None:
         """Free the memory of the snapshots: the run is over."""

@@ -85,13 +85,11 @@ class SnapshotWriter:
             return 1
         return max(math.ceil(self._cost_s / (COST * self._step_s)), 1)
 
-    def cost(self) -> str | None:
-        """How often snapshots are taken and what they cost; None before that is known, because the first ones fault their memory in."""
+    def cost(self) -> tuple[int, float] | None:
+        """Number of steps between two snapshots and the share of the time that they take; None before the first ones have settled."""
         if self._taken < SETTLED or not self._step_s:
             return None
-        steps = "after every step" if self.every_steps == 1 else f"every {self.every_steps} steps"
-        share = self._cost_s / (self.every_steps * self._step_s)
-        return f"snapshots {steps}, {self.bytes / 2**20:.0f} MiB of each node's memory, {share:.1%} of the time"
+        return self.every_steps, self._cost_s / (self.every_steps * self._step_s)
 
     def is_due(self, step_s: float) -> bool:
         """Whether a snapshot is to be taken after a step that took `step_s`; called at each."""

@@ -12,7 +12,7 @@ from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
 COMMIT = "commit.json"
-FORMAT = 1
+FORMAT = 2
 _FIX = "restore the previous settings, set another name, or start over with --fresh"
 
 

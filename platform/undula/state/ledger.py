@@ -5,13 +5,12 @@ Every start of a worker group is an *attempt*. An attempt that resumes at step c
 step before a committed checkpoint has its row.
 """
 
-import json
 import re
 import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +18,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from undula.errors import StorageError
-from undula.state.records import Event, StepRow
+from undula.state.events import Event, read_event
+from undula.state.records import StepRow
 from undula.storage import Store
+
+E = TypeVar("E", bound=Event)
 
 LEDGER = "ledger"
 SEGMENT_ROWS = 10_000
@@ -57,12 +59,10 @@ STEP_SCHEMA = pa.schema(
 EVENT_SCHEMA = pa.schema(
     [
         ("time", pa.float64()),
-        # one of group, start, lost, node, batch, validation, loss, snapshot, checkpoint, resize, crash, notice, waiting, fleet, idle,
-        # fault, stop, end
-        ("kind", pa.string()),
+        ("kind", pa.string()),  # of a class of undula.state.events
         ("step", pa.int64()),  # number of committed steps when the event happened; null if unknown
         ("message", pa.string()),
-        ("data", pa.string()),  # JSON object
+        ("data", pa.string()),  # JSON object of the fields of that class
     ]
 )
 
@@ -217,10 +217,21 @@ def steps_done(steps: pa.Table) -> int:
     return int(steps["step"][-1].as_py() + steps["merged_steps"][-1].as_py()) if len(steps) else 0
 
 
-def last_event(events: pa.Table, kind: str) -> dict[str, Any] | None:
-    """Return the newest event of a kind with its data decoded, or None if there is none."""
-    rows = events.filter(pc.equal(events["kind"], kind)).to_pylist()
-    return {**rows[-1], "data": json.loads(rows[-1]["data"])} if rows else None
+def decode_events(table: pa.Table) -> tuple[Event, ...]:
+    """The events of rows of EVENT_SCHEMA, in the same order."""
+    return tuple(map(read_event, table.to_pylist()))
+
+
+def events_of(table: pa.Table, event_type: type[E]) -> list[E]:
+    """The events of one type among rows of EVENT_SCHEMA, in the same order."""
+    rows = table.filter(pc.equal(table["kind"], event_type.KIND)).to_pylist()
+    return [event for event in map(read_event, rows) if isinstance(event, event_type)]
+
+
+def last_event(table: pa.Table, event_type: type[E]) -> E | None:
+    """The newest event of one type; None where there is none."""
+    found = events_of(table, event_type)
+    return found[-1] if found else None
 
 
 def _concat(store: Store, names: list[str], schema: pa.Schema) -> pa.Table:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from undula.errors import CheckpointError
+
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Place of a piece in its tensor: offsets and sizes, by dimension."""
 Shape: TypeAlias = tuple[int, ...]
@@ -192,8 +194,12 @@ def overlaps(one: Box, other: Box) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type of torch with such a name; ValueError where there is none."""
+    """The type that a checkpoint or a snapshot names, as "float32".
+
+    Raises:
+        CheckpointError: torch does not have it.
+    """
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
+        raise CheckpointError(f"a checkpoint names the dtype {name!r}, which torch does not have")
     return dtype

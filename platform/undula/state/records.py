@@ -1,9 +1,6 @@
-"""Records of the ledger: committed steps and events, as plain data that does not depend on the storage library."""
+"""A row of the ledger for each committed step, as plain data without the library that stores it."""
 
-import json
-import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -41,21 +38,3 @@ class StepRow:
     def seconds(self) -> float:
         """Duration of the step in seconds."""
         return self.data_s + self.compute_s + self.communication_s + self.other_s
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to the run: a message for people and data for programs."""
-
-    kind: str
-    """Stable name of the kind of event; see undula.state.ledger.EVENT_SCHEMA."""
-    message: str
-    step: int | None = None
-    """Number of committed steps when the event happened; None if unknown."""
-    data: dict[str, Any] = field(default_factory=dict)
-    time: float = field(default_factory=time.time)
-    """Time of the event in seconds since the epoch."""
-
-    def row(self) -> dict[str, Any]:
-        """Return the event as a row of the ledger."""
-        return {**asdict(self), "data": json.dumps(self.data)}

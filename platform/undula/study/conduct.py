@@ -9,19 +9,19 @@ from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_job
 from undula.plan.plan import Plan
-from undula.report.summary import counted
+from undula.report.data.summary import counted
 from undula.state.directory import held
 from undula.study.heartbeat import keep_heartbeat, refuse_another_driver
 from undula.study.job import Study
 from undula.study.live_table import StudyScreen
 from undula.study.load import load_study
-from undula.study.page import publish
 from undula.study.process import TrialSpec
 from undula.study.progress import StudyProgress, read_progress
 from undula.study.records import TRIALS, delete_study, reset_failures
+from undula.study.render.page import publish
 from undula.study.sweep import sweep
 from undula.study.trials import Trial
-from undula.study.words import rung_within_warmup
+from undula.study.verdicts import early_rung_warning
 from undula.telemetry.hub import start_hub
 from undula.train.run import Run
 
@@ -69,7 +69,7 @@ def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
     if fresh:
         delete_study(study.store)
     study.begin()
-    if note := rung_within_warmup(study.spec):
+    if note := early_rung_warning(study.spec):
         print(f"note: the report will not tell of {note[0].lower()}{note[1:]}", flush=True)
     progress = read_progress(study.store, study.spec)
     if failed := reset_failures(study.store, progress.records.values()):

@@ -18,7 +18,6 @@ from undula.driver.launch import LaunchSpec, launch
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.errors import StorageError
-from undula.state.records import Event
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
@@ -129,7 +128,7 @@ class Listener:
     """
 
     def __init__(self, metric: str, report: Callable[[TrialUpdate], None], leave: Callable[[], None] | None = None):
-        self._kind = EVENT_OF[metric]
+        self._event_type = EVENT_OF[metric]
         self._report = report
         self._leave = leave
         self._last = TrialUpdate(0, inf, is_measured=False)
@@ -140,13 +139,13 @@ class Listener:
         if isinstance(message, Status) and not isfinite(message.loss):
             update = TrialUpdate(message.step, message.loss, is_measured=False)
             self._end_as_diverged(replace(update, message=f"its training loss was {message.loss}"))
-        elif isinstance(message, Event) and message.kind == self._kind:
-            update = TrialUpdate(message.step or 0, loss := float(message.data["loss"]), is_measured=True)
-            if isfinite(loss):
+        elif isinstance(message, self._event_type):
+            update = TrialUpdate(message.step, message.loss, is_measured=True)
+            if isfinite(message.loss):
                 self._last = update
                 self._report(update)
             else:
-                self._end_as_diverged(replace(update, message=f"its loss was {loss}"))
+                self._end_as_diverged(replace(update, message=f"its loss was {message.loss}"))
 
     def ended(self, error: str | None) -> None:
         """Report that the training has ended, with an error's message if it failed."""

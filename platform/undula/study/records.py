@@ -1,20 +1,20 @@
 """The files of a study: the study's spec, the outcomes of its trials, and the records that are read from the trials' ledgers."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from math import inf
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
 from undula.plan.rules import RULES
 from undula.state.commit import CHECKPOINTS
 from undula.state.directory import STUDY_FILE
-from undula.state.ledger import Ledger, read_ledger
+from undula.state.events import LossEvent, StartEvent, ValidationEvent
+from undula.state.ledger import Ledger, events_of, read_ledger
 from undula.storage import Store
 from undula.study.heartbeat import HEARTBEAT_FILE
 from undula.study.spec import StudySpec
@@ -26,8 +26,11 @@ REPORT = "report"
 """Folder of a study's report."""
 OUTCOME = "outcome.json"
 """File in the run directory of a trial that has ended."""
-EVENT_OF = {"validation_loss": "validation", "training_loss": "loss"}
-"""Kind of the ledger's events that measure a metric."""
+EVENT_OF: Mapping[str, type[ValidationEvent | LossEvent]] = {
+    "validation_loss": ValidationEvent,
+    "training_loss": LossEvent,
+}
+"""Type of the ledger's events that measure a metric."""
 
 
 def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None:
@@ -91,10 +94,8 @@ def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
     A training loss is the mean over the steps since the last measurement. It is computed from the rows of the steps, since an event
     holds the losses of one group of workers only.
     """
-    events = ledger.events.filter(pc.equal(ledger.events["kind"], EVENT_OF[spec.metric])).to_pylist()
-    measured = {
-        int(event["step"]): json.loads(event["data"])["loss"] for event in events
-    }  # the newest of a repeated step
+    events: list[ValidationEvent | LossEvent] = events_of(ledger.events, EVENT_OF[spec.metric])
+    measured = {event.step: event.loss for event in events}  # the newest of a repeated step
     steps = ledger.steps
     done = np.asarray(steps["step"]) + np.asarray(steps["merged_steps"])
     curve, begin = [Measurement(0, 0, measured[0])] if 0 in measured else [], 0
@@ -122,14 +123,14 @@ def _noise(ledger: Ledger) -> tuple[tuple[int, float], ...]:
 def _seconds(ledger: Ledger) -> tuple[float, float]:
     """Seconds of wall time, and seconds times workers, from the start of each group of workers to its last step or event."""
     wall = work = 0.0
-    starts: list[dict[str, Any]] = ledger.events.filter(pc.equal(ledger.events["kind"], "start")).to_pylist()
+    starts = events_of(ledger.events, StartEvent)
     rows = np.concatenate([np.asarray(part["time"]) for part in (ledger.steps, ledger.replaced, ledger.events)])
     for number, start in enumerate(starts):
-        until = starts[number + 1]["time"] if number + 1 < len(starts) else inf
-        within = rows[(rows >= start["time"]) & (rows < until)]
-        seconds = float(within.max(initial=start["time"]) - start["time"])  # the clocks of nodes may differ
+        until = starts[number + 1].time if number + 1 < len(starts) else inf
+        within = rows[(rows >= start.time) & (rows < until)]
+        seconds = float(within.max(initial=start.time) - start.time)  # the clocks of nodes may differ
         wall += seconds
-        work += seconds * json.loads(start["data"])["world_size"]
+        work += seconds * start.world_size
     return wall, work
 
 

@@ -71,7 +71,7 @@ def report_study(store: Store, worker_hour: float | None = None) -> list[str]:
         RunError: there is no study, or its record is damaged.
     """
     with needs_extra("study"):
-        from undula.study.page import publish
+        from undula.study.render.page import publish
     spec = read_spec(store)
     if worker_hour is not None:
         spec = replace(spec, worker_hour=worker_hour)

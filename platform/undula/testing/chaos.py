@@ -17,8 +17,8 @@ import psutil
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
+from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
-from undula.state.records import Event
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
@@ -162,7 +162,7 @@ class Chaos:
         """Record a fault: show it, and write it to the run's ledger."""
         self.injected.append(InjectedFault(time.time(), what, self._driver.step))
         self._driver.show(f"chaos: {what}")
-        self._events.event(Event("fault", what, max(self._driver.step, 0)))
+        self._events.event(FaultEvent(what, step=max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """Give a node a notice. `kill_expired` kills it when the deadline is over."""
@@ -178,8 +178,8 @@ class Chaos:
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the current worker group, by rank."""
-        group = last_event(read_ledger(self._store).events, "group")
-        return [worker["pid"] for worker in group["data"]["workers"]] if group else []
+        group = last_event(read_ledger(self._store).events, GroupEvent)
+        return [worker["pid"] or 0 for worker in group.workers] if group else []
 
 
 def replay(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from undula.elastic.pure.fleet import FleetManager, Pace, Work
 from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import ON_DEMAND, SPOT, Fleet, FleetSpec
-from undula.state.records import Event
+from undula.state.events import Event
 
 STEPS = 10**6
 """Number of steps of the simulated work."""
@@ -104,7 +104,7 @@ def run_under(
         fleet.pace = Pace(steps * total_s / STEPS * size, steps, steps)
         wanted = _wanted(fleet, {**spot.ready(now), **on_demand.ready(now)}, now)
         for nodes in (spot, on_demand):
-            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.given_back}
+            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.released}
         # The manager itself releases the spot nodes that it does not need, so the simulation ends no others.
         spot.resize(min(max(wanted.spot, len(spot.ready(now))), available), now)
         on_demand.resize(wanted.on_demand, now)
@@ -123,7 +123,7 @@ def run_under(
 
 def _wanted(fleet: FleetManager, nodes: Mapping[str, Node], now: float) -> Fleet:
     workers = dict.fromkeys(nodes, 1)
-    fleet.look(nodes, workers, workers, now)
+    fleet.update(nodes, workers, workers, now)
     return fleet.wanted
 
 

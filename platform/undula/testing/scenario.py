@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from undula.errors import SpecError
-from undula.state.ledger import Ledger, read_ledger, steps_done
+from undula.state.events import LostEvent
+from undula.state.ledger import Ledger, events_of, read_ledger, steps_done
 from undula.storage import Store
 from undula.testing.chaos import Chaos, Driver, InjectedFault, replay, start_driver
 from undula.testing.faults import Fault, oracle_rank_s, parse_faults, parse_trace
@@ -215,7 +216,7 @@ def _problem(status: int | None, pending: Sequence[Fault], is_trace: bool) -> st
 def outcome(ledger: Ledger, done: tuple[InjectedFault, ...], scenario: Scenario, began: float, low: int) -> Outcome:
     """Return the outcome of a scenario that began at a time in seconds since the epoch."""
     times = np.sort(np.concatenate([ledger.steps["time"].to_numpy(), ledger.replaced["time"].to_numpy()]))
-    reported = [json.loads(event["data"])["steps"] for event in ledger.events.to_pylist() if event["kind"] == "lost"]
+    reported = [event.steps for event in events_of(ledger.events, LostEvent)]
     lost = max(len(ledger.replaced), sum(reported))  # the rows of lost steps can be lost as well, but not the events
     steps = ledger.steps
     found = Outcome(done, steps_done(steps), len(steps), lost, outages(times.tolist(), done))

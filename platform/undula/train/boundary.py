@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from undula.errors import StorageError
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request
-from undula.state.records import Event, StepRow
+from undula.state.events import EndEvent, WarningEvent
+from undula.state.records import StepRow
 from undula.train.context import TrainContext
 from undula.train.step_reduction import Wants
 
@@ -100,7 +101,7 @@ class StepBoundary:
         """Wait for the checkpoint under way; returns what went wrong with it."""
         error = self._context.checkpoints.wait()
         if error:
-            self._context.report(Event("notice", f"a checkpoint failed, training goes on: {_reason(error)}"))
+            self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
         return error
 
     def _leave(self, done: int) -> None:
@@ -113,8 +114,7 @@ class StepBoundary:
             answers: list[Any] = [None] * context.setup.layout.world_size
             dist.all_gather_object(answers, is_given, group=context.setup.layout.control)
             if not all(answers):
-                message = "the head has no room for the pieces of the state: saving to storage"
-                context.report(Event("notice", message, done))
+                context.report(WarningEvent("no_room_for_shards", step=done))
                 self.save(done)
         self.finish_saving()
         raise LeaveGroup
@@ -144,8 +144,7 @@ class StepBoundary:
             raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
         if context.snapshots:
             context.snapshots.delete()
-        total_steps = context.setup.plan.total_steps
-        context.report(Event("end", f"finished after {total_steps} steps", total_steps))
+        context.report(EndEvent(step=context.setup.plan.total_steps))
 
     def close(self, wait: bool = True) -> None:
         """End the threads beside the loop. A loop that an exception has left cannot do so until its frame is gone.

@@ -17,8 +17,9 @@ from undula.recovery.rank_snapshots import RankSnapshots
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
 from undula.state.checkpoint import Checkpointer
+from undula.state.events import Event
 from undula.state.ledger import next_attempt
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store, open_store
 from undula.telemetry.messages import Publisher
 from undula.telemetry.reporter import Telemetry

@@ -10,7 +10,7 @@ from undula.plan.noise import Measured
 from undula.plan.plan import Plan
 from undula.plan.rules import RULES, Ramp, RuleName, Scaled, scaled_beta, warning
 from undula.plan.schedule import Schedule, ScheduleSpec
-from undula.state.records import Event
+from undula.state.events import BatchEvent
 
 GROUP_RATES = "schedule.group_rates"
 AVERAGES = ("betas", "alpha", "eps")
@@ -61,7 +61,7 @@ class Rate:
 
 def rate_for(
     schedule: ScheduleSpec, plan: Plan, cells: int, start: int, former: Mapping[str, Any]
-) -> tuple[Rate, Event | None]:
+) -> tuple[Rate, BatchEvent | None]:
     """The rate of a group that goes on from step `start`, and what changes with it.
 
     Args:
@@ -76,7 +76,7 @@ def rate_for(
     if plan.spec.batch != "elastic":
         if kappa == 1 or start:
             return rate, None
-        return rate, Event("batch", _told(rate.rule, batch, kappa), start, {"batches": 1, "kappa": kappa})
+        return rate, _batch_event(rate, 0.0, start)
     before = Ramp(**former["ramp"]) if "ramp" in former else None
     length = 0.0
     if before and kappa > before.end:
@@ -85,14 +85,14 @@ def rate_for(
     rate = replace(rate, ramp=ramp)
     if former.get("batches") == batches:
         return rate, None
-    message = _told(rule, batches * batch, kappa) + (f" after {length:.0f} samples" if length else "")
-    return rate, Event("batch", message, start, {"batches": batches, **ramp.values()})
+    return rate, _batch_event(rate, length, start)
 
 
-def _told(rule: RuleName, samples: int, kappa: float) -> str:
-    if RULES[rule].is_measured:
-        return f"steps of {samples} samples, learning rate by {rule} for {kappa:g} times the base batch"
-    return f"steps of {samples} samples, learning rate times {RULES[rule].scaled(kappa, None).lr:g}"
+def _batch_event(rate: Rate, warmup_samples: float, step: int) -> BatchEvent:
+    samples = rate.batches * rate.batch
+    factor = samples / rate.base_batch
+    lr_factor = None if RULES[rate.rule].is_measured else RULES[rate.rule].scaled(factor, None).lr
+    return BatchEvent(samples, rate.rule, factor, lr_factor, warmup_samples, rate.batches, step=step)
 
 
 class GroupRates:

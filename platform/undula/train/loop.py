@@ -10,7 +10,7 @@ from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import folder_of
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import LeaveGroup
-from undula.state.records import Event
+from undula.state.events import StartEvent, ValidationEvent, WarningEvent
 from undula.telemetry.reporter import Telemetry
 from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
@@ -104,10 +104,9 @@ class TrainingLoop:
         if change:
             context.report(change)
         if start == 0 and context.group_rates.warning:
-            context.report(Event("notice", context.group_rates.warning))
+            context.report(WarningEvent("batch_rule", context.group_rates.warning))
         if self._has_loss is False and job.data.validation is not None:
-            message = "data.validation is given, but run.steps() has no validate=: nothing is validated"
-            context.report(Event("notice", message))
+            context.report(WarningEvent("no_validation"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:
             folder = folder_of(job.run_url, job.run_id)
             writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, layout.local_rank, every)
@@ -116,16 +115,9 @@ class TrainingLoop:
     def _report_start(self, restored: Restored) -> None:
         context, layout = self._context, self._context.setup.layout
         for problem in restored.damaged.values():
-            context.report(Event("notice", f"checkpoint skipped: {problem}", restored.step))
-        workers = f"{layout.world_size} worker{'s' if layout.world_size > 1 else ''}"
-        message = f"resumed from {restored.origin} of step {restored.step}" if restored.origin else "started"
-        data = {
-            "world_size": layout.world_size,
-            "cells": layout.num_cells,
-            "attempt": context.setup.attempt,
-            "resumed": bool(restored.origin),
-        }
-        context.report(Event("start", f"{message} with {workers}", restored.step, data))
+            context.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
+        origin, attempt = restored.origin or None, context.setup.attempt
+        context.report(StartEvent(layout.world_size, attempt, origin, layout.num_cells, step=restored.step))
 
     def _after_step(self, before: int, done: int) -> None:
         context = self._context
@@ -161,5 +153,4 @@ class TrainingLoop:
         if self._validation is None:
             return
         loss, samples = exact_mean(*self._validation.losses(), self._context.setup.layout.control)
-        event = Event("validation", f"validation loss {loss:.4f}", done, {"loss": loss, "samples": samples})
-        self._context.report(event)
+        self._context.report(ValidationEvent(loss, samples, step=done))

@@ -25,7 +25,8 @@ from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
 from undula.state.checkpoint import Checkpointer
-from undula.state.records import Event
+from undula.state.events import CheckpointEvent
+from undula.state.model_state import check_state
 from undula.telemetry.messages import Publisher
 from undula.train.buffers import BufferMean
 from undula.train.context import RunSetup, TrainContext
@@ -147,6 +148,8 @@ class Run:
         if self._optimizer is None:
             raise UsageError("run.steps() was called before run.model() and run.optimizer(): give both first")
         self._has_started = True
+        assert self._model is not None
+        check_state(self._model, self._optimizer)
         self._loop = TrainingLoop(self._context(), validate, self._validation_map)
         yield from self._loop.steps()
 
@@ -186,7 +189,7 @@ class Run:
                 context.telemetry.flush()
 
         def report_saved(done: int, seconds: float) -> None:
-            context.report(Event("checkpoint", f"checkpoint of step {done} committed", done, {"seconds": seconds}))
+            context.report(CheckpointEvent(seconds, step=done))
 
         context = TrainContext(
             setup,

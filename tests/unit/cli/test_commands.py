@@ -22,6 +22,7 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
+from undula.testing.scenario import Outcome
 
 Command = Callable[..., Any]
 """The fixture `undula`."""
@@ -60,7 +61,7 @@ def test_the_command_line_starts_fast() -> None:
 
 def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
     """Ray reads a cluster's token when it is imported, and the local cluster has none before it starts."""
-    modules = "undula.cluster.submission, undula.study.submission, undula.study.status, undula.study.page"
+    modules = "undula.cluster.submission, undula.study.submission, undula.study.status, undula.study.render.page"
     check = f"import sys, {modules}; sys.exit(', '.join({{'ray'}} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -98,7 +99,7 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("undula.report.terminal.print_runs", interrupted)
+    monkeypatch.setattr("undula.report.render.terminal.print_runs", interrupted)
     said = undula("ls")
     assert (said.status, said.err.split()) == (130, ["stopped"])
 
@@ -145,6 +146,42 @@ def test_verify_looks_for_both_runs_where_the_runs_are(undula: Command, runs: Pa
     shown = undula("verify", "one", "--against", "two", "--runs", runs, "--json")
     assert shown.status == 0, shown.err
     assert "4 steps as in run: the same samples" in shown.out
+
+
+def test_chaos_ends_with_the_path_of_its_run(undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_scenario(*_: object) -> Outcome:
+        write_planned_run(runs / "job-chaos", runs.parent / "data")
+        return Outcome(done=(), steps=4, updates=4, steps_lost=0, outages=())
+
+    monkeypatch.setattr("undula.testing.scenario.run_scenario", run_scenario)
+    (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
+    arguments = ("chaos", JOB, "--faults", runs.parent / "faults.txt", "name=job", f"runs={runs}")
+    said = undula(*arguments)
+    assert said.status == 0, said.err
+    assert said.out.splitlines()[-2:] == [
+        f"certificate: holds (undula verify {runs}/job-chaos)",
+        f"run directory: {runs}/job-chaos",
+    ]
+    assert json.loads(undula(*arguments, "--json").out)["run"] == f"{runs}/job-chaos"
+
+
+def test_chaos_refuses_workers_that_fit_on_none_of_its_nodes(undula: Command, runs: Path) -> None:
+    (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
+    said = undula("chaos", JOB, "--faults", runs.parent / "faults.txt", "workers.cpus=2")
+    assert said.status == 2
+    assert "workers.cpus is 2, but each node of `undula chaos` has 1 CPU, and a local cluster cannot grow" in said.err
+
+
+def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("undula.cluster.submit.submit", lambda *_: -9)
+    said = undula("run", JOB, "name=job", f"runs={runs}", "--address", "http://head:8265")
+    assert said.status == -9
+    assert said.out.splitlines()[-2:] == [
+        f"run directory: {runs}/job",
+        "submit it again under the name job to continue",
+    ]
 
 
 def write_planned_run(folder: Path, data: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
@@ -17,7 +18,7 @@ from undula.cluster.check import load_cluster, node_types
 from undula.cluster.prices import AWS_TITLE, PRICES_FILE, load_prices, mean_price, spot_history, with_aws_history
 from undula.errors import SpecError
 from undula.plan.prices import Machine, Prices
-from undula.state.records import Event
+from undula.state.events import EndEvent, GroupEvent
 
 CLUSTER = Path(__file__).parents[3] / "cluster.yaml"
 BEGAN = 1_795_233_000.0
@@ -216,11 +217,12 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ec2]:
     server.server_close()
 
 
-def group(*machines: Machine, time: float = BEGAN) -> Event:
-    told = [
+def group(*machines: Machine, time: float = BEGAN) -> GroupEvent:
+    labels = [
         {"machine": each.type, "market": each.market, "region": each.region, "zone": each.zone} for each in machines
     ]
-    return Event("group", "", data={"workers": told}, time=time)
+    places: Any = [{name: value for name, value in each.items() if value} for each in labels]
+    return GroupEvent(tuple(places), time=time)
 
 
 def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> None:
@@ -231,7 +233,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
         ("g5.xlarge", "us-west-2b", BEGAN - 500, 0.9),
     ]
     anywhere, other = Machine("g6.xlarge", "spot", "us-west-2"), Machine("g5.xlarge", "spot", "us-west-2", "us-west-2a")
-    events = [group(G6_A, anywhere, other, Machine("g6.xlarge", "on-demand")), Event("end", "", time=BEGAN + 3600)]
+    events = [group(G6_A, anywhere, other, Machine("g6.xlarge", "on-demand")), EndEvent(time=BEGAN + 3600)]
     prices = with_aws_history(load_prices(), events)
     assert prices.seen == pytest.approx({G6_A: 0.7, anywhere: 0.45})
     quote = prices.quote(G6_A, "spot")
@@ -251,7 +253,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
 
 def test_where_aws_refuses_the_lists_count_and_a_note_says_so(ec2: Ec2) -> None:
     ec2.refuses = True
-    prices = with_aws_history(load_prices(), [group(G6_A), Event("end", "", time=BEGAN + 60)])
+    prices = with_aws_history(load_prices(), [group(G6_A), EndEvent(time=BEGAN + 60)])
     assert hourly(prices, "g6.xlarge", "spot") == 0.4307
     (note,) = prices.notes
     assert "not authorized" in note

@@ -172,7 +172,11 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
             ("plan.global_batch=10",),
             "command line: plan.global_batch is 10, which is not a multiple of virtual_workers (4)",
         ),
-        ("", ("workers.min=3",), "command line: workers.min is 3, more than max (1): lower min or raise max"),
+        (
+            "",
+            ("workers.min=3",),
+            "command line: workers.min is 3, which is larger than max (1); lower min or raise max",
+        ),
         ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4), and"),
         (
             "schedule: {decay: step}\n",

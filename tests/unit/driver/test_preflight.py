@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_of_this_model_is_not(t
         return Commit("checkpoints/step-1-a1", 1, "", tensors, {}, {})
 
     check_model(train, loaded, plan, commit(weight=(3, 2), bias=(3,)))
-    with pytest.raises(CheckpointError, match=r"'weight' with shape \(3, 4\), the model has \(3, 2\)"):
+    with pytest.raises(CheckpointError, match=r"'weight' has shape \(3, 4\), but the model's has shape \(3, 2\)"):
         check_model(train, loaded, plan, commit(weight=(3, 4), bias=(3,)))
 
 

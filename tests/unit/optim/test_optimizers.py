@@ -21,7 +21,8 @@ from undula.optim.optimizers import SETTINGS, OptimizerConfig, make_optimizer
 from undula.plan.noise import Measured
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.state.ledger import read_ledger
+from undula.state.events import StartEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.state.model_state import load_state, model_and_optimizer_state
 from undula.storage import Store
 from undula.study.spec import CLASSES
@@ -330,8 +331,8 @@ def test_a_run_that_goes_on_at_another_world_size_has_the_same_bits(
     on_ranks(3, _trained, moved, 5)
     assert on_ranks(2, _trained, moved) == [alone, alone]
     for run in runs_of(moved).values():
-        told = read_ledger(Store(run.run_url)).events["message"].to_pylist()
-        assert [line for line in told if line.startswith(f"resumed from {origin} of step ")]
+        starts = events_of(read_ledger(Store(run.run_url)).events, StartEvent)
+        assert origin in [start.origin for start in starts]
 
 
 def test_horovod_reduces_for_them_as_torch_does(tmp_path: Path) -> None:

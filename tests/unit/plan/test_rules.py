@@ -191,7 +191,7 @@ def test_a_new_worker_group_continues_from_the_previous_groups_learning_rate() -
     assert multipliers(first, 0, [8], 1) == [1.0]
     grown, event = rate_for(schedule, plan, 4, 10, first.values())
     assert event is not None
-    assert event.message == "steps of 16 samples, learning rate times 2 after 32 samples"
+    assert (event.samples, event.lr_factor, event.warmup_samples) == (16, 2.0, 32.0)
     assert multipliers(grown, 80, [0, 16, 32, 48], 2) == [1.0, 1.5, 2.0, 2.0]
     assert multipliers(grown, 80, [48], 1) == [1.0]  # the last step of an epoch, with one global batch left
     # After a crash during the re-warmup, a group of the same size continues it.
@@ -208,7 +208,7 @@ def test_legw_rewarms_longer_in_proportion_to_the_growth_of_the_batch() -> None:
     first, _ = rate_for(schedule, plan, 2, 0, {})
     grown, event = rate_for(schedule, plan, 8, 10, first.values())
     assert event is not None
-    assert event.message == "steps of 32 samples, learning rate times 2 after 128 samples"
+    assert (event.samples, event.lr_factor, event.warmup_samples) == (32, 2.0, 128.0)
     assert multipliers(grown, 80, [0, 64, 128], 4) == pytest.approx([1.0, sqrt(2.5), 2.0])
 
 
@@ -217,8 +217,8 @@ def test_the_learning_rate_is_scaled_from_the_base_batch_to_the_batch_of_the_run
     rate, event = rate_for(ScheduleSpec(decay="constant", base_batch=2), plan, 1, 0, {})
     assert multipliers(rate, 0, [8, 16], 1) == [4.0, 4.0]
     assert event is not None
-    assert event.message == "steps of 8 samples, learning rate times 4"
-    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # a later group does not report it again
+    assert (event.samples, event.lr_factor, event.warmup_samples) == (8, 4.0, 0.0)
+    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # it was event at the beginning
     assert rate_for(ScheduleSpec(), plan, 1, 0, {})[1] is None
 
 

@@ -28,43 +28,43 @@ def snapshot(step: int, half: int | None) -> Snapshot:
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
 def test_the_newest_of_which_all_parts_have_come_stays_whole(comes: list[tuple[bool, bool]]) -> None:
     """Rank 0 sends a half at each step; rank 1's half does not come at all, or comes only after rank 0's next."""
-    keeper = ReplicaStore()
+    store = ReplicaStore()
     whole, late = 0, 0
     for step, (comes_at_all, is_late) in enumerate(comes, 1):
-        keeper.keep("rank 0", snapshot(step, 0))
+        store.keep("rank 0", snapshot(step, 0))
         for ready in (late, step if comes_at_all and not is_late else 0):
             if ready:
-                keeper.keep("rank 1", snapshot(ready, 1))
+                store.keep("rank 1", snapshot(ready, 1))
                 whole = max(whole, ready)
         late = step if comes_at_all and is_late else 0
-        assert keeper.newest_whole == ((1, whole) if whole else NEVER)
-        kept = keeper.share(0, 1)
+        assert store.newest_whole == ((1, whole) if whole else NEVER)
+        kept = store.share(0, 1)
         assert len(kept) <= 2 + UNFINISHED  # two halves, and what has come of newer ones
         if whole:
             assert is_complete([each.holding for each in kept if each.age == (1, whole)])
 
 
 def test_ranks_fetch_all_of_it_together() -> None:
-    keeper = ReplicaStore()
+    store = ReplicaStore()
     for half in (0, 1):
-        keeper.keep(f"rank {half}", snapshot(3, half))
-    assert sorted(len(keeper.share(rank, 3)) for rank in range(3)) == [0, 1, 1]
+        store.keep(f"rank {half}", snapshot(3, half))
+    assert sorted(len(store.share(rank, 3)) for rank in range(3)) == [0, 1, 1]
 
 
 def test_of_a_state_that_each_rank_has_whole_one_copy_is_kept() -> None:
-    keeper = ReplicaStore()
+    store = ReplicaStore()
     for step in (1, 2, 3):
-        keeper.keep("rank 0", snapshot(step, None))
-    assert [each.age for each in keeper.share(0, 1)] == [(1, 3)]
+        store.keep("rank 0", snapshot(step, None))
+    assert [each.age for each in store.share(0, 1)] == [(1, 3)]
 
 
-def test_a_worker_gives_what_is_newer_and_has_room() -> None:
+def test_a_worker_exports_a_state_that_is_newer_and_has_room() -> None:
     worker = SimpleNamespace(_state=WorkerState())
-    give: Any = partial(ElasticWorker.give_state, worker)
-    assert give(room=1e9, has=NEVER) is None
+    export: Any = partial(ElasticWorker.export_state, worker)
+    assert export(room=1e9, newest=NEVER) is None
     state = RankState({"w": Piece(arange(10), (10,), (0,))}, {})
     worker._state.held = HeldState("plan", 1, 3, state, ())
-    meta, data = give(room=80, has=(1, 2))
+    meta, data = export(room=80, newest=(1, 2))
     assert parsed(meta, bytearray(data)).age == (1, 3)
-    assert give(room=80, has=(1, 3)) is None
-    assert give(room=79, has=NEVER).endswith("more than half of the memory that the head has free")
+    assert export(room=80, newest=(1, 3)) is None
+    assert export(room=79, newest=NEVER).endswith("more than half of the memory that is free on the head")

@@ -13,8 +13,8 @@ from undula.data.planned import PlannedSamples
 from undula.data.write import write_shards
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
-from undula.report.certificate import certify, data_of
-from undula.report.summary import JobRecord, RecordedRun
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.summary import JobRecord, RecordedRun
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
 from undula.state.records import StepRow
 from undula.storage import Store

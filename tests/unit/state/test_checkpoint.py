@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_kept(store: Store) -> No
     del body["sha256"]
     store.write(path, commit_json({**body, "format": 99}))
     with pytest.raises(
-        CheckpointError, match=r"step-00000001-a1 has checkpoint format 99, .* reads format 1; use the version"
+        CheckpointError, match=r"step-00000001-a1 has checkpoint format 99, .* reads format 2; use the version"
     ):
         checkpoints.newest_whole()
     assert store.exists(path)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from undula.errors import StorageError
 from undula.state import ledger as module
-from undula.state.ledger import LedgerWriter, committed, last_event, next_attempt, read_ledger
-from undula.state.records import Event, StepRow
+from undula.state.events import CrashEvent, EndEvent, StartEvent
+from undula.state.ledger import LedgerWriter, committed, decode_events, last_event, next_attempt, read_ledger
+from undula.state.records import StepRow
 from undula.storage import Store
 
 
@@ -28,7 +29,7 @@ def test_later_attempts_replace_the_steps_of_earlier_ones(tmp_path: Path) -> Non
     for start in (0, 3):
         attempt = next_attempt(store)
         writer = LedgerWriter(store, attempt)
-        writer.event(Event("start", "started", start, {"world_size": 1}))
+        writer.event(StartEvent(1, attempt, step=start))
         for step in range(start, start + 5):
             writer.step(row(attempt, step))
         writer.close()
@@ -37,8 +38,10 @@ def test_later_attempts_replace_the_steps_of_earlier_ones(tmp_path: Path) -> Non
     assert ledger.steps["attempt"].to_pylist() == [1, 1, 1, 2, 2, 2, 2, 2]
     assert ledger.replaced["step"].to_pylist() == [3, 4]
     assert ledger.steps["sample_digest"][0].as_py() == 2**64 - 1
-    assert last_event(ledger.events, "start")["data"] == {"world_size": 1}
-    assert last_event(ledger.events, "end") is None
+    last = last_event(ledger.events, StartEvent)
+    assert last is not None
+    assert (last.world_size, last.attempt, last.step) == (1, 2, 3)
+    assert last_event(ledger.events, EndEvent) is None
 
 
 def test_a_full_segment_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +60,9 @@ def test_a_full_segment_is_not_written_again(tmp_path: Path, monkeypatch: pytest
 def test_an_event_is_stored_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
-    writer.event(Event("crash", "a worker died"))
-    assert read_ledger(store).events["message"].to_pylist() == ["a worker died"]
+    event = CrashEvent("failure", "a worker died")
+    writer.event(event)
+    assert decode_events(read_ledger(store).events) == (event,)
     writer.close()
 
 
@@ -120,11 +124,11 @@ def test_rows_survive_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatc
             raise StorageError("cannot write: No space left on device")
 
         full.setattr(Store, "write", refuse)
-        ledger.event(Event("start", "started", 0))
-        with pytest.raises(StorageError):  # the flush before a checkpoint's commit must not hide the error
+        ledger.event(StartEvent(1, 1, step=0))
+        with pytest.raises(StorageError):  # what a checkpoint's commit must know
             ledger.flush()
     ledger.close()
-    assert read_ledger(store).events["message"].to_pylist() == ["started"]
+    assert read_ledger(store).events["kind"].to_pylist() == ["start"]
 
 
 def test_rows_that_a_later_attempt_writes_again_count_once(tmp_path: Path) -> None:
@@ -134,11 +138,8 @@ def test_rows_that_a_later_attempt_writes_again_count_once(tmp_path: Path) -> No
         first.step(row(1, step))
     first.flush()
     assert first.stored_steps == 3
-    second.event(Event("start", "resumed", 4))
-    for step in (
-        2,
-        3,
-    ):  # the last rows of the first attempt, from its surviving ranks; its rank 0 was lost with the row of step 3
+    second.event(StartEvent(1, 2, "the memory of a worker", step=4))
+    for step in (2, 3):  # the last that the first attempt's other ranks had; its rank 0 was lost with step 3
         second.step(row(1, step))
     second.step(row(2, 4))
     second.close()

@@ -15,7 +15,7 @@ from undula.errors import StorageError
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.state.records import Event
+from undula.state.events import ValidationEvent
 from undula.state.spec import CheckpointSpec
 from undula.study import process
 from undula.study.process import TrialProcess, TrialSpec
@@ -98,7 +98,7 @@ def test_a_storage_that_fails_for_a_while_fails_no_trial(trial: Begin) -> None:
     def train(publish: Any) -> None:
         if failures:
             raise failures.pop()
-        publish(Event("validation", "", 2, {"loss": 1.0}))
+        publish(ValidationEvent(1.0, 9, step=2))
 
     made = trial(train)
     assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
@@ -110,7 +110,7 @@ def test_the_next_trial_of_a_process_begins_when_the_former_one_has_left(trial: 
 
     def train(publish: Any) -> None:
         told.append("begun")
-        publish(Event("validation", "", 0, {"loss": 1.0}))
+        publish(ValidationEvent(1.0, 9, step=0))
         leaves.wait(10)
         told.append("left")
 

@@ -158,6 +158,7 @@ def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
     assert exit.value.code == 0
     out = capsys.readouterr().out
     assert "all 4 trials have ended: --fresh starts over" in out
+    assert out.splitlines()[-1] == f"study directory: {made.url}"
     assert "starting" not in out
     assert "target 2" in Path(made.store.path("report/index.html")).read_text()
     assert read_spec(made.store).target == 2.0

@@ -19,10 +19,10 @@ from playwright.sync_api import Browser, sync_playwright
 from study_records import quadratic_records, valley
 
 from undula.storage import Store
-from undula.study.drawing import log_ticks, spread, tick_label
 from undula.study.findings import find
-from undula.study.page import verdict_lines, write_report
-from undula.study.rate_figures import draw_map
+from undula.study.render.drawing import log_ticks, spread, tick_label
+from undula.study.render.page import verdict_lines, write_report
+from undula.study.render.rate_figures import draw_map
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import TrialRecord
 

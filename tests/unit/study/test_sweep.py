@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from undula.elastic.pure.spec import WorkersSpec
+from undula.state.events import StartEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 from undula.study import sweep
 from undula.study.progress import StudyProgress
@@ -29,10 +30,10 @@ def recorder_of(folder: Path, progress: StudyProgress) -> _Recorder:
 def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lost(tmp_path: Path) -> None:
     store = Store(str(tmp_path)) / TRIALS / TRIAL.name
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "", 0, {"world_size": 1}))
+    ledger.event(StartEvent(1, 1, step=0))
     for step in range(4):
         ledger.step(StepRow(1, step, 0, 10 * (step + 1), 10, 1, 1.0, 0.1, 0, 1, 0, 0, 0, 100.0 + step))
-        ledger.event(Event("validation", "", step + 1, {"loss": (5.0, 4.0, 1.0, 1.1)[step]}))
+        ledger.event(ValidationEvent((5.0, 4.0, 1.0, 1.1)[step], 9, step=step + 1))
     ledger.close()
     heard = (Measurement(30, 3, 1.0), Measurement(40, 4, 1.1))  # by the process that took its place
     progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1, heard)})

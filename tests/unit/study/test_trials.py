@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.errors import RunError
+from undula.state.events import CheckpointEvent, LossEvent, StartEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 from undula.study import heartbeat
 from undula.study.heartbeat import (
@@ -80,15 +81,15 @@ def row(step: int, loss: float, attempt: int = 1, **values: object) -> StepRow:
     return replace(base, **values)  # type: ignore[arg-type]
 
 
-def written(folder: Path, metric: str = "validation") -> Store:
+def written(folder: Path) -> Store:
     """A run of three steps with a measurement after each, the last of which was made twice."""
     store = Store(str(folder))
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "started", 0, {"world_size": 2}, time=99.0))
+    ledger.event(StartEvent(2, 1, step=0, time=99.0))
     for step, loss in enumerate((5.0, 4.0, 3.0)):
         ledger.step(row(step, loss, logged='{"noise_scale": 7.5}' if step == 1 else "{}"))
-        ledger.event(Event(metric, "", step + 1, {"loss": loss - 1}, time=100.0 + step))
-    ledger.event(Event(metric, "", 3, {"loss": 1.5}, time=103.0))
+        ledger.event(ValidationEvent(loss - 1, 9, step=step + 1, time=100.0 + step))
+    ledger.event(ValidationEvent(1.5, 9, step=3, time=103.0))
     ledger.close()
     return store
 
@@ -104,11 +105,11 @@ def test_a_trial_that_trains_is_read_from_its_ledger(tmp_path: Path) -> None:
 def test_training_loss_is_the_mean_since_the_last_place(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "started", 0, {"world_size": 1}))
+    ledger.event(StartEvent(1, 1, step=0))
     for step, loss in enumerate((5.0, 4.0, 3.0, 2.0)):
         ledger.step(row(step, loss))
     for step in (2, 4):
-        ledger.event(Event("loss", "", step, {"loss": 99.0}))  # of a group that saw a part of the steps alone
+        ledger.event(LossEvent(99.0, 9, step=step))  # of a group that saw a part of the steps alone
     ledger.close()
     found = read_record(store, replace(SPEC, metric="training_loss"), TRIAL)
     assert [point.loss for point in found.curve] == [4.5, 2.5]
@@ -130,7 +131,7 @@ def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
     store.write(OUTCOME, b"{")
     with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial resumes"):
         read_outcome(store)
-    with pytest.raises(RunError, match="holds no study: give a study's directory"):
+    with pytest.raises(RunError, match="holds no study: give the directory of one"):
         read_spec(store)
 
 
@@ -143,12 +144,12 @@ def heard(*messages: object, error: str | None = None) -> list[TrialUpdate]:
     return told
 
 
-def measured(step: int, loss: float) -> Event:
-    return Event("validation", "", step, {"loss": loss})
+def measured(step: int, loss: float) -> ValidationEvent:
+    return ValidationEvent(loss, 9, step=step)
 
 
 def test_a_trial_tells_its_measurements_and_how_it_ended() -> None:
-    told = heard(measured(0, 3.0), Event("checkpoint", ""), measured(2, 1.0))
+    told = heard(measured(0, 3.0), CheckpointEvent(1.0, step=1), measured(2, 1.0))
     assert [(news.step, news.loss, news.is_measured, news.state) for news in told] == [
         (0, 3.0, True, "running"),
         (2, 1.0, True, "running"),

@@ -20,9 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from undula.report.cost import Cost, PriceFinder, cost_of
-from undula.report.cost_section import cost_section
-from undula.report.summary import (
+from undula.report.data.cost import Cost, PriceFinder, cost_of
+from undula.report.data.summary import (
     MARKED_KINDS,
     SECONDS_CLASSES,
     AxisName,
@@ -51,7 +50,8 @@ from undula.report.summary import (
     validation_curve,
     without_nan,
 )
-from undula.state.records import Event
+from undula.report.render.cost_section import cost_section
+from undula.state.events import Event
 from undula.storage import Store
 
 PAGE = "report.html"
@@ -134,7 +134,7 @@ def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> s
         "charts": {chart.key: {"tracks": _track_data(chart)} for chart in charts},
         "events": [_mark_data(mark) for mark in marks[-CURVE_POINTS:]],
     }
-    template = (files("undula.report") / "page.html").read_text(encoding="utf-8")
+    template = (files("undula.report.render") / "page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
         name=escape(printable(run.job.name)),
         state=summary.state,

@@ -17,7 +17,7 @@ from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.rules import RULES
-from undula.report.summary import RecordedRun, column, counted
+from undula.report.data.summary import RecordedRun, column, counted
 
 COUNTED_ROWS = 2**30
 """Data sets of more rows are not counted row by row."""

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from undula.errors import RunError, UndulaError
-from undula.report.goodput import goodput
+from undula.report.data.goodput import goodput
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.ledger import Ledger, read_ledger, steps_done
-from undula.state.records import Event
+from undula.state.events import Event, StartEvent, ValidationEvent
+from undula.state.ledger import Ledger, decode_events, read_ledger, steps_done
 from undula.storage import Store
 
 RUNNING_WITHIN_S = 60.0
@@ -89,7 +89,7 @@ class RunSummary:
     seconds: Mapping[str, float]
     """By class of SECONDS_CLASSES, summed over committed steps, mean over ranks."""
     rank_seconds: Mapping[str, float]
-    """By class of `undula.report.goodput`: every second of every rank."""
+    """By class of `undula.report.data.goodput`: every second of every rank."""
     goodput: float
     """Share of them that was useful."""
 
@@ -206,19 +206,11 @@ def validations(events: Sequence[Event]) -> tuple[Validation, ...]:
     """The validations that stand, by step: one of a step that a later attempt did again gives way to the later one."""
     standing: dict[int, Validation] = {}
     for event in events:
-        if event.step is None:
-            continue
-        if event.kind == "start":
+        if isinstance(event, StartEvent):
             standing = {step: entry for step, entry in standing.items() if step <= event.step}
-        elif event.kind == "validation" and isinstance(loss := event.data.get("loss"), int | float):
-            standing[event.step] = Validation(event.step, float(loss), event.time)
+        elif isinstance(event, ValidationEvent):
+            standing[event.step] = Validation(event.step, event.loss, event.time)
     return tuple(standing[step] for step in sorted(standing))
-
-
-def decode_events(table: pa.Table) -> tuple[Event, ...]:
-    """The rows of EVENT_SCHEMA as events."""
-    rows = [(row, json.loads(row["data"] or "{}")) for row in table.to_pylist()]
-    return tuple(Event(**{**row, "data": data if isinstance(data, dict) else {}}) for row, data in rows)
 
 
 def column(table: pa.Table, name: str) -> Floats:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from undula.state.events import Event, GroupEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import Ledger
-from undula.state.records import Event
 
 CLASSES = ("useful", "replayed", "restarting", "checkpoint", "data", "capacity")
 """Work that stands; work that was done again; starting, and falling out of step; held up by a checkpoint; waiting for data; waiting
@@ -37,7 +37,7 @@ class Goodput:
 class Hold:
     """Workers that were held together for a while, and where it went."""
 
-    workers: tuple[Mapping[str, Any], ...]
+    workers: tuple[WorkerPlace, ...]
     """As the event that began it names them: where they ran, and on which machine."""
     seconds: Mapping[str, float]
     """Of each of them, by class of CLASSES; a class of none may be left out."""
@@ -60,27 +60,28 @@ def holds(ledger: Ledger, events: Sequence[Event]) -> Iterator[Hold]:
     """
     rows = _rows(ledger)
     times = np.sort([*(event.time for event in events), *rows["time"].tolist()])
-    marks = [event for event in events if event.kind in ("group", "waiting")]
+    marks = [event for event in events if isinstance(event, GroupEvent | WaitingEvent)]
     for mark, following in zip_longest(marks, marks[1:]):
         end = _end(mark, following, times)
-        if mark.kind == "waiting":
+        if isinstance(mark, WaitingEvent):
             yield Hold(_ready(mark), {"capacity": end - mark.time})
         else:
             own = (rows["time"] > mark.time) & (rows["time"] <= end)
             spent = _of_group({name: values[own] for name, values in rows.items()}, end - mark.time)
-            yield Hold(tuple(mark.data["workers"]), spent)
+            yield Hold(mark.workers, spent)
 
 
-def _ready(waiting: Event) -> tuple[Mapping[str, Any], ...]:
+def _ready(waiting: WaitingEvent) -> tuple[WorkerPlace, ...]:
     """The workers that were held; nothing but their number where an older ledger does not say which."""
-    return tuple(waiting.data.get("workers") or [{}] * waiting.data["ready"])
+    unknown: WorkerPlace = {}
+    return waiting.workers or (unknown,) * waiting.ready
 
 
-def _end(mark: Event, following: Event | None, times: Floats) -> float:
+def _end(mark: GroupEvent | WaitingEvent, following: GroupEvent | WaitingEvent | None, times: Floats) -> float:
     """When workers were given up: as the next ones were told of, or by the last word of a job that was submitted again since."""
     if following is None:
         return float(times[-1])
-    is_another_job = following.data.get("job") != mark.data.get("job")
+    is_another_job = following.job != mark.job
     return float(times[times < following.time].max(initial=mark.time)) if is_another_job else following.time
 
 

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from undula.report.cost import DOING, Cost, cost_rows, dollars
+from undula.report.data.cost import DOING, Cost, cost_rows, dollars
 
 
 def cost_section(cost: Cost) -> str:

@@ -8,14 +8,14 @@ from math import inf, isfinite
 import pyarrow as pa
 
 from undula.plan.rules import RuleName
-from undula.report.cost import HOUR_S, dollars
-from undula.report.summary import duration, number, printable
+from undula.report.data.cost import HOUR_S, dollars
+from undula.report.data.summary import duration, number, printable
 from undula.study.findings import Findings, GroupFindings, Law, Prediction
 from undula.study.fits import Bound
 from undula.study.rates import AtBatch, RatePoint
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord, trial_row
-from undula.study.words import span
+from undula.study.verdicts import interval_text
 
 TRIALS_SHOWN = 300
 NONE = "–"
@@ -146,7 +146,7 @@ def verdict_table(found: GroupFindings) -> str:
     powers = {each.rule: each.exponent for _, law in laws for each in law.verdicts}
     head = "".join(
         f"<th>{escape('' if tuning is found.main else f'under {tuning.rules[0]}, ')}batches {law.batches}"
-        f'<span class="sub">{law.fit.exponent:.2f} ({span(law.fit.interval)})</span></th>'
+        f'<span class="sub">{law.fit.exponent:.2f} ({interval_text(law.fit.interval)})</span></th>'
         for tuning, law in laws
     )
     body = ""

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from undula.errors import UndulaError
-from undula.report.cost import DOING, Cost, PriceFinder, cost_of, cost_rows, dollars
-from undula.report.summary import (
+from undula.report.data.cost import DOING, Cost, PriceFinder, cost_of, cost_rows, dollars
+from undula.report.data.summary import (
     SECONDS_CLASSES,
     Floats,
     RecordedRun,
@@ -36,8 +36,8 @@ from undula.report.summary import (
     without_nan,
 )
 from undula.state.directory import JOB_FILE, STUDY_FILE
+from undula.state.events import Event
 from undula.state.ledger import LEDGER
-from undula.state.records import Event
 from undula.storage import Entry, Store
 
 EVENTS_SHOWN = 12
@@ -48,7 +48,14 @@ _AXIS_WIDTH = 9
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of a braille character, [row, column]
 _BARS = " ▁▂▃▄▅▆▇█"
 _STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "unreadable": "red"}
-_KIND_STYLE = {"crash": "red", "notice": "yellow", "resize": "magenta", "end": "green", "start": "cyan"}
+_KIND_STYLE = {
+    "crash": "red",
+    "notice": "yellow",
+    "warning": "yellow",
+    "resize": "magenta",
+    "end": "green",
+    "start": "cyan",
+}
 _CLASS_STYLE = {"compute": "blue", "communication": "magenta", "data": "yellow", "other": "white"}
 _SPENT_STYLE = {
     "useful": "green",
@@ -96,7 +103,8 @@ def print_runs(
     if summaries or reasons:
         console.print(_runs_table([(folder, summaries[folder]) for folder in newest_first], list(reasons), now))
     for folder in studies:
-        console.print(Text(f"{printable(folder)} is a study: undula study status {printable(folder)}"))
+        url = f"{store_of_runs.url.rstrip('/')}/{folder}"
+        console.print(Text(f"{printable(folder)} is a study: undula study status {printable(url)}"), soft_wrap=True)
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
 

@@ -21,17 +21,17 @@ import pyarrow.parquet as parquet
 import yaml
 
 from undula.plan.rules import changes_rate_alone
-from undula.report.cost import HOUR_S, dollars
-from undula.report.summary import counted, duration, number, printable
+from undula.report.data.cost import HOUR_S, dollars
+from undula.report.data.summary import counted, duration, number, printable
 from undula.storage import Store
-from undula.study import report_tables as tables
-from undula.study.drawing import dark_counterparts
-from undula.study.figures import StudyFigure, group_figures, warmup_figures
 from undula.study.findings import Findings, GroupFindings, find
 from undula.study.rates import optimizer_words
+from undula.study.render import report_tables as tables
+from undula.study.render.drawing import dark_counterparts
+from undula.study.render.figures import StudyFigure, group_figures, warmup_figures
 from undula.study.spec import StudySpec
 from undula.study.trials import TrialRecord
-from undula.study.words import critical_words, not_tested, sentences, span
+from undula.study.verdicts import critical_batch_text, interval_text, untested_sentences, verdict_sentences
 
 FOLDER = "report"
 
@@ -76,9 +76,9 @@ def verdict_lines(spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
     findings = find(spec, records)
     told = []
     for found in findings.groups:
-        told += [f"{found.group.title}:", *(f"  {text}" for text in sentences(found))]
+        told += [f"{found.group.title}:", *(f"  {text}" for text in verdict_sentences(found))]
     told += [f"note: {text}" for text in findings.warnings]
-    return [*told, "not tested:", *(f"  {text}" for text in not_tested(findings))]
+    return [*told, "not tested:", *(f"  {text}" for text in untested_sentences(findings))]
 
 
 def render(
@@ -94,7 +94,7 @@ def render(
         warmups: figures of the warmup ablation.
     """
     spec = findings.spec
-    template = (files("undula.study") / "page.html").read_text(encoding="utf-8")
+    template = (files("undula.study.render") / "page.html").read_text(encoding="utf-8")
     colors = _dark_colors(spec.batches)
     style = template.split("<style>")[1].split("</style>")[0].replace("$figure_colors", colors)
     sections = (
@@ -109,7 +109,7 @@ def render(
         under=_under(findings),
         tiles=_tiles(findings),
         verdicts="".join(_verdict(found) for found in findings.groups) + _warnings(findings),
-        not_tested=_items(not_tested(findings)),
+        not_tested=_items(untested_sentences(findings)),
         groups="".join(sections),
         warmups="".join(map(_figure, warmups)),
         predictions=tables.predictions_table(findings),
@@ -166,7 +166,7 @@ def _dark_colors(batches: Sequence[int]) -> str:
 
 
 def _verdict(found: GroupFindings) -> str:
-    told = _items(sentences(found))
+    told = _items(verdict_sentences(found))
     return f'<div class="card"><h3>{escape(found.group.title)}</h3><ul class="say">{told}</ul></div>{tables.verdict_table(found)}'
 
 
@@ -215,7 +215,7 @@ def _tiles(findings: Findings) -> str:
                     None,
                     (
                         of,
-                        f"{span(law.fit.interval)}, batches {law.batches}" if law else "no fit",
+                        f"{interval_text(law.fit.interval)}, batches {law.batches}" if law else "no fit",
                         "" if law is None or law.tells_apart else "does not tell rules apart",
                     ),
                 )
@@ -223,7 +223,7 @@ def _tiles(findings: Findings) -> str:
         ),
         (
             "critical batch",
-            critical_words(first.pareto) if first.pareto else tables.NONE,
+            critical_batch_text(first.pareto) if first.pareto else tables.NONE,
             " · ".join(filter(None, (of, "samples" if first.pareto else "no fit"))),
         ),
         ("trainings, one after another", duration(seconds), "on the wall clock"),

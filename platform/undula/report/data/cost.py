@@ -1,4 +1,4 @@
-"""What a run has cost: the rank-seconds of undula.report.goodput times what the machines under them cost an hour. Pure.
+"""What a run has cost: the rank-seconds of undula.report.data.goodput times what the machines under them cost an hour. Pure.
 
 Counted is what workers held, from when they were in a group, or ready while their group waited. The head, disks, traffic, and nodes
 that boot or on which a worker is still being made ready are in no rank-second, and so in no dollar of it.
@@ -11,10 +11,10 @@ from typing import Any
 
 from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.plan.prices import MARKETS, Machine, Prices
-from undula.report.goodput import CLASSES, Hold, holds
-from undula.report.summary import RecordedRun, counted, duration, number, printable
+from undula.report.data.goodput import CLASSES, Hold, holds
+from undula.report.data.summary import RecordedRun, counted, duration, number, printable
+from undula.state.events import Event, WorkerPlace
 from undula.state.ledger import steps_done
-from undula.state.records import Event
 
 PriceFinder = Callable[[Sequence[Event]], Prices]
 """The prices of the time of a run, given its events."""
@@ -45,7 +45,7 @@ class Cost:
     """What a run's workers have cost, in US dollars; of those without a price, nothing is in any sum."""
 
     dollars: Mapping[str, float]
-    """By class of undula.report.goodput."""
+    """By class of undula.report.data.goodput."""
     by_market: Mapping[str, float]
     """The same dollars, by market of the machine."""
     on_demand: float | None
@@ -130,7 +130,7 @@ def cost(held: Iterable[Hold], prices: Prices, samples: int, steps: int) -> Cost
     return Cost(by_class, by_market, on_demand, samples, steps, unpriced, tuple(quoted), prices.notes)
 
 
-def shares(workers: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], float]]:
+def shares(workers: Sequence[WorkerPlace]) -> Iterable[tuple[WorkerPlace, float]]:
     """Workers, each with its share of its node; one whose node is not told has a node of its own."""
     peers = Counter(worker.get("node") for worker in workers)
     return ((worker, 1 / peers[worker["node"]] if worker.get("node") else 1.0) for worker in workers)

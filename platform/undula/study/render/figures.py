@@ -10,7 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from undula.study.drawing import (
+from undula.study.findings import Findings, GroupFindings, best_record
+from undula.study.fits import ParetoFit
+from undula.study.rates import Fewest, is_open, optimizer_words
+from undula.study.render.drawing import (
     BAND,
     INK,
     PAPER,
@@ -26,12 +29,9 @@ from undula.study.drawing import (
     styled,
     tick_label,
 )
-from undula.study.findings import Findings, GroupFindings, best_record
-from undula.study.fits import ParetoFit
-from undula.study.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
-from undula.study.rates import Fewest, is_open, optimizer_words
+from undula.study.render.rate_figures import draw_best_rate, draw_map, draw_predicted, draw_rates
 from undula.study.spec import Optimizer, StudySpec
-from undula.study.words import critical_words, is_bounded, span
+from undula.study.verdicts import critical_batch_text, interval_text, is_bounded
 
 WARMUP_DASHES = ("-", (0, (6, 2)), (0, (1.2, 1.6)), (0, (6, 1.5, 1, 1.5)))
 
@@ -205,8 +205,8 @@ def _critical_key(fit: ParetoFit, label: str) -> Line2D:
 
 
 def _critical_label(fit: ParetoFit) -> str:
-    words = critical_words(fit)
-    return f"critical batch {words}" + (f" ({span(fit.interval, 0)})" if is_bounded(fit) else "")
+    words = critical_batch_text(fit)
+    return f"critical batch {words}" + (f" ({interval_text(fit.interval, 0)})" if is_bounded(fit) else "")
 
 
 def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
@@ -270,7 +270,7 @@ def draw_noise(found: GroupFindings) -> Figure:
             axes.axhspan(low, high, color=BAND, lw=0, zorder=0)
         if bounds:
             axes.axhline(fit.critical_batch, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=1)
-        keys.append(_critical_key(fit, f"critical batch {critical_words(fit)}"))
+        keys.append(_critical_key(fit, f"critical batch {critical_batch_text(fit)}"))
     for batch, kept in curves:
         (line,) = axes.plot([at for at, _ in kept], [scale for _, scale in kept], color=colors[batch], lw=1.4)
         if len(kept) == 1:

@@ -12,8 +12,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from undula.plan.rules import RuleName
-from undula.report.summary import number
-from undula.study.drawing import (
+from undula.report.data.summary import number
+from undula.study.findings import GroupFindings, Tuning
+from undula.study.fits import Floats, Optimum, PowerLaw
+from undula.study.rates import AtBatch, RatePoint, factor_of
+from undula.study.render.drawing import (
     AXIS,
     BAND,
     DIVERGED,
@@ -31,11 +34,8 @@ from undula.study.drawing import (
     new_axes,
     spread,
 )
-from undula.study.findings import GroupFindings, Tuning
-from undula.study.fits import Floats, Optimum, PowerLaw
-from undula.study.rates import AtBatch, RatePoint, factor_of
 from undula.study.spec import StudySpec
-from undula.study.words import span
+from undula.study.verdicts import interval_text
 
 REACH = 8.0
 """Times beyond the best rates, up to which the plot of best rates shows where rules go."""
@@ -222,7 +222,7 @@ def _fit_line(axes: Axes, fit: PowerLaw, batches: Sequence[int]) -> Line2D:
         line = fit.factor * x**fit.exponent
         below, above = _band(fit, x)
         axes.fill_between(x, line * np.exp(below), line * np.exp(above), color=BAND, lw=0, zorder=1)
-        label = f"batch^{fit.exponent:.2f} (95 % {span(fit.interval)})"
+        label = f"batch^{fit.exponent:.2f} (95 % {interval_text(fit.interval)})"
     else:
         label = f"batch^{fit.exponent:.2f} (no interval: two batches)"
     (drawn,) = axes.plot(x, fit.factor * x**fit.exponent, color=INK, lw=1.2, zorder=2, label=label)
