@@ -1,4 +1,4 @@
-"""Fixtures for all tests: an S3 server of one's own, so that no test needs the network; a real Ray cluster for the session."""
+"""Fixtures for all tests: a local S3 server, so that no test needs the network, and a Ray cluster for the session."""
 
 import os
 import socket
@@ -20,14 +20,14 @@ from undula import storage
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import shards
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the same modules
-settings.register_profile("undula", deadline=None)  # a busy machine is no failure
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of processes would compile the same modules
+settings.register_profile("undula", deadline=None)  # a test on a busy machine must not fail for being slow
 settings.load_profile("undula")
 
 
 @dataclass(frozen=True)
 class S3:
-    """An empty bucket, and the environment in which clients find it."""
+    """Empty bucket and the environment variables with which clients find it."""
 
     bucket: str
     env: dict[str, str]
@@ -38,7 +38,7 @@ class S3:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """moto's HTTP server in a process of its own: everything but the storage behind it is what S3's clients really do."""
+    """URL of moto's S3 server in a separate process. Clients use real HTTP; only the storage is simulated."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -61,7 +61,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """A fresh bucket; this process's environment points to it for the length of the test."""
+    """New bucket, to which the environment of this process points during the test."""
     env = {
         "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -72,11 +72,11 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         monkeypatch.delenv(name)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    _forget_clients()
+    _clear_client_caches()
     bucket = f"undula-{uuid.uuid4().hex}"
     boto3.client("s3", region_name=env["AWS_REGION"]).create_bucket(Bucket=bucket)
     yield S3(bucket, env)
-    _forget_clients()
+    _clear_client_caches()
 
 
 @pytest.fixture(scope="session")
@@ -101,8 +101,8 @@ def session_jobs(cluster: LocalCluster, text: str, tmp_path_factory: pytest.Temp
     return Jobs(cluster, text, str(tmp_path_factory.mktemp("session-runs")))
 
 
-def _forget_clients() -> None:
-    """The library keeps its clients, which know one endpoint."""
+def _clear_client_caches() -> None:
+    """Clear the cached clients, as each of them is bound to one endpoint."""
     storage._s3_filesystem.cache_clear()
     storage.s3_client.cache_clear()
     shards._client.cache_clear()

@@ -1,4 +1,4 @@
-"""An HTTP proxy before a real S3 server that spoils answers as it is told to."""
+"""HTTP proxy in front of an S3 server that injects faults into answers."""
 
 import http.client
 import socket
@@ -17,13 +17,13 @@ _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your 
 
 
 class FaultyS3(ThreadingHTTPServer):
-    """Passes requests on; the next range requests meet the faults in `faults`, one each.
+    """Proxy that forwards requests and applies one fault of `faults` to each of the next range requests.
 
     Attributes:
-        faults: what happens to the next range requests.
-        ranges: (first, last) byte of each range that was asked for.
-        signed: for each request, whether it came with credentials.
-        slow_s: how long "slow" waits before the first byte.
+        faults: faults of the next range requests.
+        ranges: (first, last) byte of each requested range.
+        signed: whether each request had credentials.
+        slow_s: delay in seconds before the first byte of a "slow" answer.
     """
 
     daemon_threads = True
@@ -41,7 +41,7 @@ class FaultyS3(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *arguments: Any) -> None:
-        """Clients go away in the middle of an answer; that is what the tests are about."""
+        """Ignore errors: the tests make clients close connections in the middle of an answer."""
 
 
 @contextmanager

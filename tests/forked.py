@@ -1,4 +1,4 @@
-"""A script in a process of its own that need not import what takes seconds: a fork of one that has."""
+"""Fast start of scripts: a script runs in a fork of a process that has imported the slow modules already."""
 
 import os
 import runpy
@@ -15,7 +15,7 @@ LIMIT_S = 60.0
 def run_script(
     folder: Path, script: Path, arguments: Sequence[str], env: Mapping[str, str]
 ) -> "subprocess.CompletedProcess[str]":
-    """`python script arguments...`, with `env` beside the environment; its output passes through files in `folder`."""
+    """Run `python script arguments...` with `env` added to the environment. Its output is written to files in `folder`."""
     out, err = folder / "stdout", folder / "stderr"
     process = forks().Process(
         target=_run, args=(str(script), list(arguments), {**os.environ, **env}, str(out), str(err))

@@ -1,4 +1,4 @@
-"""A function on several ranks of Horovod: real processes, which meet at our rendezvous, as in a worker group."""
+"""Helpers that run a function on several ranks of Horovod, in processes that use our rendezvous as a worker group does."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ def meeting_place() -> Iterator[RendezvousServer]:
 
 
 def rank_variables(server: RendezvousServer, world_size: int, spec: HorovodSpec) -> list[dict[str, str]]:
-    """Of a new group's ranks, each on a host of its own."""
+    """Return the environment variables of each rank of a new group, each on its own host."""
     common = {**spec.variables("1", has_gpus=False), **server.begin_group(), "HOROVOD_GLOO_IFACE": "lo"}
     return [{**common, **place} for place in places([str(rank) for rank in range(world_size)])]
 
 
 def on_horovod_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """function(rank, world_size, *arguments) in one process a rank, after hvd.init(); results by rank."""
+    """Call function(rank, world_size, *arguments) in one process per rank, after hvd.init(), and return the results by rank."""
     with meeting_place() as server:
         return on_ranks(
             world_size, _with_horovod, rank_variables(server, world_size, HorovodSpec()), function, arguments

@@ -1,4 +1,4 @@
-"""Runs jobs as users do, a driver in a process of its own, and reads what they leave."""
+"""Helpers that run jobs as users do, with a driver in a separate process, and read their runs."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from undula.storage import Store, open_store
 ROOT = Path(__file__).parents[1]
 LANGUAGE_MODEL = ROOT / "jobs" / "language_model.py"
 SMALL = (*MODEL, *PLAN)
-"""Overrides that make the main job a matter of seconds; its data fits into the head of the stream, which the worker itself reads."""
+"""Overrides with which the main job takes seconds. The workers read all of its data themselves (data.head_mib)."""
 STREAMED = ("data.head_mib=0", "data.read_tasks=1")
-"""All of the data is read in Ray Data's tasks, which take seconds to start."""
+"""Overrides with which Ray Data tasks read all of the data. They take seconds to start."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A driver that has ended."""
+    """Driver that has ended."""
 
     status: int
     out: str
@@ -43,7 +43,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Jobs:
-    """Runs jobs on a cluster."""
+    """Runner of jobs on a cluster."""
 
     cluster: LocalCluster
     text: str
@@ -53,7 +53,7 @@ class Jobs:
 
     def command(self, name: str, *overrides: str) -> list[str]:
         data = (f"data.train={self.text}/train", f"data.validation={self.text}/validation")
-        # An option may stand among the overrides; the last override of a key wins.
+        # Options can be mixed with overrides, and the last override of a key wins.
         return [
             sys.executable,
             str(self.script),
@@ -88,8 +88,8 @@ class Jobs:
         return (f"workers.min={count}", f"workers.max={count}")
 
     def past_an_epoch(self) -> tuple[str, ...]:
-        """Settings of a run with dropout, of 60 steps, of which the 46th is the short end of an epoch."""
-        data = f"data.train={self.text}/validation"  # which is small
+        """Return overrides for 60 steps with dropout. The 46th step is the short last step of an epoch."""
+        data = f"data.train={self.text}/validation"  # a small data set
         return (data, "plan.global_batch=120", "plan.epochs=2", "plan.max_steps=60", "config.model.dropout=0.1")
 
 
@@ -103,7 +103,7 @@ def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) 
 
 
 def relative_difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two series of one length."""
+    """Return the largest relative difference between two series of equal length."""
     assert len(ours) == len(theirs) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 

@@ -1,4 +1,4 @@
-"""A job over a few numbers, for the loop without Ray."""
+"""Job over a few numbers, for tests of the training loop without Ray."""
 
 from pathlib import Path
 from secrets import token_hex
@@ -23,14 +23,13 @@ from undula.train.run import Run
 
 
 def numbers_job(folder: Path, **plan: Any) -> Job:
-    """With 48 samples `x`, which this writes."""
+    """Write a data set of 48 samples `x` and return a job that trains on it."""
     write_numbers(folder, 48)
     return Job(
         name="numbers",
         run_url=str(folder / "run"),
-        run_id=token_hex(
-            8
-        ),  # or what a former test of the same folder left in this machine's memory would be this one's
+        # A new id, so that a snapshot of an earlier test in this machine's memory is not taken for one of this run.
+        run_id=token_hex(8),
         data=DataSpec(train=str(folder / "data")),
         plan=PlanSpec(**{"global_batch": 12, "virtual_workers": 4, **plan}),
         deterministic=False,
@@ -54,6 +53,6 @@ def cpu_run(
     worker: WorkerState | None = None,
     engine: MakeEngine | None = None,
 ) -> Run:
-    """A run on this process's CPU, each rank on the same node."""
+    """Return a run on the CPU of this process, with all ranks on the same node."""
     layout = join_layout(rank, world_size, torch.device("cpu"), local_rank=rank)
     return Run(job, layout, worker or WorkerState(), lambda message: None, engine=engine)

@@ -1,7 +1,8 @@
-"""A synthetic run on labelled machines, to see what its costs look like: `python -m tests.priced_run FOLDER && undula show FOLDER`.
+"""Synthetic run on labelled machines, to see the report of its costs: `python -m tests.priced_run FOLDER && undula show FOLDER`.
 
-Four hours: two spot nodes train for an hour; one has notice and is replaced by an on-demand one after 15 minutes alone; then both go,
-one that is ready waits 20 minutes for a second, and two spot nodes train to the end, in all with ten minutes of steps that are done again.
+The run takes four hours. Two spot nodes train for an hour. One gets a notice, and an on-demand node replaces it 15 minutes later.
+Then both nodes are lost, one node waits 20 minutes for a second one, and two spot nodes train to the end.
+Ten minutes of steps are repeated.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A function on several ranks: real processes, and gloo between them."""
+"""Helpers that run a function on several ranks, in separate processes with gloo."""
 
 import multiprocessing
 import socket
@@ -22,18 +22,18 @@ PRELOADED = (
     ),
     "undula.cli.job_script",
 )
-"""What ranks import, or torch does in their first step: once, in the process of which they are forks."""
+"""Modules that ranks import, or torch imports in their first step. The process that the ranks are forked from imports them once."""
 
 
 def forks() -> ForkServerContext:
-    """Makes processes as forks of one that has imported the PRELOADED and has no threads, unlike this one."""
+    """Return a context whose processes are forks of a process without threads that has imported PRELOADED."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """function(rank, world_size, *arguments) in one process a rank; results by rank."""
+    """Call function(rank, world_size, *arguments) in one process per rank and return the results by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -65,6 +65,6 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     try:
         queue.put((rank, function(rank, world_size, *arguments), None))
-    except BaseException:  # pytest's own failures are no Exceptions; told, and raised by the test's process
+    except BaseException:  # also pytest's failures, which are not Exceptions; the test's process raises them
         queue.put((rank, None, traceback.format_exc()))
     dist.destroy_process_group()

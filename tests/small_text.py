@@ -1,4 +1,4 @@
-"""A small text data set, and the overrides that make the main job a matter of seconds on it."""
+"""Small text data set, and overrides with which the main job takes seconds on it."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ MODULES = (
 
 
 def write_text(folder: Path) -> str:
-    """A corpus of a few standard-library files: several shards of several row groups; its URL."""
+    """Write a corpus of a few standard-library files, with several shards and row groups, and return its URL."""
     source = folder / "source"
     source.mkdir()
     library = Path(os.__file__).parent

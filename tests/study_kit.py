@@ -1,4 +1,4 @@
-"""Runs a small study of the main job, as users do."""
+"""Helpers that run a small study of the main job as users do."""
 
 import json
 import os
@@ -33,7 +33,7 @@ STUDY: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Studies:
-    """Runs studies on a cluster."""
+    """Runner of studies on a cluster."""
 
     cluster: LocalCluster
     text: str
@@ -64,12 +64,12 @@ class Studies:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # Whoever runs the tests in the background may have SIGINT ignored, which children inherit.
+            # Tests in the background may have SIGINT ignored, which child processes inherit.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, file: Path, *options: str, script: Path = LANGUAGE_MODEL, status: int = 0) -> str:
-        """What it printed."""
+        """Run a study and return what it printed."""
         out, _ = (driver := self.start(file, *options, script=script)).communicate(timeout=240)
         assert driver.returncode == status, out[-3000:]
         return out
@@ -78,14 +78,14 @@ class Studies:
         return open_store(str(self.folder / name))
 
     def table(self, name: str) -> list[dict[str, Any]]:
-        """Every trial, without what the clock says."""
+        """Return the row of every trial, without measured times."""
         store = self.store(name)
         spec = read_spec(store)
         rows = [trial_row(record, spec.target) for record in read_progress(store, spec).records.values()]
         return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
 
     def outcomes(self, name: str) -> dict[str, int]:
-        """Trials that have ended, and when that was written."""
+        """Return the trials that have ended, and the modification time of each outcome in nanoseconds."""
         return {
             file.parent.name: file.stat().st_mtime_ns for file in (self.folder / name).glob(f"{TRIALS}/*/{OUTCOME}")
         }

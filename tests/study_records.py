@@ -1,4 +1,4 @@
-"""Records of a study whose answers are known: the noisy quadratic model's expected losses, in closed form, and valleys about a rate."""
+"""Records of a study with known results: expected losses of the noisy quadratic model in closed form, and valleys around a rate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +15,14 @@ MODEL = zhang_quadratic()
 
 
 def noise_of(model: NoisyQuadratic, moment: np.ndarray) -> float:
-    """tr(Sigma) / |G|^2 of the expected gradient."""
+    """Return the gradient noise scale tr(Sigma) / |G|^2 of a model."""
     return float(np.sum(model.count * model.noise) / np.sum(model.count * model.curvature**2 * moment))
 
 
 def quadratic_record(
     trial: Trial, base: int, samples: int, scatter: float = 0.0, measurements: int = 20
 ) -> TrialRecord:
-    """What SGD makes of the trial; each loss off by a factor e^(scatter x normal) that the trial draws."""
+    """Return the record of a trial under SGD. Its losses are multiplied by e^(scatter x normal), drawn once per trial."""
     noise = noise_of(MODEL, MODEL.start) / base
     lr = trial.base_lr * RULES[trial.rule].scaled(trial.batch / base, noise).lr
     draw = np.random.default_rng([trial.seed, trial.batch, round(lr * 1e6)]).standard_normal()
@@ -45,7 +45,7 @@ def quadratic_record(
 
 
 def trials_of(spec: StudySpec) -> list[Trial]:
-    """Each with each; at the base batch under the first rule alone, as all rules are one there."""
+    """Return all combinations; at the base batch only with the first rule, as all rules are equal there."""
     return [
         Trial(batch, rate, rule, warmup, optimizer, seed)
         for optimizer in spec.optimizers
@@ -61,12 +61,12 @@ def trials_of(spec: StudySpec) -> list[Trial]:
 def quadratic_records(
     spec: StudySpec, samples: int, scatter: float = 0.0, measurements: int = 20
 ) -> Sequence[TrialRecord]:
-    """Records of all the study's trials."""
+    """Return the records of all trials of a study."""
     return [quadratic_record(trial, spec.batches[0], samples, scatter, measurements) for trial in trials_of(spec)]
 
 
 def study(**changes: Any) -> StudySpec:
-    """Of the noisy quadratic model."""
+    """Return a study of the noisy quadratic model."""
     values: dict[str, Any] = {
         "name": "quadratic", "job": "job.yaml", "batches": (16, 32, 64, 128, 256), "base_lr_range": LogRange(0.005, 1.9, 16),
         "optimizers": ("sgd",), "seeds": (0, 1), "target": 0.01,

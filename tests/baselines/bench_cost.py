@@ -1,4 +1,4 @@
-"""What elasticity costs a step: the main job with everything on, beside itself without snapshots, ledger and policy.
+"""Cost of elasticity per step: the main job with all features, compared with the main job without snapshots, ledger and policy.
 
     python -m tests.baselines.bench_cost
 
@@ -26,7 +26,7 @@ WITHOUT = {"UNDULA_BENCH_SILENT": "1"}
 
 
 def step_seconds(data: str, folder: str, name: str, steps: int, workers: int, everything: bool) -> float:
-    """Median seconds of a step."""
+    """Return the median duration of a step in seconds."""
     out = Path(folder) / f"{name}.json"
     command = [
         *(sys.executable, str(HERE / "cost_job.py"), "--config", str(JOBS / "language_model.yaml")),

@@ -1,4 +1,4 @@
-"""Reading rows from sharded Parquet: this stream beside a plain scan, Ray Data, MosaicML Streaming and LitData.
+"""Rate of reading sharded Parquet: our stream compared with a plain scan, Ray Data, MosaicML Streaming and LitData.
 
     make bench-data
 
@@ -38,21 +38,21 @@ ROW_GROUP_BYTES = 12 * 2**20
 
 
 def wide_floats(rows: int) -> pa.Table:
-    """784 float32 and a label: the rows of MNIST as floats."""
+    """Return rows of 784 float32 values and a label, as MNIST has."""
     rng = np.random.default_rng(0)
     field = array_field("x", pa.float32(), (784,))
     return table({field: rng.random((rows, 784), dtype=np.float32)}, rows)
 
 
 def tokens(rows: int) -> pa.Table:
-    """Sequences of 1024 tokens as int32."""
+    """Return sequences of 1024 tokens as int32."""
     rng = np.random.default_rng(0)
     field = array_field("x", pa.int32(), (1024,))
     return table({field: rng.integers(0, 50_000, (rows, 1024), dtype=np.int32)}, rows)
 
 
 def small_images(rows: int) -> pa.Table:
-    """3 x 32 x 32 bytes and a label: the rows of CIFAR-10."""
+    """Return rows of 3 x 32 x 32 bytes and a label, as CIFAR-10 has."""
     rng = np.random.default_rng(0)
     field = array_field("x", pa.uint8(), (3, 32, 32))
     return table({field: rng.integers(0, 256, (rows, 3, 32, 32), dtype=np.uint8)}, rows)
@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[int], pa.Table]] = {"floats": wide_floats, "tokens": 
 
 
 def write_plain(store: Store, data: pa.Table, files: int = 8) -> None:
-    """Plain Parquet as anybody writes it, uncompressed, and its manifest."""
+    """Write plain uncompressed Parquet files and their manifest."""
     per_group = max(ROW_GROUP_BYTES // (data.nbytes // data.num_rows), 1)
     for number in range(files):
         start, stop = number * data.num_rows // files, (number + 1) * data.num_rows // files
@@ -83,7 +83,7 @@ def write_plain(store: Store, data: pa.Table, files: int = 8) -> None:
 
 
 def scan(url: str) -> float:
-    """A plain pyarrow scan, whole record batches, nothing made of them."""
+    """Measure a plain pyarrow scan of whole record batches."""
     store = open_store(url)
     fragments = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=True)
     found = pyarrow.dataset.dataset(
@@ -93,7 +93,7 @@ def scan(url: str) -> float:
 
 
 def undula_stream(url: str) -> float:
-    """This stream, rows shuffled in windows, all of it through Ray Data's tasks."""
+    """Measure our stream with rows shuffled in windows; Ray Data tasks read all of it."""
     from undula.data import stream
 
     plan = PlanSpec(global_batch=BATCH, virtual_workers=1, last_step="drop")
@@ -101,7 +101,7 @@ def undula_stream(url: str) -> float:
 
 
 def ray_data(url: str) -> float:
-    """What Ray's documentation says for training: read_parquet, streaming_split, iter_torch_batches; unshuffled."""
+    """Measure what Ray's documentation recommends for training, unshuffled: read_parquet, streaming_split, iter_torch_batches."""
     import ray.data
 
     store = open_store(url)
@@ -112,7 +112,7 @@ def ray_data(url: str) -> float:
 
 
 def resume_seconds(url: str, rows: int) -> float:
-    """From a position to its first batch, as a job sees it on a warm cluster; the slowest of several positions."""
+    """Return the time in seconds from loading a position to its first batch on a warm cluster; the slowest of several positions."""
     from undula.data import stream
 
     seconds = []
@@ -128,7 +128,7 @@ def resume_seconds(url: str, rows: int) -> float:
 
 
 def warm(contender: Callable[[str], float], url: str) -> float:
-    """The rate of a second pass: after the others' turns Ray has ended idle processes, and allocators have given memory back."""
+    """Return the rate of a second pass. During the first pass, Ray starts processes again and allocators take memory again."""
     contender(url)
     return contender(url)
 

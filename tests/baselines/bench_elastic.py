@@ -1,4 +1,4 @@
-"""Outage and steps lost when workers and nodes come and go: Undula, plain Ray Train; torchrun and torchft for a killed worker.
+"""Outages and lost steps when workers and nodes are added and lost: Undula and Ray Train, and torchrun and torchft for a killed worker.
 
     make bench-elastic
 
@@ -40,12 +40,12 @@ STEPS_AFTER = 5
 LIMIT_S = 240.0
 HANG_LIMIT_S = 120.0
 SETTLE_STEPS = 15
-"""Made in between, so that one fault's end is not the next one's beginning, and a checkpoint is not always fresh."""
+"""Number of steps between two faults, so that their effects do not overlap and the last checkpoint is not always recent."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A step that was made."""
+    """Completed step."""
 
     step: int
     time: float
@@ -53,7 +53,7 @@ class Made:
 
 
 class Job:
-    """A job of a contender, and the steps that it has made so far."""
+    """Job of a contender and its completed steps."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], made: Callable[[], list[Made]]):
         self.process = subprocess.Popen(
@@ -62,7 +62,7 @@ class Job:
         self.made = made
 
     def await_steps(self, count: int, world: int | None, since: float, limit_s: float = LIMIT_S) -> list[Made]:
-        """Wait until the last `count` steps after a time were made by a group of this size; None for any."""
+        """Wait until a group of this size, or of any size for None, has made the last `count` steps after a time."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             made = sorted(self.made(), key=lambda each: each.time)
@@ -116,7 +116,7 @@ def lines(out: Path) -> list[Made]:
 
 
 def measured(job: Job, world: int | None, fault: Callable[[], object], limit_s: float = LIMIT_S) -> tuple[float, int]:
-    """Let a fault happen; the outage in seconds until there is a group of `world` (None: any), and the steps that were lost."""
+    """Inject a fault and return the outage in seconds until a group of size `world` (None: any) trains, and the number of lost steps."""
     began = time.time()
     fault()
     made = job.await_steps(STEPS_AFTER, world, began, limit_s)
@@ -130,7 +130,7 @@ def measured(job: Job, world: int | None, fault: Callable[[], object], limit_s: 
 def told(
     name: str, job: Job, world: int | None, fault: Callable[[], object], limit_s: float = LIMIT_S
 ) -> dict[str, float]:
-    """The figures of a fault, by name; infinite where the job made no step within the limit."""
+    """Return the figures of a fault by name; they are infinite if the job made no step within the limit."""
     seconds: float
     lost: float
     try:
@@ -172,7 +172,7 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
 
 
 def step_times(made: list[Made]) -> dict[str, float]:
-    """Median seconds from a step to the next, by the number of workers that made both: what an outage has in it in any case."""
+    """Return the median seconds between two steps by number of workers, which are part of every outage."""
     times: dict[int, list[float]] = {}
     for earlier, later in pairwise(sorted(made, key=lambda each: each.time)):
         if earlier.world == later.world:
@@ -181,7 +181,7 @@ def step_times(made: list[Made]) -> dict[str, float]:
 
 
 def drain_and_kill(cluster: Nodes, node: str, deadline_s: float = 20.0) -> None:
-    """A notice, and the end of the node when it is over."""
+    """Give a node a notice, and kill it when the deadline is over."""
     cluster.drain(node, deadline_s)
     ender = threading.Timer(deadline_s, cluster.kill, [node])
     ender.daemon = True
@@ -189,12 +189,12 @@ def drain_and_kill(cluster: Nodes, node: str, deadline_s: float = 20.0) -> None:
 
 
 def worker_of(cluster: Nodes, node: str) -> int:
-    """The process on a node that trains."""
+    """Return the id of the process that trains on a node."""
     return busiest(cluster.processes_of(node))
 
 
 def busiest(pids: list[int]) -> int:
-    """Of Ray's actors among these processes, the one that has used the most CPU: it trains."""
+    """Return the Ray actor among these processes that has used the most CPU time; it is the one that trains."""
 
     def cpu(pid: int) -> float:
         times = psutil.Process(pid).cpu_times()
@@ -204,7 +204,7 @@ def busiest(pids: list[int]) -> int:
 
 
 def command_line(pid: int) -> list[str]:
-    """Arguments of a process, its program included; empty if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -212,7 +212,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def torchrun_round(data: str) -> dict[str, float]:
-    """torchrun restarts all of a job's processes when one is killed."""
+    """Measure torchrun, which restarts all processes of a job when one is killed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "steps.jsonl"
         script = str(HERE / "elastic_torchrun.py")
@@ -227,7 +227,7 @@ def torchrun_round(data: str) -> dict[str, float]:
 
 
 def torchft_round(data: str) -> dict[str, float]:
-    """Ray Train's torchft mode: the survivor of a killed worker goes on when its partner's heartbeats have stopped."""
+    """Measure Ray Train's torchft mode, in which the surviving worker continues when the heartbeats of the killed one stop."""
     env = {"PYTHONPATH": os.pathsep.join([str(torchft_path()), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     with tempfile.TemporaryDirectory() as folder, nodes(head_cpus=2, env=env) as cluster:
         out = Path(folder) / "steps.jsonl"

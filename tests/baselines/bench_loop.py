@@ -1,4 +1,4 @@
-"""Step throughput of the main job's loop beside a hand-written one, with DDP or Horovod: same model, data and cores.
+"""Step throughput of the main job compared with a hand-written loop, with DDP or Horovod and the same model, data and cores.
 
     make bench
 
@@ -38,7 +38,7 @@ GLOBAL_BATCH = 32
 def ours(
     cluster: LocalCluster, data: str, runs: str, name: str, steps: int, workers: int, extra: list[str]
 ) -> list[float]:
-    """Seconds of each counted step."""
+    """Return the duration of each measured step in seconds."""
     command = [
         *(sys.executable, str(ROOT / "jobs" / "language_model.py"), f"name={name}", f"runs={runs}"),
         *(
@@ -57,7 +57,7 @@ def ours(
 def theirs(
     engine: str, options: tuple[str, ...], data: str, folder: str, name: str, steps: int, workers: int
 ) -> list[float]:
-    """Seconds of each counted step."""
+    """Return the duration of each measured step in seconds."""
     out = Path(folder) / f"{name}.json"
     out.unlink(missing_ok=True)
     torchrun = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone")

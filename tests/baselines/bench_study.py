@@ -1,4 +1,4 @@
-"""Trials per hour of a packed study beside Ray Tune alone: `python -m tests.baselines.bench_study`.
+"""Trials per hour of a packed study compared with Ray Tune alone: `python -m tests.baselines.bench_study`.
 
 Ray Tune alone is a grid with the same resources, which keeps its processes from one trial to the next as the study does. Its trials are
 the same train function, `tune-same`, or what one would write by hand, `tune-plain`: plain torch over the same samples, read from Parquet
@@ -32,7 +32,7 @@ Train = Callable[[dict[str, Any]], None]
 
 
 def plain(data: str) -> Train:
-    """A trial as one would write it by hand."""
+    """Train a trial as a user would write it by hand."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import ray
@@ -93,7 +93,7 @@ def plain(data: str) -> Train:
 
 
 def same(study: Path, folder: Path) -> Train:
-    """A trial of the study by its own train function: its job, trained by itself, with its ledger and checkpoints."""
+    """Train a trial with the study's own train function, including its ledger and checkpoints."""
     import ray
     from ray import tune
 
@@ -127,7 +127,7 @@ def same(study: Path, folder: Path) -> Train:
 
 
 def tune_alone(train: Train, folder: Path, samples: int) -> None:
-    """Ray Tune's own loop; called in a process of its own."""
+    """Run Ray Tune alone; call this in a separate process."""
     import ray
     from ray import tune
 
@@ -148,12 +148,12 @@ def tune_alone(train: Train, folder: Path, samples: int) -> None:
 
 
 def measurements_of(samples: int) -> int:
-    """As many a sample as jobs/lr_study_sgd.yaml has."""
+    """Return the number of measurements in a trial, at the same interval in samples as in jobs/lr_study_sgd.yaml."""
     return samples // 512
 
 
 def study_file(data: str, folder: Path, name: str, samples: int) -> Path:
-    """The same as a study."""
+    """Run the same trials as a study."""
     overrides = {
         "runs": str(folder),
         "data.train": f"{data}/train",
@@ -182,7 +182,7 @@ def study_file(data: str, folder: Path, name: str, samples: int) -> Path:
 
 
 def timed(command: list[str], cluster: LocalCluster) -> float:
-    """Seconds of a command."""
+    """Return the duration of a command in seconds."""
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
     began = time.monotonic()
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

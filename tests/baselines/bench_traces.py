@@ -1,4 +1,4 @@
-"""The main job on a cluster that comes and goes as recorded traces of spot nodes say, beside the same with plain Ray Train.
+"""The main job on a cluster whose size follows recorded traces of spot nodes, compared with plain Ray Train.
 
     python -m tests.baselines.bench_traces 4:aws-4node.json 2:aws-16node.json
 
@@ -24,13 +24,13 @@ from undula.testing.faults import parse_trace
 JOB = Path(__file__).parents[2] / "jobs" / "language_model.yaml"
 CALM_CHANGES = 10
 CALM_S = 63.0
-"""Between two changes of the calm stretch, on average."""
+"""Average time in seconds between two changes in a calm replay of a trace."""
 
 
 def replayed(
     trace: Path, most: int, changes: int, seconds: float, data: str, folder: str, trainer: str
 ) -> dict[str, Any]:
-    """What became of a run under a trace's stretch with so many changes, replayed in so many seconds."""
+    """Run the job under the part of a trace with a number of changes, replayed in a number of seconds, and return the outcome."""
     recorded = parse_trace(json.loads(trace.read_text()), str(trace)).window(changes, most)
     speedup = len(recorded.counts) * recorded.gap_s / seconds
     command = [
@@ -60,7 +60,7 @@ def replayed(
 
 
 def as_markdown(rounds: list[dict[str, Any]]) -> str:
-    """A table with a line for each run."""
+    """Return a table with one line per run."""
     lines = [list(rounds[0]), ["---"] * len(rounds[0])]
     for each in rounds:
         lines.append([f"{value:.2f}" if isinstance(value, float) else str(value) for value in each.values()])

@@ -1,4 +1,4 @@
-"""The main job, whose rank 0 writes its steps' times to $UNDULA_BENCH_OUT; with $UNDULA_BENCH_SILENT it tells nothing to the ledger."""
+"""The main job. Rank 0 writes the times of its steps to $UNDULA_BENCH_OUT; with $UNDULA_BENCH_SILENT, it writes no ledger."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from undula.train import run as loop
 
 
 class Silent:
-    """A telemetry that tells nothing."""
+    """Telemetry that reports nothing."""
 
     stored_steps = 2**40
 

@@ -1,4 +1,4 @@
-"""The training loop of the baselines that come and go: the main job's model and batch, a checkpoint every 10 steps, a line a step."""
+"""Training loop of the elastic baselines: the model and batch of the main job, with a checkpoint every 10 steps and a line per step."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ GLOBAL_BATCH = 32
 
 
 def write_step(out: Path, step: int, world_size: int) -> None:
-    """Add {"step", "time", "world"}, `time` in seconds since the epoch."""
+    """Append a line {"step", "time", "world"} with `time` in seconds since the epoch."""
     with out.open("a") as file:
         file.write(json.dumps({"step": step, "time": time.time(), "world": world_size}) + "\n")
 
@@ -34,7 +34,7 @@ def loop(
     load: Callable[[], Any],
     save: Callable[[Any], None],
 ) -> None:
-    """Train until the process is ended; rank 0 tells of each step in `out`.
+    """Train until the process is ended. Rank 0 writes a line for each step to `out`.
 
     Args:
         rows: [samples, context + 1] uint8.

@@ -1,4 +1,4 @@
-"""What Ray's documentation says for elastic training: a TorchTrainer with (min, max) workers and a checkpoint every 10 steps.
+"""Elastic training as Ray's documentation recommends it: a TorchTrainer with (min, max) workers and a checkpoint every 10 steps.
 
 python tests/baselines/elastic_ray.py DATA OUT FOLDER
 """

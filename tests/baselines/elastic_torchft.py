@@ -1,4 +1,4 @@
-"""Ray Train's torchft mode, as Ray's own example has it: each worker a replica, a lighthouse on the head, survivors go on.
+"""Ray Train's torchft mode, as in Ray's example: each worker is a replica, the head runs the lighthouse, and survivors continue.
 
 python tests/baselines/elastic_torchft.py DATA OUT FOLDER
 """

@@ -1,4 +1,4 @@
-"""What torchrun's documentation says for elastic training: restart from the newest checkpoint, saved every 10 steps.
+"""Elastic training as torchrun's documentation recommends it: restart from the newest checkpoint, saved every 10 steps.
 
 torchrun --nproc-per-node 2 --max-restarts 100 tests/baselines/elastic_torchrun.py DATA OUT FOLDER
 """

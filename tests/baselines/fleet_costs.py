@@ -1,4 +1,4 @@
-"""What a run would cost under each policy of its fleet, on recorded counts of spot nodes: nodes are simulated, with time compressed.
+"""Simulated cost of a run under each fleet policy, on recorded numbers of spot nodes.
 
 `python -m tests.baselines.fleet_costs TRACE... [--hours 24] [--slack 1.25] [--spot 0.35]`: a job that the whole fleet does in so many
 hours, with a deadline of so many times that, begun at moments spread over the trace; a spot node costs a share of an on-demand one.
@@ -14,12 +14,12 @@ from undula.testing.market import Bill, Market, run_under
 STARTS = 40
 NODE_START_S = 300.0
 RESTART_S = 75.0
-"""Of all workers at each change, without elasticity: what Ray Train 2.60 takes for a killed node (docs/elasticity.md)."""
+"""Time in seconds that all workers lose at each change without elasticity, measured with Ray Train 2.60 (docs/elasticity.md)."""
 HOUR_S = 3600.0
 
 
 def contenders(size: int, deadline_s: float) -> dict[str, tuple[FleetSpec, float]]:
-    """What is compared: name -> policy, and the seconds that all workers lose at each change."""
+    """Return the compared policies by name, each with the time in seconds that all workers lose at each change."""
     spot_only = FleetSpec(spot_only=True, node_start_s=NODE_START_S)
     return {
         "on-demand alone": (FleetSpec(on_demand_floor=size, node_start_s=NODE_START_S), 0.0),

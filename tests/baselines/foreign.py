@@ -1,4 +1,4 @@
-"""Contenders that need other versions of our packages: a virtual environment of their own over ours, and a script each."""
+"""Contenders that need other package versions. They share a virtual environment on top of ours and have one script each."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / "build" / "bench" / "foreign"
 FOREIGN = {"MosaicML Streaming": "foreign_mosaic.py", "LitData": "foreign_litdata.py"}
 LOCAL_ONLY = frozenset({"LitData"})
-"""Its index of Parquet on S3 needs s3fs, which needs another botocore than ours."""
+"""Contenders that only run on local data: LitData's index of Parquet on S3 needs s3fs, which needs another botocore than ours."""
 _WITHOUT_DEPENDENCIES = (
     *("mosaicml-streaming==0.13.0", "litdata==0.2.76", "lightning-utilities==0.15.3", "obstore==0.12.1"),
     *("tifffile==2026.3.3", "polars==2.1.0", "polars-runtime-32==2.1.0", "zstd==1.5.7.2", "Brotli==1.2.1"),
@@ -34,7 +34,7 @@ _STAND_INS = {
 
 
 def prepare_foreign(folder: Path, url: str, names: list[str]) -> dict[str, Path]:
-    """Bring the rows at `url` into each contender's form, beside them; where each then finds them, by name."""
+    """Convert the rows at `url` to each contender's format and return the folder with the data of each contender."""
     _make_environment()
     places = {}
     for name in names:
@@ -44,12 +44,12 @@ def prepare_foreign(folder: Path, url: str, names: list[str]) -> dict[str, Path]
 
 
 def foreign_rate(name: str, place: Path, url: str, batch: int) -> float:
-    """Rows per second of a whole pass."""
+    """Return the rate of a whole pass in rows per second."""
     return float(_run(name, "read", url, str(place), str(batch)).split()[-1])
 
 
 def torchft_path() -> Path:
-    """A folder for PYTHONPATH that holds torchft."""
+    """Return a folder for PYTHONPATH that contains torchft."""
     place = FOLDER.parent / "torchft"
     if not (place / "ready").exists():
         install = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]

@@ -1,4 +1,4 @@
-"""LitData's streaming of the very Parquet files: `write URL FOLDER` indexes them, then `read URL FOLDER BATCH`."""
+"""LitData's streaming of the same Parquet files: `write URL FOLDER` indexes them, then `read URL FOLDER BATCH`."""
 
 import os
 import shutil

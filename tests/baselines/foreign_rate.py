@@ -1,4 +1,4 @@
-"""What the scripts of contenders share; runs in their virtual environment, so it imports none of our packages."""
+"""Shared code of the contenders' scripts. It runs in their virtual environment and imports none of our packages."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pyarrow import fs
 
 
 def rate(batches: Iterable[int], most_s: float = 10.0) -> float:
-    """Rows per second of a pass, or of its first `most_s` seconds, from before its first batch; `batches` are the rows of each."""
+    """Return the rate in rows per second of a pass, or of its first `most_s` seconds, given the number of rows of each batch."""
     began = time.perf_counter()
     total = 0
     for rows in batches:
@@ -25,7 +25,7 @@ def rate(batches: Iterable[int], most_s: float = 10.0) -> float:
 
 
 def parquet_rows(url: str) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    """The rows of a data set, columns by name, each an array of the sample's shape."""
+    """Yield the rows of a data set, as arrays of the sample's shape by column name."""
     is_s3 = url.startswith("s3://")
     filesystem = fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"]) if is_s3 else fs.LocalFileSystem()
     data = pyarrow.dataset.dataset(

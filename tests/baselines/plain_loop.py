@@ -1,4 +1,4 @@
-"""What a user would write without Undula: a loop over the main job's model and data, with torch's DDP or with Horovod.
+"""Training loop that a user would write without Undula, over the main job's model and data, with DDP or Horovod.
 
     torchrun --nproc-per-node 2 tests/baselines/plain_loop.py --data URL --steps 150 --out times.json
     horovodrun -np 2 --gloo python tests/baselines/plain_loop.py --engine horovod --data URL --steps 150 --out times.json
@@ -27,7 +27,7 @@ from gpt import GPT, GPTConfig
 
 
 def adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
-    """As the main job has it: biases and the gains of norms do not decay."""
+    """Return the optimizer of the main job: biases and the gains of norms have no weight decay."""
     decaying = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -35,7 +35,7 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 class Torch:
-    """torch.distributed over gloo."""
+    """Engine with torch.distributed over gloo."""
 
     def __init__(self, lr: float):
         dist.init_process_group("gloo")
@@ -54,7 +54,7 @@ class Torch:
 
 
 class Horovod:
-    """As its documentation shows for clipped gradients."""
+    """Engine with Horovod, as its documentation shows for clipped gradients."""
 
     def __init__(self, lr: float):
         import horovod.torch as hvd
@@ -77,7 +77,7 @@ class Horovod:
 
 
 def rows(path: str) -> torch.Tensor:
-    """[samples, context + 1] uint8"""
+    """Return tokens as uint8 of shape [samples, context + 1]."""
     column = pyarrow.dataset.dataset(path, format="parquet", exclude_invalid_files=True).to_table(["text"])["text"]
     values = column.combine_chunks()
     return torch.from_numpy(values.flatten().to_numpy().copy()).view(len(values), -1)

@@ -1,4 +1,4 @@
-"""How every benchmark tells its result: a table, and build/bench/NAME.json."""
+"""Output of the benchmarks: a table on the terminal, and build/bench/NAME.json."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "bench"
 
 
 def print_and_write(name: str, rounds: list[dict[str, float]]) -> None:
-    """Median and spread of each figure over the rounds, on the terminal and in build/bench/NAME.json."""
+    """Write the median and spread of each figure over the rounds to the terminal and to build/bench/NAME.json."""
     figures = {
         key: {"median": statistics.median(values), "min": min(values), "max": max(values)}
         for key in rounds[0]

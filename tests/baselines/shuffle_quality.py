@@ -1,4 +1,4 @@
-"""How well the shuffles shuffle: 1,000,000 rows in 1000 row groups, 8 virtual workers, global batch 256, one epoch.
+"""Quality of the shuffles: 1,000,000 rows in 1000 row groups, 8 virtual workers, global batch 256, one epoch.
 
     python -m tests.baselines.shuffle_quality
 
@@ -23,7 +23,7 @@ SHUFFLES = {
 
 
 def epoch(**shuffle: object) -> Ids:
-    """Ids in the order of consumption; shape [rows]."""
+    """Return the ids in the order of consumption; shape [rows]."""
     spec = PlanSpec(global_batch=BATCH, virtual_workers=8, **shuffle)  # type: ignore[arg-type]
     order = EpochOrder(Plan(spec, ROWS), np.full(ROW_GROUPS, ROWS // ROW_GROUPS), 0)
     return np.concatenate([order.step_ids(step) for step in range(order.plan.steps_per_epoch)])

@@ -1,4 +1,4 @@
-"""Runs a job through faults, and compares it bit for bit with the run that was left alone."""
+"""Helpers that run a job under faults and compare it bit for bit with a run without faults."""
 
 import shutil
 import sys
@@ -20,7 +20,7 @@ from undula.testing.nodes import Nodes
 E = TypeVar("E", bound=Event)
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 SCHEDULED_STEPS = 130
-# Wide enough for a step to take a tenth of a second: faults are placed by the step.
+# The model is wide enough for a step to take a tenth of a second, because faults are scheduled by step.
 JOB = (
     *MODEL,
     *PLAN,
@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 
 def wrapped(folder: Path, hook: str) -> Path:
-    """A script of the main job in which `hook` says what happens `before` each step, or how the model is `prepared`."""
+    """Write a script of the main job. The code `hook` can define `before`, called at each step, and `prepared`, applied to the model."""
     path = folder / "job" / "wrapped.py"
     shutil.copytree(SCRIPT.parent, path.parent)
     path.write_text(WRAPPED.format(hook=hook))

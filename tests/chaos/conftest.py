@@ -1,4 +1,4 @@
-"""A cluster of several nodes, and the run that nothing happens to."""
+"""Fixtures: a cluster of several nodes, and a run without faults to compare with."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from undula.testing.nodes import Nodes, nodes
 
 @pytest.fixture(scope="session")
 def spot() -> Iterator[Nodes]:
-    """Two nodes that may come and go; the head trains nothing."""
+    """Cluster with two nodes that can be killed, and a head without workers."""
     with nodes() as running:
         for _ in range(2):
             running.add()
@@ -21,7 +21,7 @@ def spot() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="session")
 def alone(spot: Nodes, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URL of a run that nothing happened to, on one worker."""
+    """URL of a run without faults, on one worker."""
     runs = str(tmp_path_factory.mktemp("runs"))
     while not spot.nodes:
         spot.add()

@@ -88,7 +88,7 @@ def markets(there: Cloud) -> list[str]:
     return sorted(machine.market for machine in there.machines())
 
 
-def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(text: str, tmp_path: Path) -> None:
+def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}) as there:
         assert there.machines() == []
         url = f"{tmp_path}/spot"
@@ -96,7 +96,7 @@ def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(te
         try:
             wait_for(driver, url, starts_with(2))
             first = there.machines()
-            assert [machine.market for machine in first] == [SPOT, SPOT]  # the dearer ones have a lower priority
+            assert [machine.market for machine in first] == [SPOT, SPOT]  # on-demand types have a lower priority
             there.preempt(first[0].node, notice_s=20)
             wait_for(driver, url, resizes(2, 1), resizes(1, 2))
             run = finished(driver, url)
@@ -114,7 +114,7 @@ def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(te
 
 
 @pytest.mark.soak
-def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path: Path) -> None:
+def test_an_unavailable_machine_type_is_replaced_by_the_next_one(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}) as there:
         url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=60")
@@ -127,7 +127,7 @@ def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path:
 
 
 @pytest.mark.soak
-def test_a_run_that_falls_behind_its_deadline_trains_on_demand_until_spot_comes(text: str, tmp_path: Path) -> None:
+def test_a_run_behind_its_deadline_trains_on_demand_until_spot_is_available(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}) as there:
         fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")
         url = f"{tmp_path}/spot"

@@ -1,4 +1,4 @@
-"""A bug in the training loop: told whole, at once, with the user's own line."""
+"""Tests of bugs in the user's script: the job ends at once and shows the user's own line."""
 
 import re
 from dataclasses import replace
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_that_no_worker_can_import_ends_the_job_and_says_why(session_jobs: Jobs, tmp_path: Path) -> None:
+def test_an_import_error_in_the_workers_ends_the_job_with_the_reason(session_jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "lost.py"
     script.write_text(LOST_IMPORT)
     script.with_suffix(".yaml").write_text(
@@ -99,7 +99,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_wait_for_each_other_are_woken_and_go_on(session_jobs: Jobs, tmp_path: Path) -> None:
+def test_ranks_in_a_deadlock_are_interrupted_and_the_run_continues(session_jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "unmatched.py"
     script.write_text(UNMATCHED)
     script.with_suffix(".yaml").write_text(

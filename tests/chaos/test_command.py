@@ -1,4 +1,4 @@
-"""`undula chaos`, as a user types it."""
+"""Tests of the command `undula chaos`."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     assert re.search(r"^ +\d+\.\d\d s +\d+  add node \(\w{8}\)$", done.stdout, re.MULTILINE)
 
 
-def test_what_is_no_schedule_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_an_invalid_schedule_is_refused_before_a_cluster_starts(tmp_path: Path) -> None:
     faults = tmp_path / "faults.txt"
     faults.write_text("at step 4: explode\n")
     done = chaos("--faults", str(faults))

@@ -62,14 +62,14 @@ pytestmark = pytest.mark.timeout(400)
 def horovod_run(
     text: str, spot: Nodes, folder: Path, faults: str, *settings: str, script: Path | None = None, steps: int = STEPS
 ) -> str:
-    """URL of a run with `engine: horovod` through some faults."""
+    """Run the job with `engine: horovod` under some faults and return its URL."""
     scripts = {} if script is None else {"script": script}
     job = command(text, str(folder), "run", "engine=horovod", f"plan.max_steps={steps}", *settings, **scripts)
     run_through(parse_faults(faults), spot, job, f"{folder}/run")
     return f"{folder}/run"
 
 
-def test_hosts_and_ranks_that_come_and_go_leave_the_run_what_it_would_have_been(
+def test_added_and_lost_hosts_and_ranks_do_not_change_the_run(
     spot: Nodes, text: str, alone: str, tmp_path: Path
 ) -> None:
     url = horovod_run(text, spot, tmp_path, INTERLEAVED, steps=SCHEDULED_STEPS)
@@ -81,9 +81,7 @@ def test_hosts_and_ranks_that_come_and_go_leave_the_run_what_it_would_have_been(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_scenario_leaves_the_run_what_it_would_have_been(
-    spot: Nodes, text: str, alone: str, tmp_path: Path, scenario: str
-) -> None:
+def test_no_scenario_changes_the_run(spot: Nodes, text: str, alone: str, tmp_path: Path, scenario: str) -> None:
     fewest = 2 if "minimum" in scenario else 1
     url = horovod_run(text, spot, tmp_path, SCENARIOS[scenario], f"workers.min={fewest}")
     assert_certified(url, alone, STEPS)
@@ -91,7 +89,7 @@ def test_a_scenario_leaves_the_run_what_it_would_have_been(
         assert any(wait.needed - wait.ready == 1 for wait in events_in(url, WaitingEvent))
 
 
-def test_a_fault_in_the_users_code_is_tried_again(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
+def test_a_failure_in_the_users_code_is_retried(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
     script = wrapped(tmp_path, ONCE_A_FAULT.format(marker=str(tmp_path / "has-failed")))
     url = horovod_run(text, spot, tmp_path, "", script=script)
     assert_certified(url, alone, STEPS)
@@ -99,7 +97,7 @@ def test_a_fault_in_the_users_code_is_tried_again(spot: Nodes, text: str, alone:
 
 
 @pytest.mark.soak
-def test_the_limit_of_failures_ends_the_job_and_what_is_there_holds(spot: Nodes, text: str, tmp_path: Path) -> None:
+def test_a_job_that_exceeds_max_failures_ends_with_a_valid_ledger(spot: Nodes, text: str, tmp_path: Path) -> None:
     while len(spot.nodes) < 2:
         spot.add()
     spot.await_all()
@@ -130,7 +128,7 @@ at step 75: sigkill worker 0
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
-def test_the_main_job_at_its_full_size_has_the_losses_that_torch_gives_it(spot: Nodes, tmp_path: Path) -> None:
+def test_the_full_size_main_job_has_the_losses_of_the_torch_engine(spot: Nodes, tmp_path: Path) -> None:
     stdlib_text().write(f"{tmp_path}/data")
     data = (f"data.train={tmp_path}/data/train", f"data.validation={tmp_path}/data/validation")
     losses = {}

@@ -1,4 +1,4 @@
-"""A pod's end, as docs/kuberay-rayjob.yaml passes it on: `undula spot leave` before a real cluster."""
+"""Test of `undula spot leave` on a real cluster, as docs/kuberay-rayjob.yaml calls it at the end of a pod."""
 
 import subprocess
 import sys
@@ -15,13 +15,13 @@ def leave(spot: Nodes, *options: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=spot._env, capture_output=True, text=True, timeout=2 * NOTICE_S)
 
 
-def test_a_node_that_is_told_to_leave_is_waited_for(spot: Nodes) -> None:
+def test_leave_waits_until_the_node_is_gone(spot: Nodes) -> None:
     node = spot.add()
     spot.await_all()
     began = time.monotonic()
     done = leave(spot, "--node", node)
     assert done.returncode == 0, done.stderr
     assert f"Ray drains {node[:8]}" in done.stdout
-    assert time.monotonic() - began < NOTICE_S  # it was idle, and so went at once
+    assert time.monotonic() - began < NOTICE_S  # an idle node is drained at once
     assert node not in spot.alive()
     spot.kill(node)

@@ -1,4 +1,4 @@
-"""A run that is killed, driver and all, and submitted again is the run that was left alone."""
+"""Tests of resubmission: a run whose driver and workers were killed continues without a change of its losses."""
 
 import os
 import signal
@@ -33,13 +33,13 @@ SETTINGS = (
 
 
 def kill_at(text: str, runs: str, step: int) -> None:
-    """Train on a cluster of its own until the ledger holds `step`, then SIGKILL driver, workers and the whole cluster."""
+    """Train on a separate cluster until the ledger has `step`, then SIGKILL the driver, the workers and the whole cluster."""
     with local_cluster(num_cpus=4) as cluster:
         jobs = Jobs(cluster, text, runs)
         process = jobs.start("killed", *SETTINGS)
         store = open_store(f"{runs}/killed")
         await_checkpoint(process, store, step)
-        # One by one: Ray's processes are of several groups, and a raylet whose parent has died lets the workers train on for a while.
+        # Kill each process: Ray's processes are in several groups, and without its parent a raylet lets the workers train on for a while.
         for pid in (process.pid, cluster.pid, *descendants(process.pid), *descendants(cluster.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -47,7 +47,7 @@ def kill_at(text: str, runs: str, step: int) -> None:
 
 
 def assert_certified(run: Finished, against: Finished) -> None:
-    """`undula verify` says so, as a user would ask it."""
+    """Check the run with `undula verify`, as a user would."""
     command = [sys.executable, "-m", "undula.cli", "verify", run.store.url, "--against", against.store.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ def left_alone(session_jobs: Jobs):
 
 
 @pytest.mark.soak
-def test_a_run_killed_at_a_third_and_at_two_thirds_is_the_run_left_alone(
+def test_a_run_that_is_killed_twice_has_the_losses_of_an_uninterrupted_run(
     left_alone, session_jobs: Jobs, tmp_path: Path
 ) -> None:
     runs = str(tmp_path / "runs")
@@ -83,7 +83,7 @@ def test_a_run_killed_at_a_third_and_at_two_thirds_is_the_run_left_alone(
     assert again.ledger.steps.equals(last.ledger.steps)
 
 
-def test_a_killed_worker_costs_no_step_while_another_lives(left_alone, jobs: Jobs) -> None:
+def test_a_killed_worker_loses_no_step_while_another_lives(left_alone, jobs: Jobs) -> None:
     process = jobs.start("worker-killed", *SETTINGS)
     store = open_store(f"{jobs.runs}/worker-killed")
     await_checkpoint(process, store, 20)
@@ -101,7 +101,7 @@ def test_a_killed_worker_costs_no_step_while_another_lives(left_alone, jobs: Job
 
 
 def worker_pid(rank_owner: Jobs) -> int:
-    """Process id of a train worker of this cluster."""
+    """Return the process id of a worker of this cluster."""
     for process in psutil.process_iter():
         try:
             title = " ".join(process.cmdline())
@@ -113,12 +113,12 @@ def worker_pid(rank_owner: Jobs) -> int:
     raise AssertionError("no train worker is running")
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(left_alone, jobs: Jobs) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(left_alone, jobs: Jobs) -> None:
     settings = (*SETTINGS, "checkpoint.snapshot_every_steps=0")
     process = jobs.start("damaged", *settings, "checkpoint.keep=3")
     store = open_store(f"{jobs.runs}/damaged")
     await_checkpoint(process, store, 20)
-    os.killpg(process.pid, signal.SIGKILL)  # the driver alone: Ray ends its workers
+    os.killpg(process.pid, signal.SIGKILL)  # kills the driver only; Ray ends its workers
     process.wait()
     newest = find_commits(store)[0][0]
     victim = f"{newest.folder}/{next(iter(newest.files))}"

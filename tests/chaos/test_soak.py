@@ -1,4 +1,4 @@
-"""Half an hour of nodes that come and go: at the end no process holds more than it did, and nothing is left over."""
+"""Soak test: after half an hour of added and lost nodes, memory and open files have not grown and no process is left over."""
 
 import os
 import statistics
@@ -19,13 +19,13 @@ SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 
 
 def held(pid: int) -> tuple[float, int]:
-    """Resident MiB and open files of a process."""
+    """Return the resident memory in MiB and the number of open files of a process."""
     process = psutil.Process(pid)
     return process.memory_info().rss / 2**20, process.num_fds()
 
 
 def long_lived(cluster: Nodes, driver: int, kept: str) -> dict[str, int]:
-    """Processes that are there all the time: the driver, and on the node that stays its raylet and its worker; the controller."""
+    """Return the processes that live during the whole test: driver, controller, and raylet and worker of the permanent node."""
     found = {"driver": driver}
     everything = [*cluster.processes_of(kept), *cluster.head_processes()]
     for pid in everything:
@@ -69,7 +69,7 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
             end = time.monotonic() + 60 * MINUTES
             while time.monotonic() < end:
                 other = cluster.add()
-                time.sleep(PERIOD_S)  # what is measured is time
+                time.sleep(PERIOD_S)  # the test measures growth over time
                 cluster.drain(other, deadline_s=10)
                 time.sleep(PERIOD_S / 2)
                 cluster.kill(other)

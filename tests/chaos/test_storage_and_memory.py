@@ -1,4 +1,4 @@
-"""Faults of what a worker stands on: its disk, its node's memory."""
+"""Tests of faults of a worker's disk and of its node's memory."""
 
 from pathlib import Path
 
@@ -35,10 +35,8 @@ def before(step):
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_training(
-    spot: Nodes, text: str, alone: str, tmp_path: Path
-) -> None:
-    """No process of the run can write a file of more than a KiB for forty steps; then it can again."""
+def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
+    """For forty steps, no process of the run can write a file larger than 1 KiB."""
     settings = (f"plan.max_steps={STEPS}", "checkpoint.every_steps=15", "checkpoint.keep=10")
     job = command(text, str(tmp_path), "full", *settings, script=wrapped(tmp_path, FULL_DISK))
     run_through((), spot, job, f"{tmp_path}/full")
@@ -50,8 +48,10 @@ def test_a_disk_that_takes_nothing_costs_checkpoints_and_no_training(
 
 @pytest.mark.soak
 @pytest.mark.skipif(available_memory() < 12 * 2**30, reason="takes 6 GiB more than what runs already")
-def test_a_worker_that_takes_all_memory_is_named_and_the_run_goes_on(text: str, alone: str, tmp_path: Path) -> None:
-    """Ray ends it before the machine is out of memory: here, at 6 GiB more than is taken now."""
+def test_a_worker_that_exhausts_the_memory_is_named_and_the_run_continues(
+    text: str, alone: str, tmp_path: Path
+) -> None:
+    """Ray ends the worker before the machine is out of memory; the test sets its limit to 6 GiB more than is used now."""
     total = psutil.virtual_memory().total
     share = (total - available_memory() + 6 * 2**30) / total
     watch = {"RAY_memory_usage_threshold": f"{share:.4f}", "RAY_memory_monitor_refresh_ms": "100"}

@@ -1,4 +1,4 @@
-"""A study on a cluster that loses a node half way: no trial fails, and each is the run that its plan says."""
+"""Test of a study on a cluster that loses a node: no trial fails, and every trial has the samples of its plan."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from undula.testing.nodes import Nodes
 
 
 def under_way(trials: Store) -> list[str]:
-    """Trials that have begun, and are not about to end."""
+    """Return the trials that have started and are not about to end."""
     found = []
     for name in {entry.name.partition("/")[0] for entry in trials.list()}:
         kinds = read_ledger(trials / name).events["kind"].to_pylist()

@@ -1,4 +1,4 @@
-"""The run that others are held against."""
+"""Fixture: a run on one rank that other runs are compared with."""
 
 import pytest
 from jobs_kit import STREAMED, Finished, Jobs
@@ -6,7 +6,7 @@ from jobs_kit import STREAMED, Finished, Jobs
 
 @pytest.fixture(scope="session")
 def on_one_rank(session_jobs: Jobs) -> Finished:
-    """With dropout; its rows are of several files, and an epoch ends on the way."""
+    """Run with dropout on one rank. Its data has several files, and an epoch ends during the run."""
     settings = (*STREAMED, *session_jobs.past_an_epoch())
     done = session_jobs.run("on-one-rank", *session_jobs.workers(1), *settings)
     assert done.status == 0, done.err

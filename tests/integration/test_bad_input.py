@@ -16,17 +16,17 @@ from jobs_kit import LANGUAGE_MODEL, SMALL, Finished, Jobs, job_json
 from undula.storage import open_store
 
 NO_CLUSTER = "127.0.0.1:1"
-"""Nothing listens there: whoever gets as far as Ray fails otherwise than with a sentence."""
+"""Address on which nothing listens. A job that is not refused before it connects to Ray fails with another message."""
 
 
 @pytest.fixture
 def own_text(text: str, tmp_path: Path) -> Path:
-    """A copy of the data that a test may harm; copying keeps modification times, and so the manifest holds."""
+    """Copy of the data that a test can damage. The copy has the same modification times, so the manifest is valid."""
     return Path(shutil.copytree(text, tmp_path / "text"))
 
 
 def refusal(data: Path | str, runs: Path | str, *overrides: str, env: dict[str, str] | None = None) -> str:
-    """The sentence with which the main job refuses these settings."""
+    """Return the message with which the main job refuses these settings."""
     arguments = ("name=bad", f"runs={runs}", f"data.train={data}/train", f"data.validation={data}/validation")
     with tempfile.TemporaryDirectory() as folder:
         more = {"RAY_ADDRESS": NO_CLUSTER, **(env or {})}
@@ -62,9 +62,9 @@ def test_a_missing_data_url_is_named(text: str, tmp_path: Path) -> None:
     assert f"{job}: data is missing; add it" in done.stderr
 
 
-def test_data_that_is_not_there_is_named_with_the_fix(tmp_path: Path) -> None:
+def test_missing_data_is_named_with_the_fix(tmp_path: Path) -> None:
     sentence = refusal(tmp_path / "nothing", tmp_path)
-    assert f"command line: data.train: {tmp_path}/nothing/train has no manifest.json: make the data set" in sentence
+    assert f"command line: data.train: {tmp_path}/nothing/train has no manifest.json; create the data set" in sentence
 
 
 def test_a_deleted_shard_is_named(own_text: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_manifest_of_another_schema_is_refused(own_text: Path, tmp_path: Path)
     manifest = own_text / "train" / "manifest.json"
     body = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**body, "format": 99}))
-    assert "has format 99, this version reads 1" in refusal(own_text, tmp_path)
+    assert "has format 99, but this version of Undula reads format 1" in refusal(own_text, tmp_path)
 
 
 def test_more_virtual_workers_than_samples_are_refused(text: str, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_unwritable_run_directory_is_named(text: str, tmp_path: Path) -> None
     assert str(blocked) in sentence
 
 
-def test_a_studys_directory_is_no_runs(text: str, tmp_path: Path) -> None:
+def test_the_directory_of_a_study_is_refused_as_a_run(text: str, tmp_path: Path) -> None:
     open_store(f"{tmp_path}/bad").write("study.json", b"{}")
     assert refusal(text, tmp_path).endswith("/bad is a study's directory: give the run another name")
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused(session_jobs: Jobs, on_one_ran
     assert on_one_rank.store.exists("job.json")
 
 
-def test_options_and_overrides_may_stand_in_any_order(text: str, tmp_path: Path) -> None:
+def test_options_and_overrides_can_be_mixed(text: str, tmp_path: Path) -> None:
     job = LANGUAGE_MODEL.with_suffix(".yaml")
     command = [sys.executable, "-m", "undula.cli", "run", str(job), "plan.seed=5", "--print", "name=mixed"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -146,7 +146,7 @@ def test_options_and_overrides_may_stand_in_any_order(text: str, tmp_path: Path)
         (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not accept the job"),
     ],
 )
-def test_a_job_that_cannot_be_submitted_is_told_in_a_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_job_that_cannot_be_submitted_ends_with_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
     command = [sys.executable, "-m", "undula.cli", "run", str(LANGUAGE_MODEL.with_suffix(".yaml")), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -154,5 +154,5 @@ def test_a_job_that_cannot_be_submitted_is_told_in_a_sentence(arguments: tuple[s
     assert "Traceback" not in done.stderr
 
 
-def test_a_cluster_that_is_not_there_is_told_in_a_sentence(text: str, tmp_path: Path) -> None:
+def test_an_unreachable_cluster_ends_the_job_with_one_sentence(text: str, tmp_path: Path) -> None:
     assert "cannot connect to the Ray cluster 127.0.0.1:1" in refusal(text, tmp_path)

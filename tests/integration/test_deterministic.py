@@ -27,10 +27,8 @@ def alone(session_jobs: Jobs) -> Finished:
     return done
 
 
-def test_a_run_that_is_killed_and_goes_on_at_another_world_size_has_the_same_bits(
-    alone: Finished, session_jobs: Jobs
-) -> None:
-    """Six virtual workers on four ranks, which do not divide them, and on two."""
+def test_a_crash_and_another_world_size_do_not_change_a_bit(alone: Finished, session_jobs: Jobs) -> None:
+    """The six virtual workers run on four ranks, which is not a divisor of six, and then on two."""
     process = session_jobs.start("exact-moves", *session_jobs.workers(4), *SETTINGS)
     await_checkpoint(process, open_store(f"{session_jobs.runs}/exact-moves"), 10)
     os.killpg(process.pid, signal.SIGKILL)

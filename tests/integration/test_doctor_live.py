@@ -23,12 +23,12 @@ from undula.testing.nodes import Nodes, nodes
 
 LIMIT_S = 60.0
 OF_THIS_MACHINE = {"disk", "memory", "notices"}
-"""Checks of what the machine under the tests has; on others they may warn."""
+"""Checks whose verdict depends on the machine that runs the tests; they may warn."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A doctor that has ended."""
+    """Doctor that has ended."""
 
     status: int
     took_s: float
@@ -36,7 +36,7 @@ class Examined:
     facts: dict[str, Any]
 
     def of(self, verdict: str) -> dict[str, str]:
-        """Messages, by check."""
+        """Return the messages by check."""
         return {each["check"]: each["message"] for each in self.results if each["verdict"] == verdict}
 
 
@@ -61,7 +61,7 @@ def start(cluster: LocalCluster, runs: Path | str, *options: str, **env: str) ->
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """What it printed; killed where it does not end."""
+    """Return what the process printed; kill it if it does not end."""
     try:
         return process.communicate(timeout=2 * LIMIT_S)
     finally:
@@ -81,7 +81,7 @@ def end(process: "subprocess.Popen[str]", started: float) -> Examined:
 
 
 def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> int:
-    """The process of the probe on a node, once it is there."""
+    """Wait for the probe of a node and return its process id."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         for pid in cluster.processes_of(node):
@@ -93,7 +93,7 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
         time.sleep(0.02)  # paces the looks
 
 
-def test_a_sound_cluster_passes_within_a_minute(two_nodes: Nodes, tmp_path: Path) -> None:
+def test_a_healthy_cluster_passes_within_a_minute(two_nodes: Nodes, tmp_path: Path) -> None:
     found = examine(two_nodes.cluster, tmp_path / "runs")
     assert found.of("fail") == {}
     assert found.status == 0
@@ -111,7 +111,7 @@ def test_a_sound_cluster_passes_within_a_minute(two_nodes: Nodes, tmp_path: Path
     assert list((tmp_path / "runs").iterdir()) == [], "it leaves nothing behind"
 
 
-def test_runs_that_cannot_be_written_are_told_with_their_mend(two_nodes: Nodes, tmp_path: Path) -> None:
+def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = start(two_nodes.cluster, tmp_path / "file" / "runs")
     out, err = finish(process)
@@ -134,8 +134,8 @@ def test_ray_without_its_token_fails(s3: Any) -> None:
     assert open_store(s3.url("runs")).list() == [], "it leaves nothing behind"
 
 
-def test_a_node_that_hangs_costs_a_sentence(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Its raylet, and all below it, stand still, and Ray takes it for alive for longer than the doctor takes."""
+def test_a_node_that_hangs_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
+    """The raylet and its children are stopped. Ray considers the node alive for longer than the examination takes."""
     node = two_nodes.nodes[0]
     hanging = two_nodes.processes_of(node)
     for pid in hanging:
@@ -153,7 +153,7 @@ def test_a_node_that_hangs_costs_a_sentence(two_nodes: Nodes, tmp_path: Path) ->
     assert len(found.facts["stored"]) == 2, "the others were examined"
 
 
-def test_a_node_that_dies_while_it_is_examined_costs_a_sentence(tmp_path: Path) -> None:
+def test_a_node_that_dies_during_the_examination_is_named(tmp_path: Path) -> None:
     with nodes(head_cpus=1) as cluster:
         node = cluster.add()
         cluster.await_all()
@@ -168,7 +168,7 @@ def test_a_node_that_dies_while_it_is_examined_costs_a_sentence(tmp_path: Path) 
     assert len(found.facts["stored"]) == 1
 
 
-def test_who_has_no_token_is_told_which_to_give(two_nodes: Nodes, tmp_path: Path) -> None:
+def test_a_missing_token_is_reported_with_the_variable_to_set(two_nodes: Nodes, tmp_path: Path) -> None:
     process = start(two_nodes.cluster, tmp_path, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), RAY_AUTH_MODE="disabled")
     _, err = finish(process)
     assert process.returncode == 2
@@ -177,7 +177,7 @@ def test_who_has_no_token_is_told_which_to_give(two_nodes: Nodes, tmp_path: Path
 
 @pytest.fixture
 def odd_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    """A head, and a node with another pyarrow, a GPU that is not there, and at `runs` a disk of its own."""
+    """Cluster with a head and a node that has another pyarrow, a configured GPU that does not exist, and another disk at `runs`."""
     (tmp_path / "runs").mkdir()
     other = tmp_path / "packages" / "pyarrow-25.0.0.dist-info"
     other.mkdir(parents=True)
@@ -213,7 +213,7 @@ def odd_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
-def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_node_that_differs_from_the_others_is_named(odd_cluster: LocalCluster, tmp_path: Path) -> None:
     found = examine(odd_cluster, tmp_path / "runs")
     assert found.status == 1
     fails = found.of("fail")
@@ -226,7 +226,7 @@ def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, 
     assert "all-reduce" in found.of("pass"), "torch that sees no GPU reduces with gloo"
 
 
-def test_a_head_that_accepts_and_is_silent_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_head_that_accepts_connections_but_does_not_answer_ends_the_command(tmp_path: Path) -> None:
     program = "from undula.cli import main as cli; from undula.cluster import examine; examine.CONNECT_LIMIT_S = 2.0; cli.main()"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -237,7 +237,7 @@ def test_a_head_that_accepts_and_is_silent_is_not_waited_for(tmp_path: Path) -> 
     assert line.startswith(f"undula: cannot connect to the Ray cluster {address}: no answer within 2 s")
 
 
-def test_where_there_is_no_cluster_one_sentence_says_so(tmp_path: Path) -> None:
+def test_a_missing_cluster_ends_the_command_with_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "undula.cli", "doctor", "--cluster", "127.0.0.1:9", "--runs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2

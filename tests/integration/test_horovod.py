@@ -1,4 +1,4 @@
-"""`engine: horovod` in a job, and a script of Ray's former HorovodTrainer: on real Ray, with real Horovod."""
+"""Tests of `engine: horovod`, and of a script for Ray's removed HorovodTrainer, with real Ray and Horovod."""
 
 import json
 import os
@@ -18,7 +18,7 @@ HOROVOD = pytest.importorskip("horovod", reason="Horovod is not installed: make 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_losses_are_those_of_the_torch_engine(session_jobs: Jobs, on_one_rank: Finished, world_size: int) -> None:
-    """6 virtual workers, in one micro-batch each; an epoch ends on the way."""
+    """Six virtual workers have one micro-batch each, and an epoch ends during the run."""
     settings = (*session_jobs.past_an_epoch(), "engine=horovod")
     done = session_jobs.run(f"by-horovod-{world_size}", *session_jobs.workers(world_size), *settings)
     assert done.status == 0, done.err
@@ -88,7 +88,7 @@ def test_a_script_of_rays_former_trainer_runs(cluster: LocalCluster, tmp_path: P
     assert json.loads(line)["loss"] < 2.0
 
 
-def test_without_horovod_one_sentence_says_how_to_get_it(session_jobs: Jobs, tmp_path: Path) -> None:
+def test_a_missing_horovod_is_reported_with_the_command_that_installs_it(session_jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise ModuleNotFoundError('no horovod')")
     command = session_jobs.command("without", "engine=horovod")

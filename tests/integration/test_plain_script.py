@@ -1,4 +1,4 @@
-"""A script of Ray Train's own API under ElasticTorchTrainer: as with Ray's trainer, through a lost worker as well."""
+"""Test of a script that uses Ray Train's API under ElasticTorchTrainer and loses a worker."""
 
 import json
 import os
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_plain_script_goes_on_from_what_it_reported(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_plain_script_resumes_from_its_last_reported_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(SCRIPT)
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}

@@ -16,7 +16,7 @@ from undula.study.progress import read_progress
 from undula.study.records import REPORT, read_spec
 
 
-def test_data_and_run_directory_on_s3(s3, text: str, session_jobs: Jobs, tmp_path: Path) -> None:
+def test_data_and_run_directory_can_be_on_s3(s3, text: str, session_jobs: Jobs, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for number in range(20):

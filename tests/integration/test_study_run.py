@@ -1,4 +1,4 @@
-"""`undula study`: what a study leaves does not depend on what became of its driver and of its trials."""
+"""Tests of `undula study`: the results of a study do not depend on failures of its driver and its trials."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ def studies(cluster: LocalCluster, text: str, tmp_path: Path) -> Studies:
     return Studies(cluster, text, tmp_path)
 
 
-def test_a_study_whose_driver_is_killed_twice_leaves_the_same_table(studies: Studies) -> None:
+def test_killing_the_driver_twice_does_not_change_the_results(studies: Studies) -> None:
     studies.run(studies.file("whole", packed=1))
     whole = studies.table("whole")
     assert [row["state"] for row in whole] == ["complete"] * 6
@@ -46,9 +46,7 @@ def test_a_study_whose_driver_is_killed_twice_leaves_the_same_table(studies: Stu
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_study_that_is_stopped_says_how_it_goes_on_and_is_no_success(
-    studies: Studies, number: signal.Signals
-) -> None:
+def test_a_stopped_study_says_how_to_continue_and_exits_with_an_error(studies: Studies, number: signal.Signals) -> None:
     driver = studies.start(studies.file("stopped", packed=1))
     studies.await_outcomes(driver, "stopped", 1)
     driver.send_signal(number)
@@ -59,7 +57,7 @@ def test_a_study_that_is_stopped_says_how_it_goes_on_and_is_no_success(
     assert {row["state"] for row in studies.table("stopped")} <= {"complete", "running", "waiting"}
 
 
-def test_what_cannot_be_trained_is_refused(studies: Studies) -> None:
+def test_a_study_that_cannot_be_trained_is_refused(studies: Studies) -> None:
     out, _ = (driver := studies.start(studies.file("slow", packed=1, warmups=[0, 1000]))).communicate(timeout=120)
     assert driver.returncode == 2
     assert "adamw-none-b12-lr0.001-w1000-s0 would warm up for 1,000 samples and train for 960" in out
@@ -69,7 +67,7 @@ def test_what_cannot_be_trained_is_refused(studies: Studies) -> None:
     assert "/run is a run's directory: give the study another name" in out
 
 
-def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studies) -> None:
+def test_lagging_trials_are_stopped_and_stay_stopped(studies: Studies) -> None:
     keys = {
         "packed": 1,
         "scheduler": "asha",
@@ -90,7 +88,7 @@ def test_lagging_trials_are_stopped_and_what_is_stopped_stays_so(studies: Studie
     assert studies.table("halving") == table
 
 
-def test_trials_with_workers_of_their_own_are_runs_with_certificates(studies: Studies) -> None:
+def test_unpacked_trials_are_runs_with_certificates(studies: Studies) -> None:
     file = studies.file("elastic", base_lrs=[1e-2], overrides={"workers.min": 1, "workers.max": 2}, rules=["sqrt"])
     studies.run(file)
     table = studies.table("elastic")
@@ -104,7 +102,7 @@ def test_trials_with_workers_of_their_own_are_runs_with_certificates(studies: St
         assert certify(run, data_of(run)).holds
 
 
-def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: Path) -> None:
+def test_a_failed_or_diverged_trial_does_not_affect_the_others(studies: Studies, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(
         "import sys\n"
@@ -133,7 +131,7 @@ def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: P
     assert [row["state"] for row in studies.table("failing")] == ["complete", "complete", "diverged"]
 
 
-def test_a_study_goes_on_with_more_and_not_with_others(studies: Studies) -> None:
+def test_a_study_can_be_extended_but_not_changed(studies: Studies) -> None:
     studies.run(studies.file("more", packed=1, base_lrs=[1e-2], batches=[24]))
     ended = studies.outcomes("more")
     studies.run(studies.file("more", packed=1, base_lrs=[1e-2, 2e-2], batches=[24]))

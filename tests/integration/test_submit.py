@@ -1,4 +1,4 @@
-"""Jobs through Ray's job API: the documented command, and `undula run` with a cluster of its own or a running one."""
+"""Tests of submission through Ray's job API: the documented command, and `undula run` with a new or a running cluster."""
 
 import os
 import re
@@ -26,7 +26,7 @@ JOB = str(ROOT / "jobs" / "language_model.yaml")
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has everything that this one has, but not this package."""
+    """Interpreter that has all packages of this one except this project."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
@@ -65,7 +65,7 @@ def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """Marks the environment of what a test starts, so that what is left of it can be found, and ended, by its own name."""
+    """Mark for the environment of all processes that a test starts, so that remaining ones can be found and ended."""
     name = uuid.uuid4().hex
     yield name
     for process in marked(name):
@@ -73,13 +73,13 @@ def mark() -> Iterator[str]:
 
 
 def marked(mark: str) -> list[int]:
-    """Ids of the processes with a mark in their environment."""
+    """Return the ids of the processes with a mark in their environment."""
     processes = psutil.process_iter(["environ"])
     return [process.pid for process in processes if mark in (process.info["environ"] or {}).values()]
 
 
 def drivers_of(argument: str) -> list[int]:
-    """Ids of the Python processes that run a job script with an argument."""
+    """Return the ids of the Python processes that run a job script with an argument."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or [""]
@@ -114,7 +114,7 @@ def await_nothing_left(mark: str) -> None:
         time.sleep(0.1)  # paces the looks
 
 
-def test_undula_run_starts_a_cluster_trains_and_leaves_nothing_behind(mark: str, text: str, tmp_path: Path) -> None:
+def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
     process = start_undula_run(mark, text, tmp_path, "name=own", "plan.max_steps=10")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
@@ -128,7 +128,7 @@ def test_undula_run_starts_a_cluster_trains_and_leaves_nothing_behind(mark: str,
     await_nothing_left(mark)
 
 
-def test_ctrl_c_leaves_nothing_behind(mark: str, text: str, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
     process = start_undula_run(mark, text, tmp_path, "name=interrupted", "plan.epochs=1000")
     assert process.stdout is not None
     for line in process.stdout:
@@ -140,7 +140,9 @@ def test_ctrl_c_leaves_nothing_behind(mark: str, text: str, tmp_path: Path) -> N
     await_nothing_left(mark)
 
 
-def test_a_running_cluster_is_used_and_left_running(mark: str, text: str, tmp_path: Path, session_jobs: Jobs) -> None:
+def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
+    mark: str, text: str, tmp_path: Path, session_jobs: Jobs
+) -> None:
     cluster = session_jobs.cluster
     env = {**cluster.env, "RAY_API_SERVER_ADDRESS": cluster.dashboard}
     process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", env=env)

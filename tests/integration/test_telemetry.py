@@ -1,4 +1,4 @@
-"""What a run tells: Prometheus, TensorBoard, the live view, and what the user's code prints or does wrong."""
+"""Tests of telemetry: Prometheus, TensorBoard, the live view, and output and errors of the user's code."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of
 
 
-def test_prometheus_finds_the_figures_of_a_run(jobs: Jobs) -> None:
+def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs) -> None:
     process = jobs.start("watched", "plan.epochs=1000", "data.validation=null")
     try:
         targets = Path(jobs.cluster.env["RAY_AUTH_TOKEN_PATH"]).parent / "prom_metrics_service_discovery.json"
@@ -39,7 +39,7 @@ def test_prometheus_finds_the_figures_of_a_run(jobs: Jobs) -> None:
 
 
 def scrape(targets: Path) -> str:
-    """All metrics of the cluster."""
+    """Return all metrics of the cluster."""
     if not targets.exists():
         return ""
     pages = []
@@ -127,7 +127,7 @@ def with_script(jobs: Jobs, tmp_path: Path) -> Jobs:
     return replace(jobs, script=script, settings=(*PLAN, "plan.max_steps=5"))
 
 
-def test_what_the_loop_prints_is_shown(jobs: Jobs, tmp_path: Path) -> None:
+def test_output_of_the_training_loop_is_shown(jobs: Jobs, tmp_path: Path) -> None:
     done = with_script(jobs, tmp_path).run("prints", *jobs.workers(2))
     assert done.status == 0, done.err
     assert "rank 0: hello from the loop" in done.out
@@ -135,7 +135,7 @@ def test_what_the_loop_prints_is_shown(jobs: Jobs, tmp_path: Path) -> None:
     assert "pid=" not in done.out + done.err
 
 
-def test_a_mistake_in_the_loop_is_shown_and_fails_the_job(jobs: Jobs, tmp_path: Path) -> None:
+def test_an_error_in_the_training_loop_is_shown_and_fails_the_job(jobs: Jobs, tmp_path: Path) -> None:
     done = with_script(jobs, tmp_path).run("mistake", "config.forget=true", "workers.max_failures=0")
     assert done.status == 1
     assert "step 2 was left without step.update()" in done.err

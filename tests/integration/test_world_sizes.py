@@ -9,7 +9,7 @@ TOLERANCE = 1e-5
 
 
 def test_any_world_size_gives_the_same_losses(session_jobs: Jobs, on_one_rank: Finished) -> None:
-    """V = 6 on 1 and 4 ranks, with dropout; 4 does not divide 6. The rows are of several files, and an epoch ends on the way."""
+    """Six virtual workers run on 1 and on 4 ranks, with dropout. The data has several files, and an epoch ends during the run."""
     four = session_jobs.run("world-4", *session_jobs.workers(4), *STREAMED, *session_jobs.past_an_epoch())
     assert four.status == 0, four.err
     assert set(on_one_rank.column("world_size")) == {1}

@@ -259,8 +259,8 @@ def _disk_verdict(disk: FileSystem) -> Verdict | None:
 
 def _disks(facts: Facts) -> str:
     least = min((disk.free_bytes for report in facts.reports.values() for disk in report.disks), default=None)
-    whose = "Ray's files" if "://" in facts.runs else "Ray's files and the runs"
-    return f"at least {_size(least)} free for {whose}" if least is not None else ""
+    files = "Ray's files" if "://" in facts.runs else "Ray's files and the runs"
+    return f"at least {_size(least)} free for {files}" if least is not None else ""
 
 
 def _small_memory(facts: Facts) -> Problems:

@@ -212,7 +212,7 @@ def source_named(name: str | None, url: str | None = None, with_rebalance: bool 
 
     Args:
         name: Name of a source in SOURCES, or file:PATH. By default it is the source of the cloud that this machine belongs to.
-        url: Address of the cloud's metadata server. By default it is where the cloud has it.
+        url: Address of the cloud's metadata server. By default it is the cloud's usual address.
         with_rebalance: Whether a rebalance recommendation of AWS counts as a notice.
 
     Raises:

@@ -186,7 +186,7 @@ def read_ledger(store: Store) -> Ledger:
 
 
 def _once(rows: pa.Table) -> pa.Table:
-    """Drop duplicate rows. A later attempt can write the rows of an earlier one again whose rank 0 was lost before its flush."""
+    """Drop duplicate rows. If rank 0 is lost, a later attempt writes the last rows of its attempt again, as some may not be stored."""
     keys = np.stack([rows["attempt"].to_numpy(), rows["step"].to_numpy()])
     _, first = np.unique(keys, axis=1, return_index=True)
     return rows.take(pa.array(np.sort(first)))
