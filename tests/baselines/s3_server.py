@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """S3 server for benchmarks: moto's HTTP server in a separate process."""
-=======
-"""Moto's S3 server for benchmarks: real HTTP, in a process of its own."""
->>>>>>> main
 
 import os
 import socket
@@ -30,11 +26,7 @@ def require_moto() -> None:
 
 @contextmanager
 def s3_server(bucket: str = "bench") -> Iterator[dict[str, str]]:
-<<<<<<< HEAD
     """Start a server with one empty bucket and return the environment variables with which clients find it."""
-=======
-    """Environment variables for clients of a server with one empty bucket, which runs for the duration of the block."""
->>>>>>> main
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
