@@ -111,6 +111,13 @@ class GroupRates:
         """Where the rule is not known to hold for it."""
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
+        for group in optimizer.param_groups[len(self._made) :]:
+            # Kept in the group, as torch's schedulers keep it: a checkpoint has what a group that was added during training started with.
+            for key in ("lr", *AVERAGES):
+                if key in group:
+                    group.setdefault(f"initial_{key}", group[key])
+            self._made.append({key: group[f"initial_{key}"] for key in AVERAGES if key in group})
+            self._lrs.append(float(group["initial_lr"]))
         for group, made, lr in zip(optimizer.param_groups, self._made, self._lrs, strict=True):
             group.update(_with_averages(made, rate.scaled))
             group["lr"] = lr * rate.lr
