@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from study_kit import Studies
 
-from undula.report.certificate import certify, data_of
-from undula.report.summary import read_run
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.summary import read_run
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 from undula.study.records import OUTCOME, TRIALS

@@ -1,1 +1,1 @@
-"""What a run's ledger says, for people: figures, tables in the terminal, a page for the browser."""
+"""Reports on what a run did: `data` computes figures from the ledger, `render` shows them in a terminal or a browser."""

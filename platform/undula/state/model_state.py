@@ -5,15 +5,13 @@ registered with `persistent=False` is not: a fresh module makes it again, so tra
 """
 
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from undula.errors import CheckpointError
-from undula.state.commit import Commit
 from undula.state.optimizer_state import (
     FITS,
     STATE,
@@ -22,7 +20,8 @@ from undula.state.optimizer_state import (
     optimizer_state,
     state_like,
 )
-from undula.state.values import checked, decode, dtype_named, encode, leaves, tensor_names
+from undula.state.pieces import Table, dtype_named
+from undula.state.values import checked, decode, encode, leaves, tensor_names
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -30,8 +29,6 @@ EXTRA_STATE = "_extra_state"
 """torch's name for what `get_extra_state()` returns."""
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Names by which torch.compile and activation checkpointing hold the module that they wrap."""
-Table: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and global shape of each tensor of a saved state, by name."""
 
 
 def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -79,7 +76,8 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
     }
     parameters = _parameters(model)
     targets: dict[str, Tensor] = {}
-    for name, (dtype, shape) in table.items():
+    for name, spec in table.items():
+        dtype, shape = dtype_named(spec.dtype), spec.shape
         present = own.get(name)
         if name.startswith(MODEL) and not _is_extra(name):
             if present is None or tuple(present.shape) != shape:
@@ -95,24 +93,9 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
     return targets
 
 
-def table_of(commit: Commit) -> Table:
-    """Dtype and global shape of each tensor of a checkpoint."""
-    return {name: (dtype_named(saved["dtype"]), tuple(saved["shape"])) for name, saved in commit.tensors.items()}
-
-
 def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a state that are neither the model's nor the optimizer's."""
     return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
-
-
-def weights_digest(model: nn.Module) -> int:
-    """A 64-bit digest of every bit of a model's parameters and buffers, by name. Waits for the device."""
-    digest = blake2b(digest_size=8)
-    for name, value in sorted(_model_state(model).items()):
-        if isinstance(value, Tensor):
-            digest.update(name.removeprefix(MODEL).encode())
-            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest(), "little")
 
 
 def live_leaves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[object]:
@@ -176,7 +159,7 @@ def _make_late_buffers(model: nn.Module, table: Table) -> None:
         for key, value in module._buffers.items():
             name = MODEL + _plain(f"{path}.{key}" if path else key)
             if value is None and name in table:
-                dtype, shape = table[name]
+                dtype, shape = dtype_named(table[name].dtype), table[name].shape
                 setattr(module, key, torch.empty(shape, dtype=dtype, device=device))
 
 

@@ -1,6 +1,5 @@
 """State values as JSON, with the tensors that they contain set apart: what a checkpoint stores beside its tensors, never pickled."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from undula.errors import CheckpointError, RunError
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import dtype_named, is_sharded_tensor
 
 Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 PLAIN = (type(None), bool, int, float, str)
@@ -124,15 +123,3 @@ def checked(name: str, tensor: Tensor) -> Tensor:
             "keep it as a plain tensor"
         )
     return tensor.detach()
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a checkpoint names, as "float32".
-
-    Raises:
-        CheckpointError: torch does not have it.
-    """
-    dtype = getattr(torch, name, None) if re.fullmatch(r"\w+", name) else None
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a checkpoint names the dtype {name!r}, which torch does not have")
-    return dtype

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from undula.cluster.prices import load_prices
 from undula.plan.prices import PriceList, Prices
-from undula.report.cost import Cost, cost, cost_rows, dollars
-from undula.report.goodput import CLASSES, Hold, holds
-from undula.report.page import write_report
-from undula.report.summary import read_run
-from undula.report.terminal import print_run
-from undula.state.records import Event
+from undula.report.data.cost import Cost, cost, cost_rows, dollars
+from undula.report.data.goodput import CLASSES, Hold, holds
+from undula.report.data.summary import read_run
+from undula.report.render.page import write_report
+from undula.report.render.terminal import print_run
+from undula.state.events import Event
 from undula.storage import Store
 
 LIST = PriceList("ours", "2026-11-22", "", ("here",), {"a": 3.6, "b": 7.2, "c": 1.0}, {"a": 0.36, "b": 0.72})

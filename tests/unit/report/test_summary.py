@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from undula.errors import RunError
-from undula.report.summary import (
+from undula.report.data.summary import (
     SECONDS_CLASSES,
     JobRecord,
     RunSummary,
@@ -30,8 +30,9 @@ from undula.report.summary import (
     ticks,
     validations,
 )
+from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, Event, ResizeEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 
 JOB = JobRecord("run", total_steps=10, total_samples=80)
@@ -52,15 +53,15 @@ def ledger(steps: list[StepRow], events: list[Event], replaced: list[StepRow] | 
 
 
 def start(time: float, step: int = 0) -> Event:
-    return Event("start", "started", step, {"world_size": 2, "attempt": 1}, time)
+    return StartEvent(2, 1, step=step, time=time)
 
 
 def validation(time: float, step: int, loss: float) -> Event:
-    return Event("validation", "validated", step, {"loss": loss, "samples": 5}, time)
+    return ValidationEvent(loss, 5, step=step, time=time)
 
 
 def end(time: float) -> Event:
-    return Event("end", "finished", 10, {}, time)
+    return EndEvent(step=10, time=time)
 
 
 def summary_of(events: list[Event], now: float) -> RunSummary:
@@ -92,10 +93,10 @@ def test_figures_are_those_of_the_ledger() -> None:
         start(-1),
         validation(0, 0, 9.0),
         validation(15, 15, 2.0),
-        Event("crash", "lost", None, {"error": "e"}, 16),
-        Event("resize", "2 to 1", None, {"from": 2, "to": 1}, 17),
+        CrashEvent("failure", "e", time=16),
+        ResizeEvent(2, 1, "a notice", time=17),
         start(18, 16),
-        Event("checkpoint", "saved", 20, {"seconds": 1.0, "bytes": 1}, 20),
+        CheckpointEvent(1.0, step=20, time=20),
         validation(30, 30, 3.0),
         end(31),
     ]
@@ -127,7 +128,7 @@ def test_validation_of_steps_done_again_gives_way_to_the_later_one() -> None:
 
 def test_event_without_a_step_lies_at_the_last_step_that_stays() -> None:
     steps = ledger([row(0, time=1), row(1, time=2), row(2, attempt=2, time=9)], []).steps
-    (mark,) = marks_of([Event("crash", "lost", None, {}, 5.0)], steps, began=1.0)
+    (mark,) = marks_of([CrashEvent("failure", "e", time=5.0)], steps, began=1.0)
     assert (mark.time, mark.samples) == (4.0, 16.0)
 
 

@@ -18,6 +18,7 @@ from undula.state.model_state import (
     load_state,
     model_and_optimizer_state,
 )
+from undula.state.pieces import TensorSpec, piece_of, spec_of
 
 
 def network() -> nn.Module:
@@ -41,7 +42,7 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
 
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Bring a fresh model and optimizer to a stored state, as a restore does."""
-    table = {name: (value.dtype, tuple(value.shape)) for name, value in state.items() if isinstance(value, Tensor)}
+    table = {name: spec_of(piece_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
     targets = empty_like_saved(model, optimizer, table)
     for name, target in targets.items():
         target.copy_(state[name])
@@ -133,8 +134,8 @@ def test_a_step_count_stays_in_host_memory_and_moments_go_with_their_parameters(
     model = network().to("meta")
     optimizer = torch.optim.AdamW(model.parameters())
     state = "optimizer.state.0.weight"
-    table = {name: (each.dtype, tuple(each.shape)) for name, each in network().state_dict(prefix="model.").items()}
-    table |= {f"{state}.step": (torch.float32, ()), f"{state}.exp_avg": (torch.float32, (4, 3))}
+    table = {name: spec_of(piece_of(each)) for name, each in network().state_dict(prefix="model.").items()}
+    table |= {f"{state}.step": TensorSpec("float32", ()), f"{state}.exp_avg": TensorSpec("float32", (4, 3))}
     targets = empty_like_saved(model, optimizer, table)
     assert [targets[f"{state}.{key}"].device.type for key in ("step", "exp_avg")] == ["cpu", "meta"]
     optimizer.param_groups[0]["capturable"] = True

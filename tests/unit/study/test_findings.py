@@ -25,7 +25,7 @@ from undula.study.rates import (
 )
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import State, TrialRecord
-from undula.study.words import critical_words, not_tested, rung_within_warmup, sentences
+from undula.study.verdicts import critical_batch_text, early_rung_warning, untested_sentences, verdict_sentences
 
 POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 
@@ -56,7 +56,7 @@ def test_critical_batch_of_the_quadratic_model_is_found() -> None:
     assert found.pareto is not None
     assert found.pareto.critical_batch == pytest.approx(790, rel=0.2)
     assert found.pareto.interval.holds(790)
-    assert any("The critical batch is" in text and "inside the batches" in text for text in sentences(found))
+    assert any("The critical batch is" in text and "inside the batches" in text for text in verdict_sentences(found))
 
 
 def test_halves_of_many_batches_are_judged_apart() -> None:
@@ -163,11 +163,8 @@ def test_a_rule_that_runs_into_divergence_is_told_of_where_its_fit_ends() -> Non
     spec = study(batches=(64, 128, 256, 512, 4096), base_lr_range=LogRange(0.03, 2.2, 14))
     found = find(spec, quadratic_records(spec, 16_000_000, 0.01)).groups[0]
     assert found.main.laws[0].rules("not rejected") == ["linear"]
-    assert (
-        "linear asks for learning rates at batch 4,096 at which trainings diverged, or for higher ones."
-        in sentences(found)
-    )
-    assert not any(text.startswith("sqrt asks") for text in sentences(found))
+    asks = [text for text in verdict_sentences(found) if "asks for" in text]
+    assert asks == ["linear asks for learning rates at batch 4,096 that are as high as rates that diverged, or higher."]
 
 
 # What a trial's state lets it say.
@@ -240,7 +237,7 @@ def test_measured_rules_are_compared_by_loss_and_not_by_exponent() -> None:
     found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
     mine = [each for each in found.predictions if each.rule == "adascale"]
     assert all(each.cost and each.cost[1] > 0 for each in mine)
-    assert any(text.startswith("adascale: not tested by an exponent") for text in sentences(found))
+    assert any(text.startswith("adascale: not tested by an exponent") for text in verdict_sentences(found))
 
 
 def test_a_study_of_one_rule_without_free_rates_is_tuned_by_that_rule() -> None:
@@ -292,8 +289,8 @@ def test_an_interval_that_holds_every_rule_tells_none_apart() -> None:
     records = [
         each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
     ]
-    told = sentences(find(spec, records).groups[0])
-    assert told[0].endswith("which holds linear (1), sqrt (0.5) and none (0): the data do not tell rules apart.")
+    told = verdict_sentences(find(spec, records).groups[0])
+    assert told[0].endswith("holds linear (1), sqrt (0.5) and none (0), so that the data do not tell rules apart.")
 
 
 # Bad input: a sentence in place of each finding that is not there.
@@ -310,7 +307,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(batches=(16,)), lambda each: each, "the study has one batch (16): a power law takes two or more"),
         (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "every learning rate diverged at batch 16: lower ones are needed"),
         (study(), lambda each: replace(each, state="failed", curve=(), message="gone"), "no training at batch 16 is complete"),
-        (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that are not finished"),
+        (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that have not finished"),
         (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), lambda each: each, "is at the highest end of those that were tried: higher"),
         (study(target=None), lambda each: each, "No critical batch: the study has no target"),
         (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "No critical batch: every training diverged."),
@@ -318,12 +315,12 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(batches=(16,)), lambda each: each, "Batches other than 16,"),
         (study(optimizers=("own",)), lambda each: each, "Optimizers other than the job's own."),
         (study(seeds=(0,)), lambda each: each, "Chance between seeds"),
-        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: replace(each, state="stopped"), "first compares at 100"),
+        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: replace(each, state="stopped"), "first compares trials at 100"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:
     findings = findings_of(spec, change)
-    said = [text for found in findings.groups for text in sentences(found)] + list(not_tested(findings))
+    said = [text for found in findings.groups for text in verdict_sentences(found)] + list(untested_sentences(findings))
     assert any(told in text for text in said), said
 
 
@@ -334,7 +331,7 @@ def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRec
 def test_a_first_rung_within_a_warmup_as_a_rule_makes_it_is_told(
     rules: tuple[Any, ...], first_rung: int, longest: str
 ) -> None:
-    told = rung_within_warmup(study(scheduler="asha", samples=9000, warmups=(100,), rules=rules, first_rung=first_rung))
+    told = early_rung_warning(study(scheduler="asha", samples=9000, warmups=(100,), rules=rules, first_rung=first_rung))
     assert bool(told) == bool(longest)
     assert f"up to {longest};" in told or not longest
 
@@ -348,7 +345,7 @@ def test_no_records_at_all_make_findings() -> None:
 def test_a_rule_outside_its_optimizer_is_warned_of() -> None:
     findings = find(study(rules=("none", "linear"), optimizers=("adamw",)), [])
     assert any(
-        text.startswith("linear is known to hold for LARS, SGD, and the optimizer is AdamW")
+        text.startswith("linear is only known to hold for LARS, SGD, but the optimizer is AdamW")
         for text in findings.warnings
     )
 
@@ -358,7 +355,7 @@ def test_a_rule_outside_its_optimizer_is_warned_of() -> None:
     [(500, 900, "700"), (500, inf, "> 500"), (0, 900, "< 900")],
 )
 def test_a_critical_batch_without_bounds_is_not_a_number(low: float, high: float, words: str) -> None:
-    assert critical_words(ParetoFit(10, 7000, 700, Interval(low, high), False)) == words
+    assert critical_batch_text(ParetoFit(10, 7000, 700, Interval(low, high), False)) == words
 
 
 def test_steps_that_bound_the_critical_batch_on_no_side_give_none() -> None:
@@ -371,7 +368,7 @@ def test_steps_that_bound_the_critical_batch_on_no_side_give_none() -> None:
     found = find(spec, records).groups[0]
     assert [each.fewest and each.fewest.steps for each in found.main.batches] == [(10.0,), (1.0,), (10.0,)]
     assert found.pareto is None
-    assert any("steps to the target do not bound it on either side" in text for text in sentences(found))
+    assert any("steps to the target do not bound it on either side" in text for text in verdict_sentences(found))
 
 
 def test_a_law_says_its_batches() -> None:

@@ -11,9 +11,9 @@ from study_records import points, record, study, valley
 
 from undula.study.findings import Prediction, find
 from undula.study.rates import LossAt, loss_at
-from undula.study.report_tables import predictions_table
+from undula.study.render.report_tables import predictions_table
 from undula.study.spec import LogRange
-from undula.study.words import sentences
+from undula.study.verdicts import verdict_sentences
 
 
 def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
@@ -77,7 +77,7 @@ def test_a_rule_whose_rate_may_be_lower_is_not_said_to_run_into_divergence() -> 
     records = [*valley(16, 0.01, spec.rates), *valley(64, 0.2, (0.1, 0.2)), record(64, 0.4, nan, "diverged")]
     linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
     assert (linear.rate, linear.bound) == (pytest.approx(0.4), "≤")
-    assert not any("trainings diverged" in text for text in sentences(find(spec, records).groups[0]))
+    assert not any("rates that diverged" in text for text in verdict_sentences(find(spec, records).groups[0]))
 
 
 def test_the_table_of_rules_has_bounds_and_what_became_of_a_rule() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from numbers_job import numbers_job
+from numbers_job import cpu_run, numbers_job
 from torch import Tensor, nn
 
 from undula.train.job import Job
-from undula.train.run import Run, Step
+from undula.train.step import Step
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -28,7 +28,7 @@ class HalfUsed(nn.Module):
 
 def trained(job: Job, stop: int | None = None) -> list[Tensor]:
     """The weights of a run after its last step, or after it was left before step `stop`."""
-    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    run = cpu_run(job)
     model = run.model(HalfUsed())
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
     steps: Iterator[Step] = run.steps()

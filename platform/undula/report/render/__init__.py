@@ -1,0 +1,1 @@
+"""Reports of a run: terminal output and one self-contained HTML page."""

@@ -1,0 +1,307 @@
+"""How a study's figures look, and how they become files: colours, scales with readable ticks, SVG without styles, PNG.
+
+Figures are made through matplotlib's objects, without pyplot's global state. Their colours are names that the page may exchange: in
+the dark, each has a counterpart.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, floor, log10
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from undula.plan.rules import RuleName
+from undula.report.data.summary import nice_step, ticks
+
+WIDTH_IN, HEIGHT_IN, DPI = 4.6, 3.45, 220
+INK, SOFT, GRID, AXIS, PAPER, BAND = "#1a2029", "#566170", "#e3e7ec", "#b6bec8", "#ffffff", "#eceff3"
+DIVERGED = "#c22a2a"
+RULE_COLORS: Mapping[RuleName, str] = {
+    "none": "#7c8795",
+    "linear": "#d55e00",
+    "sqrt": "#0072b2",
+    "legw": "#009e73",
+    "adam_sde": "#b3579b",
+    "adascale": "#c58a00",
+    "noise_scale": "#3d9bd4",
+    "surge": "#6a45a8",
+}
+"""Okabe and Ito's, which the colour-blind tell apart, some a little darker for lines on white."""
+RULE_DASHES: Mapping[RuleName, Any] = {
+    "none": (0, (1.2, 1.6)),
+    "linear": (0, (6, 2)),
+    "sqrt": (0, (4, 1.5, 1, 1.5)),
+    "legw": (0, (7, 1.5, 1, 1.5, 1, 1.5)),
+    "adam_sde": (0, (3, 1.5)),
+    "adascale": (0, (2, 1)),
+    "noise_scale": (0, (5, 1, 2, 1)),
+    "surge": (0, (1, 1)),
+}
+RULE_MARKERS: Mapping[RuleName, str] = {
+    "none": "o",
+    "linear": "s",
+    "sqrt": "^",
+    "legw": "D",
+    "adam_sde": "v",
+    "adascale": "P",
+    "noise_scale": "X",
+    "surge": "p",
+}
+_DARK: Mapping[str, str] = {
+    INK: "#e4e8ed",
+    SOFT: "#98a4b2",
+    GRID: "#262d37",
+    AXIS: "#4a5563",
+    PAPER: "#171c23",
+    BAND: "#212832",
+    DIVERGED: "#ff7b72",
+    "#7c8795": "#a3aebb",
+    "#d55e00": "#f58a3c",
+    "#0072b2": "#56aee8",
+    "#009e73": "#35c79b",
+    "#b3579b": "#de8cc6",
+    "#c58a00": "#e8b13c",
+    "#3d9bd4": "#7cc4f0",
+    "#6a45a8": "#b797ec",
+}
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
+    "font.size": 8,
+    "axes.labelsize": 8.5,
+    "axes.edgecolor": AXIS,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": AXIS,
+    "ytick.color": AXIS,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "text.color": INK,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "legend.labelcolor": INK,
+    "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.2,
+    "legend.handletextpad": 0.5,
+    "legend.borderpad": 0.1,
+    "legend.borderaxespad": 0.5,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "path.simplify": True,
+}
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_DEFAULTS = {("fill-opacity", "1"), ("stroke-opacity", "1"), ("opacity", "1")}
+
+
+class NoFigure(Exception):
+    """There is nothing to draw, and why: a sentence without its full stop."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure as files."""
+
+    svg: str
+    """An svg element that stands by itself or inside a page: attributes alone, no styles."""
+    png: bytes
+
+
+def new_axes() -> tuple[Figure, Axes]:
+    """A figure of one plot; within `styled`."""
+    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Where figures are made and written; what matplotlib was set to comes back after it."""
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def draw(figure: Figure, name: str, title: str) -> Drawn:
+    """The figure's files; `name` makes the ids of its SVG its own, `title` is what it says to who cannot see it."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(png, format="png", dpi=DPI, metadata={"Software": None})
+    return Drawn(_plain_svg(svg.getvalue(), title), png.getvalue())
+
+
+def batch_colors(batches: Sequence[int]) -> dict[int, str]:
+    """By log batch, from a perceptual map without its lightest end."""
+    return {batch: to_hex(matplotlib.colormaps["viridis"](0.84 * share)) for batch, share in _shares(batches)}
+
+
+def dark_counterparts(batches: Sequence[int]) -> dict[str, str]:
+    """Colours of figures, and what they are on a dark page: the batches' from the same map without its darkest end."""
+    colors = batch_colors(batches)
+    there = {
+        colors[batch]: to_hex(matplotlib.colormaps["viridis"](0.3 + 0.7 * share)) for batch, share in _shares(batches)
+    }
+    return {**_DARK, **there}
+
+
+def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
+    """x is the batch, by its logarithm; ticks are the batches themselves, labelled where there is room."""
+    low, high = min(batches), max(batches)
+    pad = (high / low) ** 0.06 if high > low else 1.5
+    axes.set_xscale("log")
+    axes.set_xlim(low / pad, high * pad)
+    ordered = sorted(set(batches))
+    _ticks(axes.xaxis, [float(each) for each in ordered], _thinned(ordered, 3.6 / max(log10(high / low), 0.1)))
+    axes.set_xlabel("batch (samples per step)")
+
+
+def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
+    """An axis from `low` to `high` by logarithm, with plain numbers at 1, 2 and 5 times powers of ten as they fit."""
+    room = (high / low) ** pad if high > low else 2.0
+    low, high = low / room, high * room
+    axes = axis.axes
+    if axis is axes.xaxis:
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+    places = log_ticks(low, high)
+    _ticks(axis, places, [tick_label(place) for place in places])
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Between three and nine round numbers, where the range has so many."""
+    decades = range(floor(log10(low)), ceil(log10(high)) + 1)
+    found: list[float] = []
+    for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = [float(f"{digit}e{power}") for power in decades for digit in digits]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) >= 3:
+            return found[:: ceil(len(found) / 9)]
+    return [tick for tick in ticks(low, high, nice_step(high - low, 5)) if tick > 0]
+
+
+def tick_label(value: float) -> str:
+    """0.002, 5,000, 20k, 3M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / min(size, 1e3 if unit == 'k' else size):g}{unit}"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+    return text.replace("e-0", "e-")
+
+
+def legend_above(figure: Figure, handles: Sequence[Any], columns: int = 4, title: str | None = None) -> None:
+    """Outside the plot, so that it covers no data; read line by line, where matplotlib fills column by column."""
+    if handles:
+        by_column = [handle for column in range(columns) for handle in handles[column::columns]]
+        found = figure.legend(handles=by_column, loc="outside upper left", ncols=columns, title=title)
+        found.get_title().set_fontsize(7.5)
+        found._legend_box.align = "left"  # type: ignore[attr-defined]  # matplotlib has no other way
+        found.get_title().set_color(SOFT)
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """The places moved as little apart as it takes to have a gap between each two; in their order."""
+    order = sorted(range(len(places)), key=lambda at: places[at])
+    moved = [places[at] for at in order]
+    for _ in range(100):
+        tight = [at for at, (low, high) in enumerate(pairwise(moved)) if high - low < gap - 1e-9]
+        for at in tight:
+            middle, half = (moved[at] + moved[at + 1]) / 2, gap / 2
+            moved[at], moved[at + 1] = middle - half, middle + half
+        if not tight:
+            break
+    found = [0.0] * len(places)
+    for at, place in zip(order, moved, strict=True):
+        found[at] = place
+    return found
+
+
+def _shares(batches: Sequence[int]) -> list[tuple[int, float]]:
+    low, high = min(batches), max(batches)
+    return [(batch, log10(batch / low) / log10(high / low) if high > low else 0.0) for batch in sorted(set(batches))]
+
+
+def _ticks(axis: Axis, places: Sequence[float], labels: Sequence[str]) -> None:
+    axis.set_major_locator(FixedLocator(list(places)))
+    axis.set_major_formatter(FixedFormatter(list(labels)))
+    axis.set_minor_locator(NullLocator())
+
+
+def _thinned(batches: Sequence[int], inches_a_decade: float) -> list[str]:
+    """Labels of every batch, or every second one and so on, such that they do not touch; the others' are empty."""
+    for every in range(1, len(batches) + 1):
+        shown = batches[::every]
+        ends = [(log10(batch) * inches_a_decade, 0.033 * len(f"{batch:,}") + 0.02) for batch in shown]
+        if all(left + half <= right - other for (left, half), (right, other) in pairwise(ends)):
+            break
+    return [f"{batch:,}" if place % every == 0 else "" for place, batch in enumerate(batches)]
+
+
+def _plain_svg(raw: bytes, title: str) -> str:
+    """Matplotlib's SVG with attributes in place of styles, which a page's policy refuses, and without what nothing refers to."""
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", _XLINK)
+    root = ElementTree.fromstring(raw)
+    referred = {
+        text.split("#")[1].rstrip(")")
+        for each in root.iter()
+        for text in each.attrib.values()
+        if "#" in text and _is_link(text)
+    }
+    for parent in root.iter():
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+    for each in root.iter():
+        for name, value in _declarations(each.attrib.pop("style", "")):
+            each.set(name, value)
+        if each.attrib.get("id") not in referred:
+            each.attrib.pop("id", None)
+        each.tail = None if not (each.tail or "").strip() else each.tail
+        each.text = None if not (each.text or "").strip() else each.text
+        if "d" in each.attrib:
+            each.set("d", " ".join(each.attrib["d"].split()))
+    # What matplotlib's style sheet says of all elements; those that differ say so themselves.
+    attributes = {"stroke-linejoin": "round", "stroke-linecap": "butt", "role": "img", "aria-label": title}
+    for name, value in attributes.items():
+        root.set(name, value)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _is_link(text: str) -> bool:
+    return text.startswith(("#", "url(#")) and len(text) > 7
+
+
+def _declarations(style: str) -> Iterator[tuple[str, str]]:
+    """A style as attributes; the shorthand `font`, which is none, as its parts."""
+    for each in filter(None, (part.strip() for part in style.split(";"))):
+        name, _, value = (part.strip() for part in each.partition(":"))
+        if name == "font":
+            size_at = next(at for at, part in enumerate(value.split()) if part.endswith("px"))
+            yield "font-size", value.split()[size_at]
+            yield "font-family", " ".join(value.split()[size_at + 1 :])
+            if "bold" in value.split()[:size_at]:
+                yield "font-weight", "bold"
+        elif (name, value) not in _DEFAULTS:
+            yield name, value

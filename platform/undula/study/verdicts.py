@@ -1,0 +1,179 @@
+"""Verdicts of a study as sentences: what each group of trials shows about the scaling rules, and what was not tested. Pure."""
+
+from collections import Counter
+from math import isfinite
+
+from undula.plan.rules import RULES
+from undula.report.data.summary import counted, number
+from undula.study.findings import Findings, GroupFindings, Law, Tuning, Verdict
+from undula.study.fits import RULE_EXPONENTS, Interval, ParetoFit
+from undula.study.spec import CLASSES, StudySpec
+
+
+def verdict_sentences(found: GroupFindings) -> tuple[str, ...]:
+    """Everything that one group of trials shows, a sentence each."""
+    texts = _law_sentences(found.main)
+    for tuning in found.others:
+        rule = tuning.rules[0]
+        if RULES[rule].is_measured:
+            texts.append(
+                f"{rule}: not tested by an exponent, as its factor is measured; its losses are compared below."
+            )
+        else:
+            texts += [f"Under {rule}: {each[0].lower()}{each[1:]}" for each in _law_sentences(tuning)]
+    texts += _divergence_sentences(found)
+    texts.append(_critical_batch_sentence(found))
+    if found.noise:
+        scales = [scale for _, scale in found.noise]
+        low, high = three_digits(min(scales)), three_digits(max(scales))
+        size = f"{low} samples" if low == high else f"{low} to {high} samples, depending on the batch"
+        texts.append(f"The gradient noise scale in the second half of the best trainings is {size}.")
+    return tuple(texts)
+
+
+def untested_sentences(findings: Findings) -> tuple[str, ...]:
+    """Everything that the study says nothing about, a sentence each."""
+    spec, records, groups = findings.spec, findings.records, findings.groups
+    low, high = min(spec.batches), max(spec.batches)
+    outside = f"outside {low:,}–{high:,}" if low < high else f"other than {low:,}"
+    texts = [f"Batches {outside}, and any model, data or training length other than those of {spec.job}."]
+    problems = dict.fromkeys(
+        f"{found.group.title}{'' if not place else ', ' + tuning.rules[0]}: {each.problem}"
+        for found in groups
+        for place, tuning in enumerate(found.tunings)
+        for each in tuning.batches
+        if each.problem
+    )
+    texts += [f"{text}." for text in problems]
+    if others := [rule for rule in RULES if rule not in spec.rules and rule not in RULE_EXPONENTS]:
+        texts.append(f"The rules {', '.join(others)}: no trial used them.")
+    if measured := [rule for rule in spec.rules if RULES[rule].is_measured]:
+        texts.append(
+            f"The exponents of {', '.join(measured)}: their factors are measured, so that only their losses are compared."
+        )
+    if spec.optimizers == ("own",):
+        texts.append("Optimizers other than the job's own.")
+    elif absent := [name for name in CLASSES if name not in spec.optimizers]:
+        texts.append(f"The optimizers {', '.join(absent)}.")
+    if len(spec.warmup_axis) == 1:
+        texts.append(f"Warmups other than {spec.warmup_axis[0]:,} samples.")
+    if len(spec.seeds) == 1:
+        texts.append(
+            "Chance between seeds: there is one seed, so that intervals reflect the scatter between batches only."
+        )
+    if spec.target is None:
+        texts.append("The critical batch: the study has no target.")
+    states = Counter(record.state for record in records)
+    texts += [f"{text}."] if states["stopped"] and (text := early_rung_warning(spec)) else []
+    if left := states["waiting"] + states["running"]:
+        texts.append(f"{counted(left, 'trial')} that {'has' if left == 1 else 'have'} not finished.")
+    if states["failed"]:
+        texts.append(f"{counted(states['failed'], 'trial')} that failed.")
+    return tuple(texts)
+
+
+def early_rung_warning(spec: StudySpec) -> str:
+    """A sentence without its full stop if ASHA can stop trials before their warmup ends; empty otherwise."""
+    kappas = [batch / spec.batches[0] for batch in spec.batches]
+    known = [rule for rule in spec.rules if not RULES[rule].is_measured]
+    factor = max((RULES[rule].scaled(kappa, None).warmup for rule in known for kappa in kappas), default=1.0)
+    longest = round(max(factor, 1.0) * max(spec.warmup_axis))
+    if spec.rung is None or spec.rung > longest:
+        return ""
+    return (
+        f"Learning rates of trials that ASHA stops during their warmup: it first compares trials at {spec.rung:,} samples, and "
+        f"warmups take up to {longest:,}; a larger first_rung compares them later"
+    )
+
+
+def interval_text(interval: Interval, digits: int = 2) -> str:
+    """An interval as `0.41 to 0.63`: of an exponent with two decimals, of a batch with `digits` 0."""
+    if not (isfinite(interval.low) or isfinite(interval.high)):
+        return "no interval"
+    low, high = (f"{end:.{digits}f}" if digits else three_digits(end) for end in (interval.low, interval.high))
+    return f"{low} to {high if isfinite(interval.high) else 'no bound'}"
+
+
+def three_digits(value: float) -> str:
+    """A size rounded to three significant digits, such as 762 or 17,600; a fit knows no more than that."""
+    return number(float(f"{value:.3g}"), 3)
+
+
+def is_bounded(fit: ParetoFit) -> bool:
+    """Whether the batches bound the critical batch on both sides; without that, its value means nothing."""
+    return fit.interval.low > 0 and isfinite(fit.interval.high)
+
+
+def critical_batch_text(fit: ParetoFit) -> str:
+    """The critical batch in samples, or a bound on it if the batches leave it open on one side."""
+    low, high = fit.interval.low, fit.interval.high
+    if not isfinite(high):
+        return f"> {three_digits(low)}"
+    return f"< {three_digits(high)}" if low <= 0 else three_digits(fit.critical_batch)
+
+
+def _law_sentences(tuning: Tuning) -> list[str]:
+    if not tuning.laws:
+        if all(RULES[rule].is_measured for rule in tuning.rules):
+            return [f"{', '.join(tuning.rules)}: not tested by an exponent, as the factor is measured."]
+        return [f"No rule is tested: {tuning.problem}."]
+    return [_law_sentence(law, is_part=place > 0) for place, law in enumerate(tuning.laws)]
+
+
+def _law_sentence(law: Law, is_part: bool) -> str:
+    interval = law.fit.interval
+    alone = " alone" if is_part else ""
+    grows = f"Over batches {law.batches}{alone} the best learning rate goes as batch^{law.fit.exponent:.2f}"
+    if not isfinite(interval.high - interval.low):
+        return f"{grows}. Two batches alone give no interval, so that no rule is tested."
+    grows += f" (95 % interval {interval_text(interval)})"
+    if law.verdicts and not law.tells_apart:
+        return f"{grows}. The interval holds linear (1), sqrt (0.5) and none (0), so that the data do not tell rules apart."
+    parts = [
+        f"{judgement}: {', '.join(_claim(each) for each in law.verdicts if each.judgement == judgement)}"
+        for judgement in ("rejected", "not rejected")
+        if law.rules(judgement)
+    ]
+    return f"{grows}: {'; '.join(parts)}." if parts else f"{grows}."
+
+
+def _claim(verdict: Verdict) -> str:
+    return f"{verdict.rule} ({verdict.exponent:g})"
+
+
+def _divergence_sentences(found: GroupFindings) -> list[str]:
+    """Sentences on rules that ask for rates that diverge; a fit to the optima, which are all inside the stable range, cannot see it."""
+    texts = []
+    for rule in dict.fromkeys(each.rule for each in found.predictions):
+        own = next((tuning for tuning in found.tunings if rule in tuning.rules), found.main)
+        limits = {each.batch: each.diverged_from for each in own.batches}
+        over = [
+            each.batch
+            for each in found.predictions
+            if each.rule == rule and each.rate and each.bound in (None, "≥") and each.rate >= limits[each.batch]
+        ]
+        if over:
+            where = f"{min(over):,}" if len(over) == 1 else f"{min(over):,}–{max(over):,}"
+            texts.append(
+                f"{rule} asks for learning rates at batch {where} that are as high as rates that diverged, or higher."
+            )
+    return texts
+
+
+def _critical_batch_sentence(found: GroupFindings) -> str:
+    fit = found.pareto
+    if fit is None:
+        return f"No critical batch: {found.pareto_problem}."
+    if not is_bounded(fit):
+        bound = critical_batch_text(fit)
+        side, end = ("above", "larger") if bound.startswith(">") else ("below", "smaller")
+        return (
+            f"The critical batch is {side} {bound[2:]} samples (95 %): the batches bound it on one side only, and {end} "
+            "batches are needed."
+        )
+    reached = "the batches that reached the target"
+    return (
+        f"The critical batch is {three_digits(fit.critical_batch)} samples (95 % interval {interval_text(fit.interval, 0)}), "
+        f"{'inside' if fit.inside else 'partly beyond'} {reached}. A training at that batch takes twice the fewest steps "
+        f"({three_digits(fit.fewest_steps)}) and twice the fewest samples ({three_digits(fit.fewest_samples)})."
+    )
