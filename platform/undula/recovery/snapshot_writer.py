@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ class SnapshotWriter:
         self._sources: dict[str, Tensor] = {}
         self._fixed_meta = b""
         self._slots: list[_Slot] = []
+        self._places: dict[str, dict[str, Any]] = {}
         self._next = 0
         self._cost_s = 0.0
         self._held_up_s = 0.0
@@ -159,7 +161,9 @@ class SnapshotWriter:
         self._held = held
         self._sources = {name: piece.tensor for name, piece in held.pieces.items()}
         self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held)
-        self._slots = []
+        if self._slots and arrangement.places == self._places:
+            return True  # other tensors and values in the same room, as with an optimizer that counts steps in its groups
+        self._places, self._slots = arrangement.places, []
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(self._folder):

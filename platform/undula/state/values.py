@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,15 +21,20 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Json:
 
     Args:
         name: Name of the value in the run's state, for messages and for the names of its tensors.
-        value: Tensors, None, Booleans, numbers, strings and dtypes, and tuples, lists and dictionaries of these.
+        value: Tensors, None, Booleans, numbers, strings and dtypes, and tuples, lists and dictionaries of these. A number of numpy
+            becomes one of Python.
         tensors: Gets the tensors that the value contains, by name.
 
     Raises:
         RunError: The value is of another type.
     """
     if isinstance(value, Tensor):
+        while name in tensors:  # a dictionary may have the keys 1 and "1"
+            name += "'"
         tensors[name] = checked(name, value)
         return {"tensor": name, "device": value.device.type}
+    if isinstance(value, np.generic):
+        value = value.item()
     if type(value) in PLAIN:
         return value  # type: ignore[return-value]
     if isinstance(value, torch.dtype):

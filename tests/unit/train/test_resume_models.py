@@ -46,3 +46,30 @@ def test_a_run_with_a_layer_that_never_receives_a_gradient_resumes(tmp_path: Pat
     job = numbers_job(tmp_path / "resumed")
     trained(job, stop=3)
     assert all(torch.equal(a, b) for a, b in zip(trained(job), whole, strict=True))
+
+
+def grown(job: Job, stop: int | None = None) -> list[Tensor]:
+    """The weights of a run whose script unfreezes a layer before step 2 and hands it to the optimizer in a group of its own."""
+    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    model = run.model(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).requires_grad_(False))
+    optimizer = run.optimizer(torch.optim.AdamW(model[1].requires_grad_(True).parameters(), lr=run.base_lr))  # type: ignore[index]
+    steps: Iterator[Step] = run.steps()
+    for step in steps:
+        if step.index == stop:
+            break
+        if step.index >= 2:
+            model[0].requires_grad_(True)  # type: ignore[index]
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5 * run.base_lr})  # type: ignore[index]
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        step.update()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_group_that_is_added_during_training_follows_the_schedule_after_a_resume_too(tmp_path: Path) -> None:
+    whole = grown(numbers_job(tmp_path / "whole"))
+    job = numbers_job(tmp_path / "resumed")
+    grown(job, stop=3)
+    assert all(torch.equal(a, b) for a, b in zip(grown(job), whole, strict=True))
+    assert not torch.equal(whole[0], grown(numbers_job(tmp_path / "begun"), stop=1)[0])
