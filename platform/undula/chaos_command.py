@@ -54,7 +54,7 @@ def chaos(options: argparse.Namespace) -> int:
     # Not at the top: most commands need none of it, and it takes a second.
     from undula.config.job import absolute_paths, load_spec
     from undula.report.data.certificate import certify, data_of
-    from undula.report.data.summary import read_run
+    from undula.report.data.run_record import read_run
     from undula.testing.study import from_faults, from_trace, script_command, undergo
 
     loaded = load_spec(options.job, options.overrides)

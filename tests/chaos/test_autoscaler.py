@@ -11,7 +11,7 @@ from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.cost import cost_of
 from undula.report.data.goodput import goodput
-from undula.report.data.summary import RecordedRun, read_run
+from undula.report.data.run_record import RecordedRun, read_run
 from undula.storage import open_store
 from undula.testing.chaos import Driver, start_driver
 from undula.testing.cloud import Cloud, MachineType, cloud

@@ -162,7 +162,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from undula.report.data.certificate import certify, data_of
-    from undula.report.data.summary import read_run
+    from undula.report.data.run_record import read_run
 
     run = read_run(_run_store(options.run))
     against = read_run(_run_store(options.against)) if options.against else None

@@ -11,7 +11,7 @@ from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside
 from undula.driver.preflight import check_job, describe
 from undula.elastic.pure.fleet import Work
 from undula.plan.plan import Plan
-from undula.report.data.summary import counted
+from undula.report.text import counted
 from undula.state.directory import JOB_FILE, held, identity
 from undula.study.job import Study
 from undula.study.live_table import StudyScreen

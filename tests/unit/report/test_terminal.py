@@ -12,7 +12,8 @@ from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
 from undula.errors import RunError
-from undula.report.render.terminal import plot, print_run, print_runs, strip
+from undula.report.render.plots import plot, strip
+from undula.report.render.terminal import print_run, print_runs
 from undula.state.ledger import EventWriter, LedgerWriter
 from undula.state.records import Event, StepRow
 from undula.storage import Store
@@ -106,14 +107,14 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert text.index("newer") < text.index("older") < text.index("broken")
     assert "has no job.json" in text
     assert "elsewhere" not in text
-    assert "rates is a study: undula study status rates" in text
+    assert "rates is a study: use `undula study status rates`" in text
     assert "\x1b" not in text
 
 
 def test_a_study_is_not_shown_as_a_run(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("study.json", b"{}")
-    with pytest.raises(RunError, match="is a study: `undula study status` tells of it"):
+    with pytest.raises(RunError, match="is a study: use `undula study status`"):
         print_run(store)
 
 

@@ -307,7 +307,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(batches=(16,)), lambda each: each, "the study has one batch (16): a power law takes two or more"),
         (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "every learning rate diverged at batch 16: lower ones are needed"),
         (study(), lambda each: replace(each, state="failed", curve=(), message="gone"), "no training at batch 16 is complete"),
-        (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that are not finished"),
+        (study(), lambda each: replace(each, state="waiting", curve=()), "160 trials that have not finished"),
         (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), lambda each: each, "is at the highest end of those that were tried: higher"),
         (study(target=None), lambda each: each, "No critical batch: the study has no target"),
         (study(base_lr_range=LogRange(3, 30, 4)), lambda each: each, "No critical batch: every training diverged."),
@@ -315,7 +315,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(batches=(16,)), lambda each: each, "Batches other than 16,"),
         (study(optimizers=("own",)), lambda each: each, "Optimizers other than the job's own."),
         (study(seeds=(0,)), lambda each: each, "Chance between seeds"),
-        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: replace(each, state="stopped"), "first compares at 100"),
+        (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: replace(each, state="stopped"), "first compares trials at 100"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:
