@@ -102,9 +102,7 @@ def print_run(
     console = console or Console()
     is_wide = console.width >= SIDE_BY_SIDE_WIDTH
     console.print(Text.assemble((printable(summary.name), "bold"), "  ", _state_text(summary.state)))
-    console.print(_beside([_summary_table(summary), _seconds_table(summary)], is_wide))
-    if cost:
-        console.print(Group(*_cost_tables(cost)))
+    console.print(run_tables(summary, cost, console.width))
     if not len(run.ledger.steps):
         console.print(Text("\nno step has been committed yet"))
     elif console.encoding.startswith("utf"):
@@ -113,10 +111,18 @@ def print_run(
     console.print(_events_table(run.events))
 
 
+def run_tables(summary: RunSummary, cost: Cost | None, width: int) -> RenderableType:
+    """The figures of a run as tables for a terminal of `width` characters."""
+    figures = _beside([_summary_table(summary), _seconds_table(summary)], width >= SIDE_BY_SIDE_WIDTH)
+    return Group(figures, *(_cost_tables(cost) if cost else ()))
+
+
 def _beside(parts: Sequence[RenderableType], is_wide: bool) -> RenderableType:
     if not is_wide:
         return Group(*parts)
     grid = Table.grid(padding=(0, 4, 0, 0))
+    grid.add_column()
+    grid.add_column(no_wrap=True)  # where there is not enough room, the first part wraps its text
     grid.add_row(*parts)
     return grid
 
@@ -137,8 +143,6 @@ def _runs_table(rows: Sequence[Sequence[str]], width: int) -> RenderableType:
     """A line for each run if all columns fit into `width` characters; otherwise the name, and a line with the other columns below it."""
     widths = [max(map(cell_len, cells)) for cells in zip(RUN_COLUMNS, *rows, strict=True)]
     is_stacked = sum(widths) + len(_GAP) * len(widths) > width
-    indent = _GAP if is_stacked else ""
-    shown = widths[1:] if is_stacked else widths
     columns, indent = (RUN_COLUMNS[1:], _GAP) if is_stacked else (RUN_COLUMNS, "")
     shown = widths[-len(columns) :]
     rule = "─" * (len(indent) + sum(shown) + len(_GAP) * (len(shown) - 1))
@@ -147,7 +151,7 @@ def _runs_table(rows: Sequence[Sequence[str]], width: int) -> RenderableType:
     for row in rows:
         lines += [Text(f" {row[0]}", overflow="fold")] if is_stacked else []
         lines.append(Text(f" {indent}").append_text(_run_line(columns, row[-len(columns) :], shown)))
-    return Padding(Group(*lines), (1, 0))
+    return Group(Text(""), *lines, Text(""))
 
 
 def _run_line(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> Text:
