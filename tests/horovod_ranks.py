@@ -9,6 +9,7 @@ from ranks import on_ranks
 from undula.elastic.pure.spec import HorovodSpec
 from undula.elastic.ray.horovod import begin, places
 from undula.elastic.rendezvous import RendezvousServer
+from undula.recovery.worker_state import WorkerState
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def _with_horovod(
 ) -> Any:
     import horovod.torch as hvd
 
-    begin(by_rank[rank])
+    begin(by_rank[rank], WorkerState())
     assert (hvd.rank(), hvd.size()) == (rank, world_size)
     try:
         return function(rank, world_size, *arguments)

@@ -6,14 +6,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from undula.config.job import CheckpointSpec, GradientSpec, ValidationSpec
 from undula.data.spec import DataSpec
 from undula.data.write import write_shards
+from undula.parallel.engines.select import MakeEngine
+from undula.parallel.layout import join_layout
+from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
+from undula.recovery.worker_state import WorkerState
+from undula.state.spec import CheckpointSpec
 from undula.storage import Store
-from undula.train.job import Job
+from undula.train.job import Job, ValidationSpec
+from undula.train.run import Run
 
 
 def numbers_job(folder: Path, **plan: Any) -> Job:
@@ -39,3 +45,15 @@ def numbers_job(folder: Path, **plan: Any) -> Job:
 def write_numbers(folder: Path, rows: int) -> None:
     table = pa.table({"x": np.arange(rows, dtype=np.float32)})
     write_shards(Store(str(folder / "data")), [table], table.schema, rows, num_shards=2, row_group_bytes=64)
+
+
+def cpu_run(
+    job: Job,
+    rank: int = 0,
+    world_size: int = 1,
+    worker: WorkerState | None = None,
+    engine: MakeEngine | None = None,
+) -> Run:
+    """A run on this process's CPU, each rank on the same node."""
+    layout = join_layout(rank, world_size, torch.device("cpu"), local_rank=rank)
+    return Run(job, layout, worker or WorkerState(), lambda message: None, engine=engine)

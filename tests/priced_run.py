@@ -7,10 +7,10 @@ one that is ready waits 20 minutes for a second, and two spot nodes train to the
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+from undula.state.events import CrashEvent, EndEvent, GroupEvent, NoticeEvent, StartEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import EventWriter, LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 
 BEGAN = 1_795_233_000.0
@@ -18,22 +18,21 @@ STEP_S = 10.0
 SPOT, ON_DEMAND = ("g6.xlarge", "spot"), ("g6.xlarge", "on-demand")
 
 
-def group(minute: float, *machines: tuple[str, str], step: int = 0) -> Event:
-    return Event("group", "a group begins", step, {"workers": workers(machines)}, at(minute))
+def group(minute: float, *machines: tuple[str, str], step: int = 0) -> GroupEvent:
+    return GroupEvent(workers(machines), step=step, time=at(minute))
 
 
-def waiting(minute: float, *machines: tuple[str, str]) -> Event:
-    data = {"ready": len(machines), "workers": workers(machines)}
-    return Event("waiting", f"waiting for 1 more worker: {len(machines)} ready", None, data, at(minute))
+def waiting(minute: float, *machines: tuple[str, str]) -> WaitingEvent:
+    return WaitingEvent(len(machines), needed=len(machines) + 1, workers=workers(machines), time=at(minute))
 
 
-def workers(machines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def workers(machines: Sequence[tuple[str, str]]) -> tuple[WorkerPlace, ...]:
     """Each on a node of its own; a machine that is not told has no label."""
-    return [
-        {"rank": rank, "node": f"node-{rank}-{machine}-{market}", "pid": rank}
-        | ({"machine": machine, "market": market} if machine else {})
-        for rank, (machine, market) in enumerate(machines)
-    ]
+    places: list[WorkerPlace] = []
+    for rank, (machine, market) in enumerate(machines):
+        place: WorkerPlace = {"rank": rank, "node": f"node-{rank}-{machine}-{market}", "pid": rank}
+        places.append({**place, "machine": machine, "market": market} if machine else place)
+    return tuple(places)
 
 
 def at(minute: float) -> float:
@@ -45,16 +44,16 @@ def write_priced_run(store: Store, other: tuple[str, str] = ON_DEMAND, spot: tup
     store.write("job.json", json.dumps({"name": "spot-run", "total_steps": 1178, "total_samples": 1178 * 64}).encode())
     events = EventWriter(store, "test")
     for event in (
-        Event("start", "started with 2 workers", 0, {"world_size": 2, "attempt": 1}, at(0)),
+        StartEvent(2, 1, step=0, time=at(0)),
         group(0, spot, spot),
-        Event("notice", "node 1 with rank 1 will go in 120 s", None, {}, at(60)),
+        NoticeEvent("node-1", (1,), at(62), time=at(60)),
         group(61, spot),
         group(76, spot, other),
-        Event("crash", "workers failed, starting again: two nodes were lost", None, {}, at(150)),
+        CrashEvent("failure", "two nodes were lost", time=at(150)),
         group(151, spot),
         waiting(152, spot),
         group(172, spot, spot),
-        Event("end", "finished", None, {}, at(240)),
+        EndEvent(time=at(240)),
     ):
         events.event(event)
     step = 0

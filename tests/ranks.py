@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = (
-    *("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict_saver", "torch.distributed.fsdp", "pytest"),
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"),
     *(
         "undula.train.run",
         "undula.telemetry.tensorboard",
-        "undula.state.safetensors_io",
+        "undula.state.checkpoint_files",
         "horovod.torch",
-        "pytorch_optimizer",
+        "undula.optim.lamb",
+        "undula.optim.lars",
     ),
     "undula.cli.job_script",
 )

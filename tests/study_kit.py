@@ -16,7 +16,7 @@ from small_text import CONTEXT
 
 from undula.cluster.local import LocalCluster
 from undula.storage import Store, open_store
-from undula.study.progress import known
+from undula.study.progress import read_progress
 from undula.study.records import OUTCOME, TRIALS, read_spec
 from undula.study.trials import trial_row
 
@@ -81,7 +81,7 @@ class Studies:
         """Every trial, without what the clock says."""
         store = self.store(name)
         spec = read_spec(store)
-        rows = [trial_row(record, spec.target) for record in known(store, spec).records.values()]
+        rows = [trial_row(record, spec.target) for record in read_progress(store, spec).records.values()]
         return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
 
     def outcomes(self, name: str) -> dict[str, int]:

@@ -4,6 +4,8 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,62 +13,178 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "platform" / "undula"
 
-BELOW = {
-    "errors": set(),
-    "storage": {"errors"},
-    "plan": {"errors"},
-    "data": {"errors", "storage", "plan"},
-    "state": {"errors", "storage", "plan"},
-    "run": {"errors", "storage", "plan", "data", "state"},
-    "elastic": {"errors", "storage", "plan", "data", "state", "run"},
-    "cluster": {"errors", "storage", "plan", "data", "state", "run", "elastic"},
-    "study": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster", "report"},
-    "report": {"errors", "storage", "plan", "data", "state", "run", "elastic"},
-    "testing": {"errors", "storage", "plan", "data", "state", "run", "elastic", "cluster"},
-}
-"""Packages and modules from the ground up, and what each may import. What stands on top (yaml_file, spec, preflight, live, entrypoint, cli,
-chaos_command, reference) may import all."""
-HEAVY = {  # library -> where it may be imported
-    "ray": {"data", "run", "elastic", "cluster", "study", "testing", "driver", "entrypoint", "live"},
-    "torch": {"data", "state", "run", "elastic", "study", "testing", "preflight"},
+LAYERS = (
+    ("errors",),
+    ("storage",),
+    ("plan",),
+    ("data", "state"),
+    ("optim", "parallel", "telemetry"),
+    ("recovery",),
+    ("train",),
+    ("elastic",),
+    ("config", "report"),
+    ("cluster", "driver"),
+    ("study", "testing"),
+    ("cli",),
+    ("__init__",),
+)
+"""Packages and modules from the ground up. Each may import those of lower layers only."""
+MOST_EDGES = 99
+"""Largest number of pairs of packages of which one imports the other."""
+LIBRARIES = {  # library -> packages that may import it
+    "ray": {"data", "recovery", "telemetry", "elastic", "cluster", "driver", "study", "testing", "cli"},
+    "torch": {"data", "state", "optim", "parallel", "recovery", "train", "elastic", "cluster", "driver", "testing"},
     "boto3": {"storage", "cluster"},
 }
+PURE = (
+    "plan",
+    "elastic.pure",
+    "state.events",
+    "state.records",
+    "recovery.progress",
+    "parallel.capabilities",
+    "study.trials",
+)
+"""Packages and modules that import neither torch nor pyarrow nor Ray, directly or through others."""
+PRIVATE_OF_RAY = re.compile(r"ray\._(private|raylet)\b|ray\.(\w+\.)*_internal\b")
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def owner(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+def name_of(path: Path) -> str:
+    """`undula.plan.order`; of a package's __init__.py the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(["undula", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def owner(module: str) -> str:
+    """The package directly below undula, or the module there."""
+    return (*module.split("."), "__init__")[1]
+
+
+NAMES = {name_of(path): path for path in modules()}
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Modules that a file imports anywhere in its code, but for type checkers alone."""
+    return frozenset(_imports(ast.parse(path.read_text())))
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            yield child.module
+            yield from (name for alias in child.names if (name := f"{child.module}.{alias.name}") in NAMES)
+        yield from _imports(child)
+
+
+def own_imports(module: str) -> set[str]:
+    """Modules of undula that one imports, and the packages that they lie in."""
+    found = {name for name in imports(NAMES[module]) if name in NAMES}
+    return found - {module, "undula"}  # whose __init__.py imports nothing before it is asked for a name
+
+
+def with_packages(name: str) -> list[str]:
+    """A module and the packages whose __init__.py runs when it is imported."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_imports_point_one_way(module: str) -> None:
+    level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    own = owner(module)
+    for name in own_imports(module):
+        other = owner(name)
+        assert other == own or level[other] < level[own], f"{module} imports {name}"
+    for name in imports(NAMES[module]):
+        library = name.split(".")[0]
+        if library in LIBRARIES:
+            assert own in LIBRARIES[library], f"{module} imports {name}"
+
+
+def test_few_packages_know_each_other() -> None:
+    edges = {(owner(module), owner(name)) for module in NAMES for name in own_imports(module)} - {
+        (each, each) for layer in LAYERS for each in layer
+    }
+    edges = {(one, other) for one, other in edges if one != "__init__"}
+    assert len(edges) <= MOST_EDGES
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {module: own_imports(module) for module in NAMES}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", [name for name in NAMES if name.removeprefix("undula.").startswith(PURE)])
+def test_pure_modules_need_no_heavy_library(module: str) -> None:
+    seen: set[str] = set()
+    waiting = with_packages(module)
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in NAMES:
+            continue
+        seen.add(name)
+        heavy = {each for each in imports(NAMES[name]) if each.split(".")[0] in ("torch", "pyarrow", "ray")}
+        assert not heavy, f"{module} gets {heavy} through {name}"
+        waiting += [part for each in own_imports(name) for part in with_packages(each)]
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_private_api_of_ray_is_used_in_elastic_ray_alone(module: str) -> None:
+    """In imports, in calls of import_module, and in attributes such as `ray._private.state`."""
+    if module.startswith("undula.elastic.ray"):
+        return
+    tree = ast.parse(NAMES[module].read_text())
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+    ]
+    texts = [*imports(NAMES[module]), *(ast.unparse(node) for node in calls)]
+    attributes = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    texts += [text for text in attributes if text.startswith("ray.")]
+    assert not [text for text in texts if PRIVATE_OF_RAY.search(text)]
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_nothing_replaces_parts_of_other_libraries(module: str) -> None:
+    """No attribute of an imported module is assigned to, but for the switches that a library documents."""
+    switches = {"torch.backends.cudnn.benchmark", "torch.utils.deterministic.fill_uninitialized_memory"}
+    tree = ast.parse(NAMES[module].read_text())
+    foreign = set(_foreign_names(tree))
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in targets:
+            text = ast.unparse(target)
+            if isinstance(target, ast.Attribute) and text.split(".")[0] in foreign:
+                assert text in switches | {"sys.stdout", "sys.argv"}, f"{module} assigns to {text}"
+
+
+def _foreign_names(tree: ast.AST) -> Iterator[str]:
+    """Names by which a module knows modules of others."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path: Path) -> None:
-    own = owner(path)
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "undula" and len(parts) > 1 and own in BELOW:
-            assert parts[1] in BELOW[own] | {own}, f"{own} imports {name}"
-        if parts[0] in HEAVY:
-            assert own in HEAVY[parts[0]], f"{own} imports {name}"
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_api_of_ray_is_touched_in_elastic_alone(path: Path) -> None:
-    private = {name for name in imports(path) if name.startswith("ray.") and "_internal" in name.split(".")}
-    assert owner(path) == "elastic" or not private
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
 
 
 def test_no_file_hides_the_standard_library() -> None:
@@ -107,7 +225,7 @@ def test_files_and_functions_fit_a_sitting() -> None:
 
 def test_the_command_line_starts_without_ray_and_torch() -> None:
     """They take seconds, and Ray reads a cluster's token when it is imported, which `undula run` makes later."""
-    check = "import sys, undula.cli; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
+    check = "import sys, undula.cli.main; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -1,14 +1,15 @@
-"""Every error that Undula raises on purpose.
+"""Errors that Undula raises on purpose.
 
     UndulaError
-    ├── SpecError          a job's YAML or an override: the file, the key, what was given, what is accepted
-    ├── StorageError       a URL that cannot be read or written
-    ├── ManifestError      a data set that is not what its manifest says
-    ├── CheckpointError    a checkpoint that does not fit, or is not whole
-    ├── RunError           a run that cannot go on under this name, or with these settings
-    └── ClusterError       a Ray cluster that cannot be reached or started
+    ├── SpecError          a setting in a YAML file or on the command line is invalid
+    ├── StorageError       a URL cannot be read or written
+    ├── ManifestError      a data set has no manifest or does not match it
+    ├── CheckpointError    a checkpoint is damaged or does not fit the model
+    ├── RunError           a run cannot continue under this name or with these settings
+    ├── ClusterError       a Ray cluster cannot be reached or started
+    └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
-Each message is one sentence for the person at the terminal: where, what was found, and how to mend it.
+Each message is one sentence for the user: the place (file, key or URL), the problem, and the fix.
 """
 
 import sys
@@ -17,11 +18,11 @@ from contextlib import contextmanager
 
 
 class UndulaError(Exception):
-    """Base of all errors with a message meant for the user."""
+    """Base class of all errors with a message for the user."""
 
 
 class SpecError(UndulaError):
-    """A job's YAML or an override is not acceptable."""
+    """A setting in a YAML file or on the command line is invalid."""
 
 
 class StorageError(UndulaError):
@@ -29,34 +30,42 @@ class StorageError(UndulaError):
 
 
 class ManifestError(UndulaError):
-    """A data set is not what its manifest says, or has none."""
+    """A data set has no manifest or does not match it."""
 
 
 class CheckpointError(UndulaError):
-    """A checkpoint does not fit the model, or is not whole."""
+    """A checkpoint is damaged or does not fit the model."""
 
 
 class RunError(UndulaError):
-    """A run cannot go on under this name, or with these settings."""
+    """A run cannot continue under this name or with these settings."""
 
 
 class ClusterError(UndulaError):
     """A Ray cluster cannot be reached or started."""
 
 
+class UsageError(UndulaError):
+    """A script uses the API wrongly or asks for something that no engine supports. Another attempt would fail too."""
+
+
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
-    """Import what an extra of the package brings; SpecError where it is not installed."""
+    """Import modules of an optional dependency in this block.
+
+    Raises:
+        SpecError: The extra `name` of the package is not installed.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         module = str(error.name).split(".")[0]
-        raise SpecError(f"{module} is not installed: pip install 'undula[{name}]'") from error
+        raise SpecError(f"{module} is not installed; run pip install 'undula[{name}]'") from error
 
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Turn an UndulaError into its sentence on stderr and exit status 2; everything else passes."""
+    """Print the message of an UndulaError in this block to stderr and exit with status 2. Other exceptions are not caught."""
     try:
         yield
     except UndulaError as error:

@@ -1,6 +1,6 @@
-"""Files behind a URL: a local path or `s3://bucket/prefix`, read and written through pyarrow, each write atomic for readers.
+"""Files at a URL: a local path or `s3://bucket/prefix`. They are read and written through pyarrow, and every write is atomic.
 
-S3 follows the usual AWS variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, ...), so that any S3 endpoint works.
+S3 is configured by the usual AWS variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, ...), so any S3 endpoint works.
 """
 
 import os
@@ -19,26 +19,27 @@ from undula.errors import StorageError
 
 DEFAULT_REGION = "us-east-1"
 REQUEST_TIMEOUT_S = 20.0
-"""Without a byte from S3. Arrow's own 3 s are less than a busy server may take."""
+"""Maximum time in seconds without a byte from S3. Arrow's default of 3 s is too short for a busy server."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file under a store: its name relative to the store, and what tells one version from another."""
+    """One file of a store."""
 
     name: str
+    """Name of the file, relative to the store."""
     bytes: int
     version: str
-    """S3: the ETag; local: size and modification time."""
+    """Version of the file: the ETag on S3, the size and modification time on a disk."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """A folder at a URL. Names are relative, with forward slashes."""
+    """Folder at a URL. Names of files are relative to it and have forward slashes."""
 
     url: str
     anonymous: bool = False
-    """S3 requests go unsigned, as public buckets allow."""
+    """Whether S3 requests are unsigned, as public buckets allow."""
 
     def __truediv__(self, name: str) -> "Store":
         return Store(f"{self.url.rstrip('/')}/{name}", self.anonymous)
@@ -52,26 +53,26 @@ class Store:
         return _s3_filesystem(self.anonymous) if self.is_s3 else fs.LocalFileSystem()
 
     def path(self, name: str = "") -> str:
-        """The path that `filesystem` takes: `bucket/key` on S3, an absolute path otherwise."""
+        """Return the path for `filesystem`: `bucket/key` on S3, an absolute path otherwise."""
         root = self.url.removeprefix("s3://") if self.is_s3 else str(Path(self.url).expanduser().absolute())
         return str(PurePosixPath(root) / name) if name else root
 
     def read(self, name: str) -> bytes:
-        """A whole file, as one write left it."""
+        """Read a whole file. The result is the content of a single write."""
         with self._errors("read", name):
             if self.is_s3:
-                # Arrow asks for the size first and then for so many bytes, between which another version may come.
+                # Arrow requests the size and then the bytes, and the file could change in between; this is one request.
                 bucket, _, key = self.path(name).partition("/")
                 return bytes(s3_client(anonymous=self.anonymous).get_object(Bucket=bucket, Key=key)["Body"].read())
             return Path(self.path(name)).read_bytes()
 
     def open(self, name: str) -> pa.NativeFile:
-        """A seekable file for reading."""
+        """Open a seekable file for reading."""
         with self._errors("read", name):
             return self.filesystem.open_input_file(self.path(name))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file: a reader sees the former one or this one, never a part."""
+        """Write a whole file atomically: a reader sees the previous content or this one, never a part."""
         with self._errors("write", name):
             if self.is_s3:
                 with self.filesystem.open_output_stream(self.path(name)) as stream:
@@ -80,7 +81,7 @@ class Store:
                 _replace_atomically(Path(self.path(name)), data)
 
     def delete(self, name: str) -> None:
-        """Delete a file or a folder; nothing happens where there is none."""
+        """Delete a file or a folder if it exists."""
         with self._errors("delete", name):
             kind = self.filesystem.get_file_info(self.path(name)).type
             if kind == fs.FileType.Directory:
@@ -93,13 +94,17 @@ class Store:
             return bool(self.filesystem.get_file_info(self.path(name)).type != fs.FileType.NotFound)
 
     def list(self, prefix: str = "") -> list[Entry]:
-        """All files below `prefix`, sorted by name; empty where there is no such folder."""
+        """List all files below the folder `prefix`, sorted by name. The list is empty if the folder does not exist."""
         with self._errors("list", prefix):
             entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
             return sorted(entries, key=lambda entry: entry.name)
 
     def check_writable(self) -> None:
-        """Raise StorageError where a file cannot be written here."""
+        """Check that files can be written to the store.
+
+        Raises:
+            StorageError: They cannot be written.
+        """
         self.write(".undula-write-test", b"")
         self.delete(".undula-write-test")
 
@@ -134,10 +139,14 @@ class Store:
 
 
 def open_store(url: str, anonymous: bool = False) -> Store:
-    """The store at `url`, after the checks that need no request: a known scheme, and credentials for S3."""
+    """Return the store at `url`. This checks the scheme and the presence of S3 credentials but sends no request.
+
+    Raises:
+        StorageError: The scheme is not supported, or credentials are missing.
+    """
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in ("", "s3"):
-        raise StorageError(f"{url!r} has the scheme {scheme!r}: give a path or an s3:// URL")
+        raise StorageError(f"{url!r} has the scheme {scheme!r}, which is not supported; use a path or an s3:// URL")
     if scheme == "s3":
         if not anonymous:
             _require_s3_credentials(url)
@@ -155,7 +164,7 @@ def _require_s3_credentials(url: str) -> None:
         raise StorageError(f"cannot use {url}: {error}") from error
     if not found:
         raise StorageError(
-            f"no AWS credentials for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            f"no AWS credentials were found for {url}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
             "or give the nodes an instance profile"
         )
 
@@ -163,9 +172,8 @@ def _require_s3_credentials(url: str) -> None:
 def _region() -> str:
     import boto3
 
-    return (
-        os.environ.get("AWS_REGION") or boto3.Session().region_name or DEFAULT_REGION
-    )  # of the environment, or of the profile
+    # botocore reads AWS_DEFAULT_REGION and the profile's region, but not AWS_REGION.
+    return os.environ.get("AWS_REGION") or boto3.Session().region_name or DEFAULT_REGION
 
 
 @cache
@@ -182,7 +190,7 @@ def _s3_filesystem(anonymous: bool) -> fs.FileSystem:
 
 @cache
 def s3_client(config: Any = None, anonymous: bool = False) -> Any:
-    """A boto3 client, made once for each botocore Config: clients may be shared by threads."""
+    """Return a boto3 client, which is cached for each botocore Config. Threads can share clients."""
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config

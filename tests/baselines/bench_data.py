@@ -25,10 +25,11 @@ import pyarrow.parquet as pq
 from tests.baselines.foreign import FOREIGN, LOCAL_ONLY, foreign_rate, prepare_foreign
 from tests.baselines.foreign_rate import rate
 from tests.baselines.result import print_and_write
-from tests.baselines.s3_server import s3_server
+from tests.baselines.s3_server import require_moto, s3_server
 from undula.cluster.local import local_cluster
 from undula.data.manifest import index
 from undula.data.write import array_column, array_field
+from undula.errors import one_sentence
 from undula.plan.plan import PlanSpec
 from undula.storage import Store, open_store
 
@@ -151,6 +152,8 @@ def main() -> None:
     parser.add_argument("--places", nargs="*", default=["local", "s3"], choices=["local", "s3"])
     parser.add_argument("--without", nargs="*", default=[], choices=list(FOREIGN), help="contenders to leave out")
     options = parser.parse_args()
+    with one_sentence():
+        require_moto()
     sets = [(kind, place) for kind in options.kinds for place in options.places]
     if len(sets) == 1:
         measure(*sets[0], options)

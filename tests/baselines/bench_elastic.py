@@ -25,6 +25,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
+
 from tests.baselines.foreign import torchft_path
 from tests.baselines.result import print_and_write
 from undula.data.corpora import stdlib_text
@@ -194,18 +196,19 @@ def worker_of(cluster: Nodes, node: str) -> int:
 def busiest(pids: list[int]) -> int:
     """Of Ray's actors among these processes, the one that has used the most CPU: it trains."""
 
-    def cpu(pid: int) -> int:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
+    def cpu(pid: int) -> float:
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
 
-    return max((pid for pid in pids if is_actor(pid)), key=cpu)
+    return max((pid for pid in pids if "Worker" in " ".join(command_line(pid))), key=cpu)
 
 
-def is_actor(pid: int) -> bool:
+def command_line(pid: int) -> list[str]:
+    """Arguments of a process, its program included; empty if it has ended."""
     try:
-        return b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []
 
 
 def torchrun_round(data: str) -> dict[str, float]:
@@ -218,8 +221,7 @@ def torchrun_round(data: str) -> dict[str, float]:
         job = Job(command, {**os.environ, "OMP_NUM_THREADS": "1"}, lambda: lines(out))
 
         def workers() -> list[int]:
-            pids = descendants(job.process.pid)
-            return [pid for pid in pids if script.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            return [pid for pid in descendants(job.process.pid) if script in command_line(pid)]
 
         return killed_worker(job, workers)
 

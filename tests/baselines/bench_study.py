@@ -98,12 +98,12 @@ def same(study: Path, folder: Path) -> Train:
 
     import image_classifier
     import resnet
-    from undula.state.records import Event
+    from undula.state.events import ValidationEvent
     from undula.study.job import Study
     from undula.study.load import load_study
     from undula.study.trials import Trial
     from undula.telemetry.messages import Message
-    from undula.train.single_process import Alone
+    from undula.train.single_process import SingleProcess
 
     for module in (resnet, image_classifier):
         ray.cloudpickle.register_pickle_by_value(module)
@@ -115,11 +115,11 @@ def same(study: Path, folder: Path) -> Train:
     }
 
     def report(message: Message) -> None:
-        if isinstance(message, Event) and message.kind == "validation":
-            tune.report({"loss": message.data["loss"], "step": message.step})
+        if isinstance(message, ValidationEvent):
+            tune.report({"loss": message.loss, "step": message.step})
 
     def train(config: dict[str, Any]) -> None:
-        Alone(image_classifier.train, ray.cloudpickle.loads(jobs[config["batch"], config["lr"]]), report)()
+        SingleProcess(image_classifier.train, ray.cloudpickle.loads(jobs[config["batch"], config["lr"]]), report)()
 
     return train
 

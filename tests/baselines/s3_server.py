@@ -1,4 +1,4 @@
-"""A real S3 HTTP server for benchmarks: moto's, in a process of its own."""
+"""Moto's S3 server for benchmarks: real HTTP, in a process of its own."""
 
 import os
 import socket
@@ -7,13 +7,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import boto3
+
+from undula.errors import needs_extra
+
+
+def require_moto() -> None:
+    """Check that the server is installed.
+
+    Raises:
+        SpecError: It is not; the message says what to install.
+    """
+    with needs_extra("dev"):
+        import_module("moto.server")
 
 
 @contextmanager
 def s3_server(bucket: str = "bench") -> Iterator[dict[str, str]]:
-    """The environment in which clients find a server with one empty bucket."""
+    """Environment variables for clients of a server with one empty bucket, which runs for the duration of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -41,5 +54,5 @@ def _await(port: int, limit_s: float = 60.0) -> None:
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
                 return
-        time.sleep(0.1)  # paces the looks
-    raise TimeoutError("moto's server did not come up")
+        time.sleep(0.1)  # between two attempts
+    raise TimeoutError(f"moto's server did not start within {limit_s:.0f} s")

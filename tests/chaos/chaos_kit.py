@@ -4,17 +4,20 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from small_text import MODEL, PLAN
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.goodput import goodput
 from undula.report.data.run_record import read_run
+from undula.state.events import Event, StartEvent
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
 
+E = TypeVar("E", bound=Event)
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 SCHEDULED_STEPS = 130
 # Wide enough for a step to take a tenth of a second: faults are placed by the step.
@@ -96,6 +99,11 @@ def assert_certified(url: str, alone: str, steps: int) -> None:
     assert min(seconds.seconds.values()) >= -0.01 * seconds.held_s
 
 
-def told(url: str) -> str:
-    """What a run's events say."""
-    return " | ".join(event.message for event in read_run(open_store(url)).events)
+def events_in(url: str, event_type: type[E]) -> list[E]:
+    """A run's events of one type, in order of time."""
+    return [event for event in read_run(open_store(url)).events if isinstance(event, event_type)]
+
+
+def origins_in(url: str) -> set[str | None]:
+    """Where the groups of a run had their state from; None for a fresh start."""
+    return {start.origin for start in events_in(url, StartEvent)}

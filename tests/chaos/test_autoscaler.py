@@ -1,6 +1,7 @@
 """Ray's own autoscaler, with machines that come when they are asked for and go with a notice of a cloud's metadata server."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from undula.report.data.certificate import certify, data_of
 from undula.report.data.cost import cost_of
 from undula.report.data.goodput import goodput
 from undula.report.data.run_record import RecordedRun, read_run
+from undula.state.events import Event, FleetEvent, RefusalEvent, ReleaseEvent, ResizeEvent, StartEvent
+from undula.state.ledger import decode_events, read_ledger
 from undula.storage import open_store
 from undula.testing.chaos import Driver, start_driver
 from undula.testing.cloud import Cloud, MachineType, cloud
@@ -21,22 +24,48 @@ TYPES = {
     "on-demand-1": MachineType(ON_DEMAND, "g6.xlarge"),
 }
 LIMIT_S = 150.0
+Expected = Callable[[Event], bool]
 
 pytestmark = pytest.mark.timeout(500)
 
 
-def wait_for(driver: Driver, *words: str) -> None:
-    """Wait until the driver has printed the words, in this order."""
-    deadline = time.monotonic() + LIMIT_S
-    left, at = list(words), 0
-    while left:
-        for line in driver.lines[at:]:
-            at += 1
-            if left and left[0] in line:
+def wait_for(driver: Driver, url: str, *expected: Expected) -> None:
+    """Wait until the run has recorded events that fit, in this order."""
+    deadline, store = time.monotonic() + LIMIT_S, open_store(url)
+    while True:
+        left = list(expected)
+        for event in decode_events(read_ledger(store).events):
+            if left and left[0](event):
                 left.pop(0)
-        assert driver.process.poll() is None or not left, (left, driver.lines[-5:])
-        assert time.monotonic() < deadline, (left, driver.lines[-5:])
-        time.sleep(0.05)  # paces the looks
+        if not left:
+            return
+        assert driver.process.poll() is None, (len(left), driver.lines[-5:])
+        assert time.monotonic() < deadline, (len(left), driver.lines[-5:])
+        time.sleep(0.2)  # paces the looks
+
+
+def starts_with(workers: int) -> Expected:
+    return lambda event: isinstance(event, StartEvent) and event.world_size == workers
+
+
+def resumes(event: Event) -> bool:
+    return isinstance(event, StartEvent) and event.origin is not None
+
+
+def resizes(before: int, after: int) -> Expected:
+    return lambda event: isinstance(event, ResizeEvent) and (event.before, event.after) == (before, after)
+
+
+def asks_for(spot: int, on_demand: int) -> Expected:
+    return lambda event: isinstance(event, FleetEvent) and (event.spot, event.on_demand) == (spot, on_demand)
+
+
+def refuses(node_type: str) -> Expected:
+    return lambda event: isinstance(event, RefusalEvent) and event.node_type == node_type
+
+
+def gives_back(event: Event) -> bool:
+    return isinstance(event, ReleaseEvent)
 
 
 def finished(driver: Driver, url: str) -> RecordedRun:
@@ -62,14 +91,15 @@ def markets(there: Cloud) -> list[str]:
 def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}) as there:
         assert there.machines() == []
+        url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=250")
         try:
-            wait_for(driver, "started with", "2 workers")
+            wait_for(driver, url, starts_with(2))
             first = there.machines()
             assert [machine.market for machine in first] == [SPOT, SPOT]  # the dearer ones have a lower priority
             there.preempt(first[0].node, notice_s=20)
-            wait_for(driver, "from 2 to 1", "from 1 to 2")
-            run = finished(driver, f"{tmp_path}/spot")
+            wait_for(driver, url, resizes(2, 1), resizes(1, 2))
+            run = finished(driver, url)
         finally:
             driver.stop()
         said = there.lines_of_watcher(first[0].node)
@@ -86,11 +116,12 @@ def test_nodes_come_for_a_job_one_goes_with_a_notice_another_comes_and_all_go(te
 @pytest.mark.soak
 def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}) as there:
+        url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=60")
         try:
-            wait_for(driver, "spot-1 is not to be had", "2 workers")
+            wait_for(driver, url, refuses("spot-1"), starts_with(2))
             assert markets(there) == [ON_DEMAND, SPOT]
-            finished(driver, f"{tmp_path}/spot")
+            finished(driver, url)
         finally:
             driver.stop()
 
@@ -99,13 +130,14 @@ def test_a_type_that_is_not_to_be_had_gives_way_to_the_next(text: str, tmp_path:
 def test_a_run_that_falls_behind_its_deadline_trains_on_demand_until_spot_comes(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}) as there:
         fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")
+        url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=80", *fleet)
         try:
-            wait_for(driver, "asking for 2 spot workers", "asking for 2 spot and 2 on-demand workers", "started with 2")
+            wait_for(driver, url, asks_for(2, 0), asks_for(2, 2), starts_with(2))
             assert markets(there) == [ON_DEMAND, ON_DEMAND]
             there.offer(SPOT, 2)
-            wait_for(driver, "is given back", "2 workers on nodes that will go", "resumed")
+            wait_for(driver, url, gives_back, resumes)
             there.await_count(lambda machines: [each.market for each in machines] == [SPOT, SPOT], limit_s=60)
-            finished(driver, f"{tmp_path}/spot")
+            finished(driver, url)
         finally:
             driver.stop()

@@ -4,8 +4,9 @@ import random
 from pathlib import Path
 
 import pytest
-from chaos_kit import SCHEDULED_STEPS, assert_certified, command, run_through, told
+from chaos_kit import SCHEDULED_STEPS, assert_certified, command, events_in, origins_in, run_through
 
+from undula.state.events import CrashEvent
 from undula.testing.faults import Fault, parse_faults
 from undula.testing.nodes import Nodes
 
@@ -29,10 +30,10 @@ def test_every_fault_leaves_the_run_what_it_would_have_been(spot: Nodes, text: s
     url = f"{tmp_path}/chaos"
     job = command(text, str(tmp_path), "chaos", f"plan.max_steps={SCHEDULED_STEPS}")
     chaos = run_through(parse_faults(SCHEDULE), spot, job, url)
-    assert {str(fault) for fault in chaos.left} <= {WAITS}
+    assert {str(fault) for fault in chaos.pending} <= {WAITS}
     assert_certified(url, alone, SCHEDULED_STEPS)
-    for words in ("made no step for", "resumed from the memory of a worker", "resumed from the memory of a node"):
-        assert words in told(url)
+    assert "hang" in [crash.cause for crash in events_in(url, CrashEvent)]
+    assert {"the memory of a worker", "the memory of a node"} <= origins_in(url)
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from small_text import MODEL, PLAN, write_text
 
@@ -19,9 +20,8 @@ SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 
 def held(pid: int) -> tuple[float, int]:
     """Resident MiB and open files of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    process = psutil.Process(pid)
+    return process.memory_info().rss / 2**20, process.num_fds()
 
 
 def long_lived(cluster: Nodes, driver: int, kept: str) -> dict[str, int]:
@@ -30,8 +30,8 @@ def long_lived(cluster: Nodes, driver: int, kept: str) -> dict[str, int]:
     everything = [*cluster.processes_of(kept), *cluster.head_processes()]
     for pid in everything:
         try:
-            title = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-        except OSError:
+            title = " ".join(psutil.Process(pid).cmdline())
+        except psutil.Error:
             continue
         for name, text in (
             ("worker", "ray::ElasticWorker"),

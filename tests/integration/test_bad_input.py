@@ -1,4 +1,4 @@
-"""Bad input is answered in one sentence that names the place and the mend, before any worker starts and without a cluster."""
+"""Bad input is refused in one sentence that names the place and the fix, before any worker starts and without a cluster."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def refusal(data: Path | str, runs: Path | str, *overrides: str, env: dict[str, 
     [
         ("plan.gobal_batch=3", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
         ("config.model.width=wide", 'command line: config.model.width is "wide": it should be a valid integer'),
-        ("data.train=null", "command line: data.train or data.mix must be given, and not both"),
+        ("data.train=null", "command line: data.train and data.mix are both set or both missing"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_accepted(
@@ -59,23 +59,23 @@ def test_a_missing_data_url_is_named(text: str, tmp_path: Path) -> None:
         [sys.executable, str(LANGUAGE_MODEL), "--config", str(job)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert f"{job}: data is missing: it must be given" in done.stderr
+    assert f"{job}: data is missing; add it" in done.stderr
 
 
-def test_data_that_is_not_there_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_data_that_is_not_there_is_named_with_the_fix(tmp_path: Path) -> None:
     sentence = refusal(tmp_path / "nothing", tmp_path)
     assert f"command line: data.train: {tmp_path}/nothing/train has no manifest.json: make the data set" in sentence
 
 
 def test_a_deleted_shard_is_named(own_text: Path, tmp_path: Path) -> None:
     (own_text / "train" / "part-00001.parquet").unlink()
-    assert "train/part-00001.parquet is gone, and the manifest lists it" in refusal(own_text, tmp_path)
+    assert "train/part-00001.parquet is in the manifest but does not exist" in refusal(own_text, tmp_path)
 
 
 def test_a_truncated_shard_is_named(own_text: Path, tmp_path: Path) -> None:
     shard = own_text / "train" / "part-00000.parquet"
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert "train/part-00000.parquet has changed since the manifest was made" in refusal(own_text, tmp_path)
+    assert "train/part-00000.parquet has changed since it was indexed" in refusal(own_text, tmp_path)
 
 
 def test_a_manifest_of_another_schema_is_refused(own_text: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
     bare = {key: "" for key in os.environ if key.startswith("AWS_")}
     bare |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     sentence = refusal(text, "s3://bucket/runs", env=bare)
-    assert "no AWS credentials for s3://bucket/runs" in sentence
+    assert "no AWS credentials were found for s3://bucket/runs" in sentence
     assert "AWS_ACCESS_KEY_ID" in sentence
 
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_model_is_refused(session_jobs: Jobs, on_one_ran
     model.write_text(model.read_text().replace("4 * config.width", "3 * config.width"))
     done = replace(session_jobs, script=script).run("another", *same)
     assert done.status == 2
-    assert "has 'blocks.0.up.weight' with shape (128, 32), the model has (96, 32): it is of another model" in done.err
+    assert "is from another model: its 'blocks.0.up.weight' has shape (128, 32)" in done.err
     assert on_one_rank.store.exists("job.json")
 
 
@@ -142,8 +142,8 @@ def test_options_and_overrides_may_stand_in_any_order(text: str, tmp_path: Path)
     ("arguments", "sentence"),
     [
         (("--script=nowhere.py",), "there is no script nowhere.py"),
-        (("--address=127.0.0.1:8265",), "the address of a job API is a URL, and not '127.0.0.1:8265'"),
-        (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not take jobs"),
+        (("--address=127.0.0.1:8265",), "the address of the job API is '127.0.0.1:8265', which is not a URL"),
+        (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not accept the job"),
     ],
 )
 def test_a_job_that_cannot_be_submitted_is_told_in_a_sentence(arguments: tuple[str, ...], sentence: str) -> None:

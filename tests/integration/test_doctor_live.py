@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
@@ -84,8 +85,8 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
     deadline = time.monotonic() + LIMIT_S
     while True:
         for pid in cluster.processes_of(node):
-            with suppress(OSError):
-                if b"ray::Probe" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            with suppress(psutil.Error):
+                if "ray::Probe" in " ".join(psutil.Process(pid).cmdline()):
                     return pid
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -118,8 +119,8 @@ def test_runs_that_cannot_be_written_are_told_with_their_mend(two_nodes: Nodes, 
     (line,) = [line for line in out.splitlines() if line.startswith("fail")]
     assert line.startswith("fail  storage     the head ")
     assert f"cannot write {tmp_path}/file/runs" in line
-    assert "Not a directory: give in --runs a folder that can be made and written to" in line
-    assert "1 to mend; 3 nodes in" in out
+    assert "Not a directory; set --runs to a folder" in line
+    assert "1 to fix; 3 nodes in" in out
 
 
 def test_ray_without_its_token_fails(s3: Any) -> None:
@@ -128,7 +129,7 @@ def test_ray_without_its_token_fails(s3: Any) -> None:
     assert found.status == 1
     assert set(found.of("fail")) == {"token"}
     assert "RAY_AUTH_MODE=token" in found.of("fail")["token"]
-    assert "nothing to measure between" in found.of("pass")["all-reduce"]
+    assert "nothing was measured" in found.of("pass")["all-reduce"]
     assert f"1 node shares {s3.url('runs')}" in found.of("pass")["storage"]
     assert open_store(s3.url("runs")).list() == [], "it leaves nothing behind"
 
@@ -148,7 +149,7 @@ def test_a_node_that_hangs_costs_a_sentence(two_nodes: Nodes, tmp_path: Path) ->
     assert found.status == 1
     assert found.took_s < LIMIT_S
     assert set(found.of("fail")) == {"nodes"}
-    assert f"({node[:8]}) could not be examined to the end: no answer within" in found.of("fail")["nodes"]
+    assert f"({node[:8]}) could not be examined completely (no answer within" in found.of("fail")["nodes"]
     assert len(found.facts["stored"]) == 2, "the others were examined"
 
 
@@ -163,7 +164,7 @@ def test_a_node_that_dies_while_it_is_examined_costs_a_sentence(tmp_path: Path) 
         found = end(process, started)
     assert found.status == 1
     assert found.took_s < LIMIT_S
-    assert f"({node[:8]}) could not be examined to the end" in found.of("fail")["nodes"]
+    assert f"({node[:8]}) could not be examined completely" in found.of("fail")["nodes"]
     assert len(found.facts["stored"]) == 1
 
 
@@ -171,7 +172,7 @@ def test_who_has_no_token_is_told_which_to_give(two_nodes: Nodes, tmp_path: Path
     process = start(two_nodes.cluster, tmp_path, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"), RAY_AUTH_MODE="disabled")
     _, err = finish(process)
     assert process.returncode == 2
-    assert "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in err
+    assert "it rejects the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in err
 
 
 @pytest.fixture
@@ -219,9 +220,9 @@ def test_a_node_that_is_not_like_the_others_is_named(odd_cluster: LocalCluster, 
     assert set(fails) == {"versions", "gpus", "storage"}
     assert fails["versions"].startswith("pyarrow is ")
     assert "25.0.0 on " in fails["versions"]
-    assert "GPU: 1 for Ray, and torch sees 0" in fails["gpus"]
+    assert "torch sees 0" in fails["gpus"]
     (odd,) = [node["id"] for node in found.facts["nodes"] if not node["is_head"]]
-    assert f"is not seen on {found.facts['nodes'][0]['address']} ({odd[:8]})" in fails["storage"]
+    assert f"{found.facts['nodes'][0]['address']} ({odd[:8]}): files that the head writes" in fails["storage"]
     assert "all-reduce" in found.of("pass"), "torch that sees no GPU reduces with gloo"
 
 
@@ -232,8 +233,8 @@ def test_a_head_that_accepts_and_is_silent_is_not_waited_for(tmp_path: Path) -> 
         command = [sys.executable, "-c", program, "doctor", "--cluster", address, "--runs", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stderr
-    said = f"undula: cannot connect to the Ray cluster {address}: it does not answer within 2 s: is it up?\n"
-    assert done.stderr == said
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"undula: cannot connect to the Ray cluster {address}: no answer within 2 s")
 
 
 def test_where_there_is_no_cluster_one_sentence_says_so(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """Nodes come and go while a job runs: no step is lost or repeated, and the losses stay those of a run left alone."""
 
-import json
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from jobs_kit import Jobs, relative_difference
@@ -14,10 +13,12 @@ from jobs_kit import Jobs, relative_difference
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
 from undula.state.commit import find_commits
-from undula.state.ledger import read_ledger
+from undula.state.events import BatchEvent, CheckpointEvent, Event, ResizeEvent, SaveEvent, StartEvent, WaitingEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store, open_store
 from undula.testing.nodes import nodes
 
+E = TypeVar("E", bound=Event)
 SETTINGS = (
     *("checkpoint.every_steps=1000", "data.validation=null", "workers.grow=always", "schedule.decay=constant"),
     *("schedule.base_lr=3e-4", "config.model.width=128", "config.model.layers=4"),
@@ -36,15 +37,11 @@ class Told:
     def sizes(self) -> list[int]:
         return [row["world_size"] for row in self.rows()]
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        events = read_ledger(self.store).events.to_pylist() if self.store.exists("ledger") else []
-        return [event for event in events if event["kind"] == kind]
+    def of(self, event_type: type[E]) -> list[E]:
+        return events_of(read_ledger(self.store).events, event_type) if self.store.exists("ledger") else []
 
-    def of(self, kind: str) -> list[str]:
-        return [event["message"] for event in self.events(kind)]
-
-    def has(self, kind: str, words: str) -> bool:
-        return any(words in message for message in self.of(kind))
+    def waits_for_one_worker(self) -> bool:
+        return any(wait.needed - wait.ready == 1 for wait in self.of(WaitingEvent))
 
 
 def wait_for(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
@@ -64,7 +61,7 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("moved", *SETTINGS, "plan.max_steps=3000", "workers.min=1", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/moved"))
-        wait_for(process, lambda: len(told.of("start")) > 0)
+        wait_for(process, lambda: len(told.of(StartEvent)) > 0)
         second = cluster.add()
         wait_for(process, lambda: 2 in told.sizes())
         cluster.drain(first, deadline_s=60)
@@ -73,8 +70,7 @@ def test_growth_and_a_notice_to_rank_0_lose_and_repeat_no_step_and_change_no_los
         process.terminate()
         process.communicate()
     ledger = read_ledger(told.store)
-    resizes = [json.loads(event["data"]) for event in ledger.events.to_pylist() if event["kind"] == "resize"]
-    assert [(data["from"], data["to"]) for data in resizes[:2]] == [(1, 2), (2, 1)]
+    assert [(resize.before, resize.after) for resize in told.of(ResizeEvent)[:2]] == [(1, 2), (2, 1)]
     moved = ledger.steps
     assert moved["step"].to_pylist() == list(range(moved.num_rows))
     assert ledger.replaced.num_rows == 0
@@ -96,24 +92,22 @@ def test_below_the_fewest_workers_the_run_saves_trains_on_to_shortly_before_the_
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("waits", *SETTINGS, "plan.max_steps=3000", "workers.min=2", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/waits"))
-        wait_for(process, lambda: len(told.of("start")) > 0)
+        wait_for(process, lambda: len(told.of(StartEvent)) > 0)
         deadline = time.time() + 14
         cluster.drain(doomed, deadline_s=14)
-        wait_for(process, lambda: told.has("checkpoint", "committed"))
+        wait_for(process, lambda: len(told.of(CheckpointEvent)) > 0)
         first = find_commits(told.store)[0][0].step
-        wait_for(process, lambda: told.has("waiting", "waiting for 1 more worker of 1 CPU"))
+        wait_for(process, lambda: told.waits_for_one_worker())
         last = find_commits(told.store)[0][0].step
         assert last > first + 5
-        saved = [event["time"] for event in told.events("checkpoint")]
+        saved = [event.time for event in told.of(CheckpointEvent)]
         assert deadline - 7 < saved[-1] < deadline
         cluster.kill(doomed)
         cluster.add()
-        wait_for(process, lambda: told.has("start", f"of step {last} with 2 workers"))
+        wait_for(process, lambda: (last, 2) in [(start.step, start.world_size) for start in told.of(StartEvent)])
         process.terminate()
         process.communicate()
-    reason = "1 of 2 workers on nodes that will go, 1 left, at least 2 needed"
-    assert told.has("notice", f"saving, then training on until 5 s before they go: {reason}")
-    assert told.has("notice", f"saving, then waiting: {reason}")
+    assert [save.lead_s for save in told.of(SaveEvent)] == [5.0, None]
     assert read_ledger(told.store).replaced.num_rows == 0
 
 
@@ -131,11 +125,11 @@ def test_the_only_node_that_trains_takes_its_memory_with_it_and_the_head_has_a_c
         cluster.kill(only)
         reached = len(told.rows())
         cluster.add()
-        wait_for(process, lambda: len(told.of("start")) > 1)
+        wait_for(process, lambda: len(told.of(StartEvent)) > 1)
         wait_for(process, lambda: len(told.rows()) > reached + 50)
         process.terminate()
         process.communicate()
-    assert told.of("start")[1].startswith("resumed from the memory of the head of step ")
+    assert told.of(StartEvent)[1].origin == "the memory of the head"
     run = read_run(told.store)
     certificate = certify(run, data_of(run))
     assert certificate.holds, certificate.difference
@@ -151,17 +145,17 @@ def test_a_state_that_waits_for_workers_outlasts_the_node_that_has_it(session_jo
         told = Told(open_store(f"{tmp_path}/rescued"))
         wait_for(process, lambda: len(told.rows()) > 50)
         cluster.kill(lost)
-        wait_for(process, lambda: told.has("waiting", "waiting for 1 more worker"))
+        wait_for(process, lambda: told.waits_for_one_worker())
         actors = cluster.count()["actors"]
         cluster.drain(last, deadline_s=30)
         wait_for(process, lambda: cluster.count()["actors"] < actors)  # the worker has given its state, and is let go
         cluster.kill(last)
         for _ in range(2):
             cluster.add()
-        wait_for(process, lambda: len(told.of("start")) > 1)
+        wait_for(process, lambda: len(told.of(StartEvent)) > 1)
         process.terminate()
         process.communicate()
-    assert told.of("start")[1].startswith("resumed from the memory of the head of step ")
+    assert told.of(StartEvent)[1].origin == "the memory of the head"
     ledger = read_ledger(told.store)
     assert ledger.steps["step"].to_pylist() == list(range(ledger.steps.num_rows))
     assert ledger.replaced.num_rows == 0
@@ -182,7 +176,7 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
         jobs = Jobs(cluster.cluster, session_jobs.text, str(tmp_path))
         process = jobs.start("follows", *SETTINGS, *batch, "plan.max_steps=30000", "workers.min=1", "workers.max=2")
         told = Told(open_store(f"{tmp_path}/follows"))
-        wait_for(process, lambda: len(told.of("start")) > 0)
+        wait_for(process, lambda: len(told.of(StartEvent)) > 0)
         cluster.add()
         wait_for(process, lambda: told.sizes().count(2) > 10)
         cluster.drain(first, deadline_s=60)
@@ -195,15 +189,12 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     grown = told.rows()
     first_grown = next(place for place, row in enumerate(grown) if row["world_size"] == 2)
     before = grown[first_grown - 1]["samples"]
-    assert {row["step_samples"] for row in grown if row["world_size"] == 1 and row["span"] == 1} == {24}
+    assert {row["step_samples"] for row in grown if row["world_size"] == 1 and row["merged_steps"] == 1} == {24}
     assert any(row["step_samples"] == 48 for row in grown)
     for row in grown:
         climbed = min((row["samples"] - before) / 240, 1.0)
         # The last step of an epoch may be of one global batch.
-        factor = min(1.0 + climbed, row["span"]) if row["world_size"] == 2 else 1.0
+        factor = min(1.0 + climbed, row["merged_steps"]) if row["world_size"] == 2 else 1.0
         assert row["lr"] == pytest.approx(3e-4 * factor)
-    assert told.of("batch")[:3] == [
-        "steps of 24 samples, learning rate times 1",
-        "steps of 48 samples, learning rate times 2 after 240 samples",
-        "steps of 24 samples, learning rate times 1",
-    ]
+    changes = [(batch.samples, batch.lr_factor, batch.warmup_samples) for batch in told.of(BatchEvent)]
+    assert changes[:3] == [(24, 1.0, 0.0), (48, 2.0, 240.0), (24, 1.0, 0.0)]

@@ -96,5 +96,5 @@ def test_without_horovod_one_sentence_says_how_to_get_it(session_jobs: Jobs, tmp
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "undula: engine: horovod needs Horovod, which is not installed here: `undula build-horovod` builds and installs it"
+        "undula: engine: horovod needs Horovod, which is not installed here; run `undula build-horovod` to build and install it"
     )

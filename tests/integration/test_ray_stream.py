@@ -179,15 +179,15 @@ def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> 
 
 MEMORY = """
 import json, logging, sys
-import ray
+import psutil, ray
 from undula.data import stream
 from undula.plan.plan import PlanSpec
 ray.init(log_to_driver=False, logging_level=logging.ERROR)
 
 def resident_mib():
-    # Of this process alone: the pages of the object store belong to the store.
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+    # Without shared pages, as those of the object store belong to the store.
+    memory = psutil.Process().memory_info()
+    return (memory.rss - memory.shared) / 2**20
 
 def stored_mib():
     size, free = (found().get("object_store_memory", 0) for found in (ray.cluster_resources, ray.available_resources))

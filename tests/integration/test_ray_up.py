@@ -320,7 +320,7 @@ def test_nodes_have_the_labels_of_their_region_and_zone(story: Story, tmp_path: 
 
 
 def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(story: Story) -> None:
-    from undula.cli.main import _parser
+    from undula.cli.spot import watch
 
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
@@ -329,7 +329,8 @@ def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(stor
     assert service["User"] == CLUSTER["auth"]["ssh_user"]
     program, *arguments = service["ExecStart"].split()
     assert program == f"/home/{service['User']}/venv/bin/undula"
-    assert _parser().parse_args(arguments).address == "auto"
+    assert arguments[:2] == ["spot", "watch"]
+    assert watch.make_context("watch", arguments[2:]).params["address"] == "auto"
     assert service["Restart"] == "always"
 
 

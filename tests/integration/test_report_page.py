@@ -13,8 +13,9 @@ from priced_run import write_priced_run
 
 from undula.cluster.prices import load_prices
 from undula.report.render.page import write_report
+from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -59,8 +60,7 @@ def write_run(store: Store) -> None:
     store.write("job.json", json.dumps(job).encode())
     events = EventWriter(store, "test")
     for attempt, start, stop, began in ((1, 0, 60, 0.0), (2, 50, 100, 70.0)):
-        data = {"world_size": 3 - attempt, "attempt": attempt}
-        events.event(Event("start", "started", start, data, BEGAN + began))
+        events.event(StartEvent(3 - attempt, attempt, step=start, time=BEGAN + began))
         ledger = LedgerWriter(store, attempt)
         for step in range(start, stop):
             told = BEGAN + began + step - start + 1
@@ -84,12 +84,11 @@ def write_run(store: Store) -> None:
             )
             ledger.step(row)
             if step % 25 == 24:
-                data = {"loss": loss_of(step) + 0.5, "samples": 9}
-                ledger.event(Event("validation", "validated", step + 1, data, told))
-                ledger.event(Event("checkpoint", "saved", step + 1, {"seconds": 1.0, "bytes": 1}, told))
+                ledger.event(ValidationEvent(loss_of(step) + 0.5, 9, step=step + 1, time=told))
+                ledger.event(CheckpointEvent(1.0, step=step + 1, time=told))
         ledger.close()
-    events.event(Event("crash", CRASH, None, {"error": CRASH}, BEGAN + 60))
-    events.event(Event("end", "finished", 100, {}, BEGAN + 120))
+    events.event(CrashEvent("failure", CRASH, time=BEGAN + 60))
+    events.event(EndEvent(step=100, time=BEGAN + 120))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from undula.data.corpora import stdlib_text
 from undula.state.commit import find_commits
 from undula.state.directory import STUDY_FILE
 from undula.storage import open_store
-from undula.study.progress import known
+from undula.study.progress import read_progress
 from undula.study.records import REPORT, read_spec
 
 
@@ -51,7 +51,7 @@ def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(s3, text: str, tm
         out, _ = driver.communicate(timeout=240)
         assert driver.returncode == 0, out[-3000:]
     spec = read_spec(store)
-    assert [record.state for record in known(store, spec).records.values()] == ["complete"] * 2
+    assert [record.state for record in read_progress(store, spec).records.values()] == ["complete"] * 2
     assert store.exists(f"{REPORT}/index.html")
 
 

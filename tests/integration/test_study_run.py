@@ -54,7 +54,7 @@ def test_a_study_that_is_stopped_says_how_it_goes_on_and_is_no_success(
     driver.send_signal(number)
     out, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130, out[-3000:]
-    assert "the same command goes on" in out
+    assert "run the same command to continue" in out
     assert "Traceback" not in out
     assert {row["state"] for row in studies.table("stopped")} <= {"complete", "running", "waiting"}
 
@@ -113,7 +113,7 @@ def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: P
         "import undula\n"
         "import language_model\n"
         "def train(run):\n"
-        f"    if run.base_lr == 1e-3 and not Path({str(tmp_path / 'mended')!r}).exists():\n"
+        f"    if run.base_lr == 1e-3 and not Path({str(tmp_path / 'fixed')!r}).exists():\n"
         "        raise KeyError('no such thing')\n"
         "    language_model.train(run)\n"
         "if __name__ == '__main__':\n"
@@ -122,14 +122,14 @@ def test_a_trial_that_fails_or_diverges_ends_alone(studies: Studies, tmp_path: P
     for name in ("language_model.py", "gpt.py"):
         (tmp_path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
     file = studies.file("failing", packed=2, batches=[24], base_lrs=[1e-3, 1e-2, 1e6])
-    assert "1 trial failed: the same command tries them again" in studies.run(file, script=script, status=1)
+    assert "1 trial failed: run the same command to try again" in studies.run(file, script=script, status=1)
     states = {row["base_lr"]: (row["state"], row["message"]) for row in studies.table("failing")}
     assert states[1e-3] == ("failed", "KeyError: 'no such thing'")
     assert states[1e-2] == ("complete", "")
     assert states[1e6][0] == "diverged"
 
-    (tmp_path / "mended").touch()
-    assert "1 trial that failed: tried again" in studies.run(file, script=script)
+    (tmp_path / "fixed").touch()
+    assert "trying 1 failed trial again" in studies.run(file, script=script)
     assert [row["state"] for row in studies.table("failing")] == ["complete", "complete", "diverged"]
 
 

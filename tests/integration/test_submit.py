@@ -9,9 +9,9 @@ import time
 import uuid
 import venv
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs_kit import ROOT, SMALL, Jobs
 
@@ -73,26 +73,18 @@ def mark() -> Iterator[str]:
 
 
 def marked(mark: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if mark in (folder / "environ").read_text(errors="replace"):
-                    found.append(int(folder.name))
-            except OSError:
-                continue
-    return found
+    """Ids of the processes with a mark in their environment."""
+    processes = psutil.process_iter(["environ"])
+    return [process.pid for process in processes if mark in (process.info["environ"] or {}).values()]
 
 
 def drivers_of(argument: str) -> list[int]:
-    """Processes of Python which a job script runs in, with such an argument."""
+    """Ids of the Python processes that run a job script with an argument."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):
-                words = (folder / "cmdline").read_text().split("\0")
-                if words[0].rpartition("/")[2].startswith("python") and argument in words and "--config" in words:
-                    found.append(int(folder.name))
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or [""]
+        if Path(words[0]).name.startswith("python") and argument in words and "--config" in words:
+            found.append(process.pid)
     return found
 
 
@@ -116,7 +108,9 @@ def start_undula_run(
 def await_nothing_left(mark: str) -> None:
     deadline = time.monotonic() + 30
     while left := marked(mark):
-        assert time.monotonic() < deadline, [Path(f"/proc/{process}/cmdline").read_text() for process in left]
+        assert time.monotonic() < deadline, [
+            psutil.Process(process).cmdline() for process in left if psutil.pid_exists(process)
+        ]
         time.sleep(0.1)  # paces the looks
 
 

@@ -14,6 +14,9 @@ import pytest
 from jobs_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json, relative_difference
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from undula.state.events import ValidationEvent
+from undula.state.ledger import events_of
+
 
 def test_prometheus_finds_the_figures_of_a_run(jobs: Jobs) -> None:
     process = jobs.start("watched", "plan.epochs=1000", "data.validation=null")
@@ -94,8 +97,7 @@ def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, i
 
 
 def validation_losses(done: Finished) -> list[float]:
-    events = done.ledger.events.to_pylist()
-    return [json.loads(event["data"])["loss"] for event in events if event["kind"] == "validation"]
+    return [event.loss for event in events_of(done.ledger.events, ValidationEvent)]
 
 
 SCRIPT = """

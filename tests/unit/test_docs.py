@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from undula.cli.reference import markdown
 from undula.config.job import load_spec
-from undula.reference import markdown
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_configuration_reference_is_the_one_that_the_code_gives() -> None:
-    """Mend with: undula schema --markdown > docs/configuration.md"""
+    """Fix with: undula schema --markdown > docs/configuration.md"""
     assert (ROOT / "docs" / "configuration.md").read_text() == markdown()
 
 

@@ -165,10 +165,7 @@ def test_missing_credentials_are_told_with_the_mend(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(StorageError) as caught:
         open_store("s3://bucket/data")
-    assert str(caught.value) == (
-        "no AWS credentials for s3://bucket/data: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-        "or give the nodes an instance profile"
-    )
+    assert "s3://bucket/data; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in str(caught.value)
 
 
 def test_unknown_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +176,7 @@ def test_unknown_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", ["gs://bucket/data", "file:///data", "S3://bucket", "s4://[x"])
 def test_other_schemes_are_refused(url: str) -> None:
-    with pytest.raises(StorageError, match="give a path or an s3:// URL"):
+    with pytest.raises(StorageError, match="use a path or an s3:// URL"):
         open_store(url)
 
 

@@ -1,1 +1,1 @@
-"""Clusters: a local one that lives as long as a command, and the way in for jobs."""
+"""Ray clusters: local clusters, job submission, spot notices, prices, and checks of running and configured clusters."""

@@ -1,4 +1,4 @@
-"""What is wrong with a cluster's configuration for training on spot nodes, and Ray's launcher does not say."""
+"""Check of a Ray cluster configuration (cluster.yaml) for problems with training on spot nodes that Ray's launcher does not report."""
 
 import ipaddress
 import json
@@ -20,7 +20,7 @@ from undula.errors import SpecError
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
 
 WIDE_BITS = {4: 8, 6: 16}
-"""A network with a shorter prefix is no organisation's, but half of the world."""
+"""Prefix length in bits, by IP version, below which a network counts as open to everybody. No organisation has a network this large."""
 SSH = 22
 ALL_PORTS = (0, 65535)
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
@@ -29,42 +29,44 @@ SECRET = re.compile(
     r"\b(?:[A-Z][A-Z0-9_]*_)?(?:SECRET_ACCESS_KEY|SECRET_KEY|SECRET|PASSWORD|API_KEY|TOKEN)=[\"']?[\w+.-][\w+/.-]{7}"
     r"|(?i:\baws_secret_access_key)[\s=:]+[\"']?[\w+/]{8}|\bA[KS]IA[A-Z0-9]{16}\b|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-"""What is written out, and does not come from a file or a command of the node's."""
+"""Pattern of a secret that is written out in the file. A secret that a node reads from a file or command does not match."""
 OWN_IDENTITY = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}
-"""The field of a node's configuration that says as whom its programs ask the cloud."""
+"""Field of a node's configuration with the identity that its programs use for requests to the cloud, by provider."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend, in a sentence."""
+    """Problem of a configuration."""
 
     severity: Literal["error", "warning"]
-    """An error costs money, data or safety; a warning costs speed."""
+    """Severity of the problem: an error costs money, data or security; a warning costs speed."""
     message: str
+    """Sentence with the place, the problem and the fix."""
 
 
 @dataclass(frozen=True)
 class NodeType:
-    """What the configuration says of a kind of nodes."""
+    """Node type of a configuration."""
 
     name: str
     resources: Mapping[str, float]
     machine: str
-    """The cloud's name of it."""
+    """Cloud's name of the machine type."""
     is_spot: bool
     max_price: str | None
+    """Maximum spot price in US dollars per hour; None if the configuration sets none."""
     is_head: bool
     labels: Mapping[str, str]
-    """Of Ray's node."""
+    """Ray labels of the nodes."""
     max_workers: int
-    """Nodes of it, beside the head."""
+    """Maximum number of worker nodes of this type."""
 
 
 def load_cluster(path: Path) -> dict[str, Any]:
-    """A cluster.yaml, as Ray's launcher reads it.
+    """Read a cluster.yaml as Ray's launcher does.
 
     Raises:
-        SpecError: it cannot be read, or is not of Ray's schema.
+        SpecError: The file cannot be read or does not match Ray's schema.
     """
     try:
         config = yaml.safe_load(path.read_text())
@@ -79,7 +81,7 @@ def load_cluster(path: Path) -> dict[str, Any]:
 
 
 def node_types(config: Mapping[str, Any]) -> list[NodeType]:
-    """The kinds of nodes of a configuration."""
+    """Return the node types of a configuration."""
     found = []
     for name, each in config.get("available_node_types", {}).items():
         node = each.get("node_config", {})
@@ -105,33 +107,31 @@ def node_types(config: Mapping[str, Any]) -> list[NodeType]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Empty for what is none: what is in a node's configuration no schema has checked."""
+    """Return `value`, or an empty mapping if it is not a mapping: no schema covers the content of a node's configuration."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _most_nodes(config: Mapping[str, Any]) -> int:
-    """Beside the head; where nothing is said, Ray's own."""
+    """Return the maximum number of worker nodes; the default is Ray's."""
     return int(config.get("max_workers", 2))
 
 
 def check_cluster(
     config: Mapping[str, Any], workers: WorkersSpec | None, buckets: Sequence[str], region_of: Callable[[str], str]
 ) -> list[Finding]:
-    """What to mend.
+    """Check a configuration and return its problems.
 
     Args:
-        config: of the cluster, of Ray's schema.
-        workers: what a job's workers need; None where no job was given.
-        buckets: of S3, which the job reads and writes.
-        region_of: tells a bucket's region, or raises SpecError where it cannot be told.
+        config: configuration of the cluster that matches Ray's schema.
+        workers: resources that the workers of a job need; None without a job.
+        buckets: names of the S3 buckets that the job reads and writes.
+        region_of: function that returns the region of a bucket, or raises SpecError if it is not known.
     """
     types = node_types(config)
     provider = config["provider"]["type"]
     findings = [*_on_ports(config), *_on_starting(config), *_on_secrets(config)]
     if not types:
-        message = (
-            "available_node_types: none, so that Ray launches its own, without any of what is checked here: give them"
-        )
+        message = "available_node_types is missing, so Ray would launch nodes of its default types, which this check does not cover; add it"
         return [Finding("error", message), *findings]
     findings = [*_on_spot(types, provider), *_on_labels(types), *findings, *_on_notices(config, types)]
     if provider == "aws":
@@ -151,41 +151,44 @@ def _on_spot(types: Sequence[NodeType], provider: str | None) -> Iterator[Findin
     for head in (each for each in types if each.is_head and each.is_spot):
         yield Finding(
             "error",
-            f"available_node_types.{head.name}: the head is a spot node, and the whole cluster goes with it: make it on-demand",
+            f"available_node_types.{head.name}: the head is a spot node, and a preemption of the head ends the whole cluster; make it "
+            "on-demand",
         )
     if not spot:
-        yield Finding("warning", "available_node_types: no worker is a spot node: give one a spot market")
+        yield Finding("warning", "available_node_types: no worker type is a spot type; give one a spot market")
         return
     for kind in sorted({_kind(each) for each in spot} - {_kind(each) for each in fallback}):
         yield Finding(
             "error",
-            f"available_node_types: spot workers with {kind} have no on-demand type to fall back on: "
-            "add one with as many, and without a spot market",
+            f"available_node_types: spot workers with {kind} have no on-demand type to fall back on; "
+            "add a type with the same resources and without a spot market",
         )
     if len({each.machine for each in spot}) < 2:
         yield Finding(
             "error",
-            f"available_node_types: all spot workers are {spot[0].machine}, which go together: add other types of machine",
+            f"available_node_types: all spot workers are {spot[0].machine}, so the cloud can preempt all of them at once; add other "
+            "machine types",
         )
     if provider == "aws":
         for each in spot:
             if each.max_price is None:
                 yield Finding(
                     "warning",
-                    f"available_node_types.{each.name}: no maximum price, so that it may cost as much as on-demand: "
-                    "give InstanceMarketOptions.SpotOptions.MaxPrice",
+                    f"available_node_types.{each.name}: no maximum price is set, so a node can cost as much as on-demand; "
+                    "set InstanceMarketOptions.SpotOptions.MaxPrice",
                 )
 
 
 def _kind(node: NodeType) -> str:
-    return f"{node.resources.get('GPU', 0):g} GPU" if node.resources.get("GPU") else "CPUs alone"
+    return f"{node.resources.get('GPU', 0):g} GPU" if node.resources.get("GPU") else "CPUs only"
 
 
 LABELLED_FOR = {
-    MARKET: "its nodes are taken for no market's",
-    MACHINE: "its nodes have no price",
-    TYPE: "nobody asks for another type where it is not to be had",
+    MARKET: "Undula does not know whether its nodes are spot nodes",
+    MACHINE: "Undula does not know the price of its nodes",
+    TYPE: "Undula cannot request another type when this one is not available",
 }
+"""Consequence of a missing label, by label."""
 
 
 def _on_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
@@ -196,33 +199,33 @@ def _on_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
             if found is None:
                 yield Finding(
                     "warning",
-                    f"available_node_types.{each.name}: no label {label}, so that {LABELLED_FOR[label]}: "
-                    f"give labels: {{{label}: {value}}}",
+                    f"available_node_types.{each.name}: the label {label} is missing, so {LABELLED_FOR[label]}; "
+                    f"add labels: {{{label}: {value}}}",
                 )
             elif found != value:
                 yield Finding(
                     "error",
-                    f"available_node_types.{each.name}: the label {label} is {found}, and the nodes are {value}: correct one of them",
+                    f"available_node_types.{each.name}: the label {label} is {found}, but the nodes are {value}; correct one of them",
                 )
 
 
 def _on_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
-    """Head and workers as whom they ask the cloud."""
+    """Check the identities that the head and the workers use for requests to the cloud."""
     head_type = config.get("head_node_type")
     nodes = {name: each.get("node_config", {}).get(field) for name, each in config["available_node_types"].items()}
     if head_type not in nodes:
-        return  # Ray says so
+        return  # Ray reports this itself
     head = nodes.pop(head_type)
     if head is None:
         yield Finding(
             "warning",
-            f"available_node_types.{head_type}: no {field}, so that Ray makes one with nearly every right: give one of your own",
+            f"available_node_types.{head_type}: {field} is missing, so Ray creates one with nearly all permissions; set your own",
         )
     elif same := [name for name, each in nodes.items() if each == head]:
         yield Finding(
             "warning",
-            f"available_node_types.{same[0]}: {field} is the head's, and with it every job may launch and end machines: give workers one "
-            "of their own",
+            f"available_node_types.{same[0]}: {field} is the same as the head's, so every job can launch and terminate machines; give the "
+            "workers their own",
         )
 
 
@@ -232,11 +235,11 @@ def _on_ports(config: Mapping[str, Any]) -> Iterator[Finding]:
         ranges = [each.get("CidrIp") or each.get("CidrIpv6") for each in found]
         protocol, ports = str(rule.get("IpProtocol")), (rule.get("FromPort", 0), rule.get("ToPort", 65535))
         if protocol == "-1":
-            ports = ALL_PORTS  # whatever else the rule says
+            ports = ALL_PORTS  # a rule for all protocols ignores its port range
         if any(map(_is_wide, ranges)) and ports != (SSH, SSH) and not protocol.startswith("icmp"):
             yield Finding(
                 "error",
-                f"provider.security_group: ports {ports[0]} to {ports[1]} are open to everybody: leave the rule out, and reach them by SSH",
+                f"provider.security_group: ports {ports[0]} to {ports[1]} are open to everybody; remove the rule and use an SSH tunnel",
             )
 
 
@@ -244,7 +247,7 @@ def _is_wide(network: Any) -> bool:
     try:
         found = ipaddress.ip_network(str(network), strict=False)
     except ValueError:
-        return False  # EC2 refuses it
+        return False  # EC2 rejects this itself
     return found.prefixlen < WIDE_BITS[found.version]
 
 
@@ -253,34 +256,35 @@ def _on_starting(config: Mapping[str, Any]) -> Iterator[Finding]:
         if not config.get(key):
             yield Finding(
                 "error",
-                f"{key}: none, and Ray's own start it without its token, for anybody to run code, with its dashboard on every interface: "
-                "give them, with RAY_AUTH_MODE=token before `ray start`",
+                f"{key} is missing, and Ray's default commands start Ray without authentication and with its dashboard on every interface, "
+                "so that anybody can run code; add commands with RAY_AUTH_MODE=token before `ray start`",
             )
     for command in (command for key in START_COMMANDS for command in config.get(key, [])):
         if "ray start" in command and "RAY_AUTH_MODE=token" not in command:
             yield Finding(
                 "error",
-                f"'{_short(command)}' starts Ray without its token, for anybody to run code: put RAY_AUTH_MODE=token before it",
+                f"'{_short(command)}' starts Ray without authentication, so that anybody can run code; put RAY_AUTH_MODE=token before it",
             )
         if "ray start" in command and re.search(r"--dashboard-host[= ]0\.0\.0\.0", command):
             yield Finding(
                 "warning",
-                "head_start_ray_commands: the dashboard listens on every interface: say --dashboard-host=127.0.0.1, and `ray dashboard`",
+                "head_start_ray_commands: the dashboard listens on every interface; set --dashboard-host=127.0.0.1 and open it with "
+                "`ray dashboard`",
             )
 
 
 def _on_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
-    copied = "Ray copies this file to the head and into its log: leave it out, and give nodes an identity"
+    copied = "Ray copies this file to the head and into its log; remove the secret and give the nodes an identity"
     for secret in ("aws_credentials", "gcp_credentials"):
         if secret in config["provider"]:
             yield Finding("error", f"provider.{secret}: {copied}")
     for key, value in config.items():
         if any(SECRET.search(text) for text in _texts(value)):
-            yield Finding("error", f"{key}: a secret is written there, and {copied}")
+            yield Finding("error", f"{key} contains a secret, and {copied}")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All that a value of the file has in it; of a mapping as NAME=VALUE."""
+    """Yield all texts in a value of the file; entries of a mapping as NAME=VALUE."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from [f"{name}={each}"] if isinstance(each, str) else _texts(each)
@@ -296,8 +300,8 @@ def _on_metadata(config: Mapping[str, Any]) -> Iterator[Finding]:
         if _mapping(each["node_config"].get("MetadataOptions")).get("HttpTokens") != "required":
             yield Finding(
                 "warning",
-                f"available_node_types.{name}: whoever makes a program there fetch a URL gets the node's rights: "
-                "give MetadataOptions: {HttpTokens: required}",
+                f"available_node_types.{name}: a program on the node that is made to fetch a URL can leak the node's credentials; "
+                "set MetadataOptions: {HttpTokens: required}",
             )
 
 
@@ -310,12 +314,12 @@ def _on_notices(config: Mapping[str, Any], types: Sequence[NodeType]) -> Iterato
     if any(each.is_spot for each in types) and not any(map(_starts_watcher, commands)):
         yield Finding(
             "error",
-            "worker_start_ray_commands: no spot watcher is started, so that each preemption is a crash: start `undula spot watch`",
+            "worker_start_ray_commands do not start the spot watcher, so each preemption is a crash; start `undula spot watch`",
         )
 
 
 def _starts_watcher(command: str) -> bool:
-    """To copy its service, or to enable it for the next boot, is not to start it."""
+    """Whether a command starts the spot watcher. Copying its service file or enabling it for the next boot does not count."""
     for part in re.split(r"[;&|\n]", command):
         is_started = "systemctl" in part and re.search(r"\b(re)?start\b|--now\b", part)
         if "spot watch" in part or ("undula-spot-watch" in part and is_started):
@@ -330,13 +334,16 @@ def _on_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding
             short = [f"{amount:g} {name}" for name, amount in needs.items() if each.resources.get(name, 0) < amount]
             yield Finding(
                 "error",
-                f"available_node_types.{each.name}: no worker of the job fits, as it needs {', '.join(short)}: "
+                f"available_node_types.{each.name}: a worker of the job needs {', '.join(short)} and does not fit; "
                 "lower workers.cpus or workers.gpus, or use a larger machine",
             )
 
 
 def _on_room(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -> Iterator[Finding]:
-    """Whether the cluster may have as many nodes as the job cannot do without; not known where Ray finds out a type's resources."""
+    """Check that the cluster can have as many nodes as the job needs.
+
+    The check is skipped if a type has no resources in the configuration, as Ray only detects them later.
+    """
     needs = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
     if any(not each.resources for each in types):
         return
@@ -345,20 +352,20 @@ def _on_room(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -
     if room < workers.min and any(workers_that_fit(each.resources, needs) for each in types):
         yield Finding(
             "error",
-            f"max_workers: the cluster has room for {room} workers, and the job waits for workers.min, {workers.min}: "
-            "raise max_workers, of the types and of the cluster, or lower workers.min",
+            f"max_workers: the cluster has room for {room} workers, but the job needs at least {workers.min} (workers.min); "
+            "raise max_workers of the types and of the cluster, or lower workers.min",
         )
     wanted = workers.max if fleet.deadline else fleet.on_demand_floor or 0
     if (on_demand := _room([each for each in types if not each.is_spot], needs, most_nodes)) < wanted:
-        what = "workers.fleet.deadline may need" if fleet.deadline else "workers.fleet.on_demand_floor wants"
+        what = "workers.fleet.deadline can need" if fleet.deadline else "workers.fleet.on_demand_floor needs"
         yield Finding(
             "warning",
-            f"max_workers: on-demand types have room for {on_demand} workers, and {what} {wanted} there: raise their max_workers",
+            f"max_workers: on-demand types have room for {on_demand} workers, but {what} {wanted}; raise max_workers of these types",
         )
 
 
 def _room(types: Sequence[NodeType], needs: Mapping[str, float], most_nodes: int) -> int:
-    """Workers that fit on the head and on as many nodes as there may be, the largest first."""
+    """Return how many workers fit on the head and on the maximum number of worker nodes, counting the largest types first."""
     room = sum(workers_that_fit(each.resources, needs) for each in types if each.is_head)
     fits = {each.name: workers_that_fit(each.resources, needs) for each in types}
     for each in sorted(types, key=lambda each: -fits[each.name]):
@@ -373,7 +380,7 @@ def _on_zones(provider: Mapping[str, Any]) -> Iterator[Finding]:
     for zone in (provider.get("availability_zone") or "").split(","):
         if zone and not zone.strip().startswith(region):
             yield Finding(
-                "error", f"provider.availability_zone: {zone.strip()} is not in {region}: name zones of the region"
+                "error", f"provider.availability_zone: {zone.strip()} is not in {region}; use zones of the region"
             )
 
 
@@ -385,20 +392,23 @@ def _on_buckets(
         try:
             found = region_of(bucket)
         except SpecError as error:
-            yield Finding("warning", f"s3://{bucket}: its region could not be found out: {error}")
+            yield Finding(
+                "warning", f"s3://{bucket}: the region of the bucket is not known ({error}); check your access to it"
+            )
             continue
         if found != region:
             yield Finding(
                 "error",
-                f"s3://{bucket} is in {found} and the cluster in {region}, so that every byte is paid for: use a bucket of {region}",
+                f"s3://{bucket} is in {found} but the cluster in {region}, so all traffic between them costs money; use a bucket in "
+                f"{region}",
             )
 
 
 def region_of(bucket: str) -> str:
-    """Of an S3 bucket, as anybody with access to it may ask.
+    """Return the region of an S3 bucket.
 
     Raises:
-        SpecError: it does not say.
+        SpecError: The request failed, for example because access is denied.
     """
     try:
         found = boto3.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]

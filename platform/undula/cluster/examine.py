@@ -1,4 +1,5 @@
-"""Examines a running cluster: a probe on every node, all asked at once and with a limit, so that a node that hangs costs seconds."""
+"""Examination of a running cluster by a probe on every node. All requests run in parallel with a time limit, so a node that hangs costs
+seconds only."""
 
 import logging
 import os
@@ -17,23 +18,23 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 import undula
-from undula.cluster.facts import AllReduce, Clock, Facts, Node, Stored, Unreached
+from undula.cluster.facts import AllReduce, Clock, Facts, FailedConnection, NodeFacts, Stored
 from undula.cluster.probe import Probe
-from undula.elastic.ray.ray_logging import keep_quiet
+from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
 from undula.plan.fleet import MARKET, SPOT
 
 LIMIT_S = 50.0
-"""For all questions: a preflight that takes longer is left out."""
+"""Time limit in seconds for all requests together. Users skip an examination that takes longer."""
 CONNECT_TIMEOUT_S = 10.0
-"""For a TCP connection to the head."""
+"""Time limit in seconds for a TCP connection to the head."""
 CONNECT_LIMIT_S = 30.0
-"""For Ray to connect and to say which nodes there are: with a head that accepts and is silent it waits for minutes, and that a token is
-wrong it says after 20 s."""
+"""Time limit in seconds for Ray to connect and list the nodes. Ray waits for minutes if the head accepts connections but does not answer,
+and reports a wrong token after 20 s."""
 LEAST_S = 5.0
-"""What has less time left is not begun."""
-LOOK_LIMIT_S = 25.0
-"""A cold process on a small node takes 10 s to import torch."""
+"""Minimum time in seconds that must be left to start a request."""
+REPORT_LIMIT_S = 25.0
+"""Time limit in seconds for a node's report. A new process on a small node takes 10 s to import torch."""
 GPU_LIMIT_S = 15.0
 CLOCK_LIMIT_S = 2.0
 CLOCK_TRIES = 8
@@ -43,30 +44,30 @@ LEAVE_LIMIT_S = 10.0
 STORE_LIMIT_S = 15.0
 REDUCE_LIMIT_S = 20.0
 MEET_LIMIT_S = 12.0
-"""For ranks to meet; shorter than the limit, so that they say themselves what went wrong."""
+"""Time limit in seconds for the ranks of the all-reduce to connect; shorter than REDUCE_LIMIT_S, so that the ranks report the problem."""
 PROBE: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 8}
-"""Without CPUs, so that a busy cluster can be examined as well."""
+"""Options of a probe. It takes no CPUs, so a busy cluster can be examined as well."""
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray has it in the environment of what was submitted, which brings its packages itself."""
+"""Environment variable that Ray sets in submitted jobs, which ship their packages themselves."""
 T = TypeVar("T")
 
 
-def examine(address: str, runs: str, tell: Callable[[str], None]) -> Facts:
-    """Connect to a cluster, find out all that there is to judge, and leave it as it was.
+def examine(address: str, runs: str, log: Callable[[str], None]) -> Facts:
+    """Connect to a cluster and collect its facts. The examination leaves nothing behind.
 
     Args:
-        address: of the head, HOST:PORT; `auto` for the cluster of this machine.
+        address: address of the head, HOST:PORT; `auto` for the cluster of this machine.
         runs: absolute path or URL of the run directories.
-        tell: takes a line of what is being measured.
+        log: function that shows which measurement is running.
 
     Raises:
-        ClusterError: there is no such cluster.
+        ClusterError: The cluster cannot be reached.
     """
-    tell("connecting ...")
-    late = f"cannot connect to the Ray cluster {address}: it does not answer within {CONNECT_LIMIT_S:g} s: is it up?"
+    log("connecting ...")
+    late = f"cannot connect to the Ray cluster {address}: no answer within {CONNECT_LIMIT_S:g} s; check that it is up"
     dashboard, alive = _within(CONNECT_LIMIT_S, partial(_connect, address), late)
     try:
-        examination = _Examination(alive, runs, tell)
+        examination = _Examination(alive, runs, log)
         try:
             return examination.facts(dashboard)
         finally:
@@ -76,10 +77,10 @@ def examine(address: str, runs: str, tell: Callable[[str], None]) -> Facts:
 
 
 def _within(limit_s: float, do: Callable[[], T], late: str) -> T:
-    """What it returns or raises; what does not come to an end is left to a thread that ends with the process.
+    """Call a function in a thread and return its result. A call that exceeds the limit is abandoned; its thread ends with the process.
 
     Raises:
-        ClusterError: it is late.
+        ClusterError: The call took too long; the message is `late`.
     """
     done: Future[T] = Future()
 
@@ -96,12 +97,14 @@ def _within(limit_s: float, do: Callable[[], T], late: str) -> T:
 
 
 def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
-    """Connect; the dashboard's HOST:PORT, empty where there is none, and Ray's nodes that are alive."""
-    if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
+    """Connect and return the dashboard's HOST:PORT, which is empty if there is none, and Ray's records of the nodes that are alive."""
+    if re.fullmatch(r"[^/]+:\d+", address):  # if nothing listens, Ray takes a minute to report it
         try:
             socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
         except OSError as error:
-            raise ClusterError(f"cannot connect to the Ray cluster {address}: {error}: is it up?") from None
+            raise ClusterError(
+                f"cannot connect to the Ray cluster {address}: {error}; check that it is up and the address"
+            ) from None
     package = str(Path(undula.__file__).parent)
     environment = None if _IN_JOB in os.environ else {"py_modules": [package]}
     try:
@@ -109,18 +112,22 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
     except (OSError, RuntimeError, ValueError, RayError) as error:
         why = " ".join(str(error).split())[:300]
         if "AuthenticationError" in f"{type(error).__name__} {error.__cause__}":
-            why = "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
+            why = "it rejects the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token"
+        if isinstance(error, ConnectionError) and address == "auto":
+            raise ClusterError(
+                "no Ray cluster runs on this machine: give its head's HOST:PORT with --cluster, or set RAY_ADDRESS"
+            ) from error
         raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
-    keep_quiet()
+    stop_error_messages()
     nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
     return str(found.dashboard_url or ""), [node for node in nodes if node["Alive"]]
 
 
 class Budget:
-    """The time that is left for questions.
+    """Time that is left for requests.
 
     Attributes:
-        unmeasured: checks that there was too little of it for.
+        unmeasured: checks that are incomplete because no time was left.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
@@ -129,11 +136,11 @@ class Budget:
         self._deadline = clock() + limit_s
 
     def grant(self, check: str | None, limit_s: float) -> float | None:
-        """Seconds for a question with this limit; None where that is too little for an answer to be expected.
+        """Return the time in seconds for a request, or None if it is too short to expect an answer.
 
         Args:
-            check: that rests on the question; None for what is asked in any case.
-            limit_s: after which no answer means that something is wrong.
+            check: name of the check that needs the request; None for a request that is sent in any case.
+            limit_s: time in seconds after which a missing answer is a problem of the node.
         """
         left_s = self._deadline - self._clock()
         if check is None:
@@ -144,7 +151,7 @@ class Budget:
         return min(limit_s, left_s)
 
     def is_cut(self, check: str | None, granted_s: float, limit_s: float) -> bool:
-        """Whether so little was granted that no answer in this time means nothing."""
+        """Whether the granted time was shorter than the limit, so that a missing answer says nothing about the node."""
         if check is None or granted_s >= limit_s:
             return False
         self.unmeasured.add(check)
@@ -152,12 +159,12 @@ class Budget:
 
 
 class _Examination:
-    """The questions, in order; what hangs or dies is left out of those that follow."""
+    """Requests of an examination, in order. A node that hangs or dies is left out of the requests that follow."""
 
-    def __init__(self, alive: list[dict[str, Any]], runs: str, tell: Callable[[str], None]):
-        self._runs, self._tell = runs, tell
+    def __init__(self, alive: list[dict[str, Any]], runs: str, log: Callable[[str], None]):
+        self._runs, self._log = runs, log
         self._budget = Budget(LIMIT_S)
-        self._silent: dict[str, str] = {}
+        self._unresponsive: dict[str, str] = {}
         self._nodes = {node["NodeID"]: _node(node) for node in alive}
         self._sessions = {node["NodeID"]: str(Path(node["ObjectStoreSocketName"]).parents[1]) for node in alive}
         actor: Any = ray.remote(Probe)
@@ -166,29 +173,31 @@ class _Examination:
         }
 
     def facts(self, dashboard: str) -> Facts:
-        self._tell(f"asking {_count(len(self._nodes), 'node')} ...")
+        self._log(f"asking {_count(len(self._nodes), 'node')} ...")
         arguments = {id: (session, self._runs) for id, session in self._sessions.items()}
-        looks, problems = self._ask("look", arguments, LOOK_LIMIT_S)
-        self._silent.update(problems)
-        with_gpus = {id: () for id, look in looks.items() if look.gpus_seen}
+        reports, problems = self._ask("report", arguments, REPORT_LIMIT_S)
+        self._unresponsive.update(problems)
+        with_gpus = {id: () for id, report in reports.items() if report.gpus_seen}
         gpus, gpu_problems = self._ask("gpus", with_gpus, GPU_LIMIT_S, "gpus")
-        self._silent.update({id: f"a matrix product on its GPUs: {problem}" for id, problem in gpu_problems.items()})
+        self._unresponsive.update(
+            {id: f"a matrix product on its GPUs: {problem}" for id, problem in gpu_problems.items()}
+        )
         clocks = self._clocks()
         head = [id for id, node in self._nodes.items() if node.is_head]
         where = {id: (dashboard,) for id in head if dashboard}
         statuses, _ = self._ask("ask_dashboard", where, QUESTION_LIMIT_S, "token")
-        unreached = self._unreached()
+        failed_connections = self._failed_connections()
         stored = self._storage()
         healthy = [id for id, found in gpus.items() if not any(each.problem for each in found)]
         all_reduce = self._all_reduce([id for id in healthy if self._nodes[id].gpus])
         return Facts(
             self._runs,
             tuple(self._nodes.values()),
-            dict(self._silent),
-            looks,
+            dict(self._unresponsive),
+            reports,
             gpus,
             clocks,
-            unreached,
+            failed_connections,
             stored,
             all_reduce,
             next(iter(statuses.values()), None),
@@ -202,8 +211,18 @@ class _Examination:
     def _ask(
         self, method: str, arguments: Mapping[str, tuple[Any, ...]], limit_s: float, check: str | None = None
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ask nodes at once, by id: the answers, and what came in the place of one; neither where there is no time left for the check."""
-        to_ask = {id: each for id, each in arguments.items() if id not in self._silent}
+        """Call a method of several probes in parallel.
+
+        Args:
+            method: name of the method.
+            arguments: arguments by node id.
+            limit_s: time limit in seconds.
+            check: name of the check that needs the answers; None if the request is sent in any case.
+
+        Returns:
+            The answers and the problems by node id; both are empty if no time is left for the check.
+        """
+        to_ask = {id: each for id, each in arguments.items() if id not in self._unresponsive}
         granted_s = self._budget.grant(check, limit_s) if to_ask else None
         if granted_s is None:
             return {}, {}
@@ -217,7 +236,7 @@ class _Examination:
                 if not self._budget.is_cut(check, granted_s, limit_s):
                     problems[id] = f"no answer within {granted_s:.0f} s"
             except RayActorError:
-                problems[id] = self._silent[id] = "it went, or its probe was ended, while it was examined"
+                problems[id] = self._unresponsive[id] = "the node or its probe died during the examination"
             except RayTaskError as error:
                 problems[id] = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
             except RayError as error:
@@ -225,40 +244,40 @@ class _Examination:
         return answers, problems
 
     def _clocks(self) -> dict[str, Clock]:
-        self._tell("comparing clocks ...")
+        self._log("comparing clocks ...")
         found: dict[str, Clock] = {}
         for id in self._nodes:
             for _ in range(CLOCK_TRIES):
                 asked = time.time()
                 answers, problems = self._ask("clock", {id: ()}, CLOCK_LIMIT_S, "clocks")
                 answered = time.time()
-                self._silent.update(problems)
+                self._unresponsive.update(problems)
                 if id not in answers:
                     break
                 clock = Clock(answers[id] - (asked + answered) / 2, answered - asked)
                 found[id] = min(found.get(id, clock), clock, key=lambda each: each.round_trip_s)
         return found
 
-    def _unreached(self) -> tuple[Unreached, ...]:
-        self._tell("connecting nodes to each other ...")
+    def _failed_connections(self) -> tuple[FailedConnection, ...]:
+        self._log("connecting nodes to each other ...")
         ports, _ = self._ask("listen", dict.fromkeys(self._nodes, ()), QUESTION_LIMIT_S, "ports")
         where = {id: (self._nodes[id].address, port) for id, port in ports.items()}
         others = {id: ({peer: at for peer, at in where.items() if peer != id},) for id in where}
         answers, problems = self._ask("reach", others, REACH_LIMIT_S, "ports")
-        self._silent.update(problems)
+        self._unresponsive.update(problems)
         return tuple(
-            Unreached(id, peer, problem)
+            FailedConnection(id, peer, problem)
             for id, found in answers.items()
             for peer, problem in found.items()
-            if peer not in self._silent  # a node that went cannot be reached either
+            if peer not in self._unresponsive  # that node is reported already
         )
 
     def _storage(self) -> dict[str, Stored]:
-        """What one node has written, the head where it answers, all must find."""
-        self._tell(f"writing to {self._runs} ...")
+        """Test that all nodes see a file that one node, the head if it answers, has written."""
+        self._log(f"writing to {self._runs} ...")
         folder = f"{self._runs}/.undula-doctor-{secrets.token_hex(4)}"
         ours = secrets.token_bytes(32)
-        answering = [id for id in self._nodes if id not in self._silent]
+        answering = [id for id in self._nodes if id not in self._unresponsive]
         for first in sorted(answering, key=lambda id: not self._nodes[id].is_head)[:1]:
             written, problems = self._ask("leave", {first: (folder, ours)}, LEAVE_LIMIT_S, "storage")
             if problem := written.get(first) or problems.get(first):
@@ -269,19 +288,19 @@ class _Examination:
             answers, problems = self._ask("store", arguments, STORE_LIMIT_S, "storage")
             apart = [id for id, each in answers.items() if each.problem is None and not each.sees_ours]
             self._ask("clean", dict.fromkeys((first, *apart), (folder,)), QUESTION_LIMIT_S)
-            late = {id: Stored(problem=each) for id, each in problems.items() if id not in self._silent}
+            late = {id: Stored(problem=each) for id, each in problems.items() if id not in self._unresponsive}
             return {**answers, **late}
         return {}
 
     def _all_reduce(self, with_gpus: list[str]) -> AllReduce | None:
-        """Between nodes with GPUs where there are any: a job that has some uses no others; None where there was no time for it."""
-        training = [id for id, node in self._nodes.items() if node.trains and id not in self._silent]
+        """Measure an all-reduce between the nodes with GPUs, or between all worker nodes if there are none. None if no time was left."""
+        training = [id for id, node in self._nodes.items() if node.trains and id not in self._unresponsive]
         with_gpus = [id for id in with_gpus if id in training]
         ids = with_gpus or training
         group = AllReduce(tuple(ids), "nccl" if with_gpus else "gloo")
         if len(ids) < 2:
             return group
-        self._tell(f"reducing between {len(ids)} nodes ...")
+        self._log(f"measuring an all-reduce between {len(ids)} nodes ...")
         ports, problems = self._ask("free_port", {ids[0]: ()}, QUESTION_LIMIT_S, "all-reduce")
         if not ports:
             return AllReduce(group.nodes, group.backend, problems=problems) if problems else None
@@ -294,9 +313,9 @@ class _Examination:
         return AllReduce(group.nodes, group.backend, max(latencies_s), min(rates), problems)
 
 
-def _node(node: Mapping[str, Any]) -> Node:
+def _node(node: Mapping[str, Any]) -> NodeFacts:
     resources = node["Resources"]
-    return Node(
+    return NodeFacts(
         node["NodeID"],
         node["NodeManagerAddress"],
         resources.get("CPU", 0.0),

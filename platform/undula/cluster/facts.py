@@ -1,12 +1,12 @@
-"""What an examination of a cluster found out, as plain values: the probes on its nodes fill them in, and the doctor judges them."""
+"""Results of examining a cluster, as plain values. Probes on the nodes collect them, and the doctor judges them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node that Ray takes for alive."""
+class NodeFacts:
+    """Node that Ray considers alive."""
 
     id: str
     address: str
@@ -14,133 +14,143 @@ class Node:
     gpus: float
     is_head: bool = False
     is_spot: bool = False
-    """It has the label undula.io/market: spot."""
+    """Whether the node has the label undula.io/market: spot."""
 
     @property
     def trains(self) -> bool:
-        """Whether Ray may place workers on it."""
+        """Whether Ray can place workers on the node."""
         return self.cpus > 0 or self.gpus > 0
 
     @property
     def name(self) -> str:
-        """As `ray list nodes` lets one find it."""
+        """Address and short id of the node, as `ray list nodes` shows them."""
         return f"{'the head ' if self.is_head else ''}{self.address} ({self.id[:8]})"
 
 
 @dataclass(frozen=True)
-class Room:
-    """A file system."""
+class FileSystem:
+    """Space on a file system."""
 
     path: str
+    """Path of a file or folder on the file system."""
     free_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True)
 class NoticeSource:
-    """Where a node's notices come from."""
+    """Source of a node's spot notices."""
 
     name: str | None = None
-    """None for a machine of no cloud that is known, and in a pod."""
+    """Name of the source; None on a machine of an unknown cloud and in a pod."""
     problem: str | None = None
+    """Reason why the source cannot be read; None if it can."""
     notice: str | None = None
-    """One that is there now."""
+    """Notice that the node has now."""
     in_pod: bool = False
-    """In Kubernetes, where a notice is the pod's end, and the machine's metadata are not for pods."""
+    """Whether the node is a Kubernetes pod. A pod gets its notice as a SIGTERM and has no access to the machine's metadata."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a node tells of itself."""
+class NodeReport:
+    """Software, GPUs, disks and spot notices of a node, as its probe reports them."""
 
     versions: Mapping[str, str | None]
-    """By package; None where it is not installed."""
+    """Version of each package; None if it is not installed."""
     gpus_seen: int
-    """By torch."""
+    """Number of GPUs that torch sees."""
     cuda: str | None
-    """The version that torch is built with."""
-    rooms: tuple[Room, ...]
+    """Version of CUDA that torch was built with; None for a build without CUDA."""
+    disks: tuple[FileSystem, ...]
     """Disks that a run writes to."""
-    memory: Room
-    """Where snapshots are kept."""
+    memory: FileSystem
+    """Shared memory, which holds snapshots."""
     notices: NoticeSource
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that was made to multiply two matrices."""
+    """Result of multiplying two matrices on a GPU."""
 
     name: str
     problem: str | None = None
+    """Reason why the multiplication failed; None if it succeeded."""
     is_full: bool = False
-    """It has no memory left, which says nothing of its health."""
+    """Whether it failed only because the GPU has no free memory, which says nothing about its health."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """A node's clock beside ours."""
+    """Clock of a node compared with the clock of this machine."""
 
     offset_s: float
-    """Positive where it is ahead."""
+    """Offset of the node's clock in seconds; positive if it is ahead."""
     round_trip_s: float
-    """Of the fastest question; half of it is how much the offset may be wrong."""
+    """Duration in seconds of the fastest request. The offset is accurate to half of it."""
 
 
 @dataclass(frozen=True)
-class Unreached:
-    """A TCP connection that could not be made."""
+class FailedConnection:
+    """TCP connection between two nodes that failed."""
 
     source: str
-    """A node's id."""
+    """Id of the connecting node."""
     target: str
+    """Id of the node that was not reached."""
     problem: str
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A file that a node wrote, read back and deleted."""
+    """Result of writing a file to the storage from a node, reading it back and deleting it."""
 
     bytes: int = 0
+    """Size of the file in bytes."""
     write_s: float = 0.0
+    """Duration of the write in seconds."""
     read_s: float = 0.0
+    """Duration of the read in seconds."""
     sees_ours: bool = True
-    """Whether it found there what the first node, the head, had written."""
+    """Whether the node sees the file that the first node, usually the head, has written."""
     problem: str | None = None
+    """Reason why the test failed; None if it succeeded."""
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Gradients' way between nodes, one process on each."""
+    """Result of an all-reduce between nodes, with one process on each."""
 
     nodes: tuple[str, ...]
-    """Their ids; fewer than two are not measured."""
+    """Ids of the nodes. With fewer than two nodes, nothing is measured."""
     backend: str
     latency_s: float = 0.0
-    """Of one number: the median."""
+    """Median time in seconds to reduce one number."""
     bytes_per_s: float = 0.0
-    """Bytes of the tensor by the time that it takes: the algorithm's bandwidth."""
+    """Size of a large tensor divided by the time to reduce it (algorithm bandwidth), in bytes per second."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """By node's id."""
+    """Problems by node id."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it; mappings are by a node's id, without those of which it is not known."""
+    """All results of an examination. Mappings have node ids as keys and lack the nodes without a result."""
 
     runs: str
-    nodes: tuple[Node, ...]
-    silent: Mapping[str, str] = field(default_factory=dict)
-    """Why nothing, or nothing more, is known of a node."""
-    looks: Mapping[str, Look] = field(default_factory=dict)
+    """Path or URL of the run directories."""
+    nodes: tuple[NodeFacts, ...]
+    unresponsive: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that stopped answering, with the reason."""
+    reports: Mapping[str, NodeReport] = field(default_factory=dict)
     gpus: Mapping[str, tuple[Gpu, ...]] = field(default_factory=dict)
     clocks: Mapping[str, Clock] = field(default_factory=dict)
-    unreached: tuple[Unreached, ...] = ()
+    failed_connections: tuple[FailedConnection, ...] = ()
     stored: Mapping[str, Stored] = field(default_factory=dict)
     all_reduce: AllReduce | None = None
     dashboard_status: int | None = None
-    """HTTP status with which the dashboard answers who has no token; None where it does not answer."""
+    """HTTP status of the dashboard's answer to a request without a token; None if it does not answer."""
     unmeasured: tuple[str, ...] = ()
-    """Checks that there was no time left for, in whole or in part."""
+    """Checks that are incomplete because no time was left for them."""
 
-    def node(self, id: str) -> Node:
+    def node(self, id: str) -> NodeFacts:
+        """Return the node with an id."""
         return next(node for node in self.nodes if node.id == id)

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine that lives as long as a `with` block, reached with its own token, and leaves nothing behind."""
+"""Ray cluster on this machine that lives as long as a `with` block. It has its own token and leaves nothing behind."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ from undula.errors import ClusterError
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 3.0  # a raylet with detached actors waits far longer, for nothing
+STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for no benefit
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,13 +30,13 @@ class LocalCluster:
     """A running local cluster."""
 
     address: str
-    """For `ray.init(address=...)`."""
+    """Address for `ray.init(address=...)`."""
     dashboard: str
-    """For `ray job submit --address ...`."""
+    """URL for `ray job submit --address ...`."""
     env: Mapping[str, str]
-    """What a client's environment needs: the token's file."""
+    """Environment variables that a client needs, with the path of the token."""
     pid: int
-    """Of `ray start --block`, which leads the process group of all of the cluster's processes."""
+    """Process id of `ray start --block`, which leads the process group of all of the cluster's processes."""
 
 
 @contextmanager
@@ -50,16 +50,16 @@ def local_cluster(
     """Start a cluster of one node and stop it at the end of the block.
 
     Args:
-        num_cpus: logical CPUs.
-        env: further environment of the cluster, and so of its jobs.
+        num_cpus: number of logical CPUs.
+        env: additional environment variables of the cluster and its jobs.
         python: interpreter of the cluster and its jobs.
-        object_store_bytes: size of its object store; by default Ray's choice.
-        autoscaling: configuration of Ray's autoscaler, where it is to bring further nodes.
+        object_store_bytes: size of the object store in bytes; by default Ray's choice.
+        autoscaling: configuration of Ray's autoscaler, if it shall add nodes.
 
     Raises:
-        ClusterError: it did not come up.
+        ClusterError: The cluster did not start.
     """
-    folder = Path(tempfile.mkdtemp(prefix="undula-ray-"))  # short: Ray puts sockets below it
+    folder = Path(tempfile.mkdtemp(prefix="undula-ray-"))  # a short path, because Ray puts sockets below it
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
@@ -68,13 +68,13 @@ def local_cluster(
     command = _ray_start(python, num_cpus, folder, gcs, dashboard, object_store_bytes, autoscaling)
     bin_folder = str(Path(python).parent)
     settings = {
-        "RAY_worker_niceness": "0",  # by default workers come after everything else on the machine
-        # Read tasks fill and free the same tens of MiB; Arrow's allocator would give them back in between and fault them in again.
+        "RAY_worker_niceness": "0",  # by default, Ray gives workers the lowest priority on the machine
+        # Read tasks fill and free the same tens of MiB; by default, Arrow's allocator returns them in between and causes page faults.
         "MIMALLOC_PURGE_DELAY": "10000",
-        "RAY_prestart_worker_first_driver": "0",  # a job's processes have an environment of their own
+        "RAY_prestart_worker_first_driver": "0",  # prestarted processes do not have a job's runtime environment
     }
     environment = {**os.environ, **auth, **settings, **(env or {})}
-    environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs say `python`
+    environment["PATH"] = f"{bin_folder}{os.pathsep}{environment.get('PATH', '')}"  # jobs run `python`
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
     with ExitStack() as stack:
@@ -115,25 +115,14 @@ def _ray_start(
     ]
 
 
-@contextmanager
-def running_or_local(address: str | None, num_cpus: int) -> Iterator[str]:
-    """The job API's URL of the cluster at `address`, of the one that runs on this machine, or of a new one for this block."""
-    if there := address or cluster_at_hand():
-        yield there
-    else:
-        with local_cluster(num_cpus) as cluster:
-            os.environ.update(cluster.env)
-            yield cluster.dashboard
-
-
 def cluster_at_hand() -> str | None:
-    """The job API's URL of the cluster that this machine's settings name, or that answers on it; None where there is none."""
+    """Return the job API's URL of the cluster that RAY_API_SERVER_ADDRESS names or that runs on this machine, or None without a cluster."""
     named = os.environ.get("RAY_API_SERVER_ADDRESS")
     return named or (DEFAULT_DASHBOARD if job_api_answers(DEFAULT_DASHBOARD) else None)
 
 
 def job_api_answers(dashboard: str) -> bool:
-    """Whether a Ray dashboard answers at this URL, with or without letting us in."""
+    """Whether a Ray dashboard answers at this URL, even if it rejects the request."""
     try:
         with urllib.request.urlopen(f"{dashboard}/api/version", timeout=2) as response:
             return b"ray_version" in response.read()
@@ -144,17 +133,17 @@ def job_api_answers(dashboard: str) -> bool:
 
 
 def _await_jobs(cluster: LocalCluster, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until the cluster takes jobs."""
+    """Wait until the cluster accepts jobs."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not job_api_answers(cluster.dashboard):
         if process.poll() is not None or time.monotonic() > deadline:
             tail = " ".join(log.read_text().split())[-300:]
-            raise ClusterError(f"no local Ray cluster came up within {START_TIMEOUT_S:.0f} s: {tail}")
+            raise ClusterError(f"the local Ray cluster did not start within {START_TIMEOUT_S:.0f} s: {tail}")
         time.sleep(0.1)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Stop the cluster; `ray start --block` ends its children on SIGTERM, and its process group gets SIGKILL afterwards."""
+    """Stop the cluster: `ray start --block` ends its children on SIGTERM, then its process group gets SIGKILL."""
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -166,14 +155,14 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _before_exec() -> None:
-    """End with the parent; and be a batch process: Ray's daemons wake a thousand times a second, and need not preempt training."""
+    """End with the parent, and run as a batch process: Ray's daemons wake a thousand times per second and must not preempt training."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return ports on which no process listens now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,4 +1,4 @@
-"""What a cloud tells a machine about its own end: AWS, Google Cloud, Azure, and a file for everything else."""
+"""Sources of notices that this machine will be preempted: AWS, Google Cloud, Azure, and a file for everything else."""
 
 import json
 import math
@@ -16,50 +16,50 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
-from undula.errors import ClusterError
+from undula.errors import ClusterError, SpecError
 
 TIMEOUT_S = 2.0
 AWS_POLL_S = 5.0
-"""What AWS advises (Spot instance interruption notices, User Guide)."""
+"""Polling interval in seconds, as AWS recommends (User Guide, Spot instance interruption notices)."""
 AZURE_POLL_S = 1.0
-"""What Azure advises (Scheduled Events for Linux VMs); its notice is 30 s."""
+"""Polling interval in seconds, as Azure recommends (Scheduled Events for Linux VMs). Azure's notice is 30 s."""
 FILE_POLL_S = 1.0
 GCP_NOTICE_S = 30.0
-"""Google Cloud ends a preempted machine so many seconds after it has said so (Spot VMs, preemption process)."""
+"""Seconds between Google Cloud's notice and the end of the machine (Spot VMs, preemption process)."""
 GCP_WAIT_S = 3
-"""The server would wait for minutes, but for so long nothing else is noticed here, such as a signal."""
+"""Seconds for which Google's server holds a request back. The watcher notices nothing else meanwhile, such as a signal."""
 LAST_S = 1e11
-"""A deadline after this, in the year 5138, is garbage."""
+"""Latest valid deadline in seconds since the epoch, in the year 5138."""
 TOKEN_TTL_S = 21600
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A machine's metadata is never asked through a proxy."""
+"""Opener without a proxy: a proxy would answer with the metadata of another machine."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Word that this machine will go."""
+    """Advance notice that this machine will be preempted."""
 
     reason: str
     deadline: float | None
-    """When, in seconds since the epoch; None where the cloud does not say."""
+    """Time at which the machine ends, in seconds since the epoch; None if the cloud does not announce it."""
 
 
 class Unreadable(Exception):
-    """The source did not answer as its cloud documents; the message says what it did."""
+    """Error that the source did not answer as its cloud documents; the message describes the answer."""
 
 
 class Source(Protocol):
-    """Where notices come from."""
+    """Source of notices."""
 
     name: str
     pause_s: float
-    """Between two looks, in seconds."""
+    """Time between two polls in seconds."""
 
     def poll(self) -> Notice | None:
-        """The notice that is there now.
+        """Return the current notice, or None if there is none.
 
         Raises:
-            Unreadable: whether there is one could not be found out.
+            Unreadable: The source could not be read.
         """
         ...
 
@@ -71,8 +71,8 @@ class Aws:
     Metadata Service".
 
     Args:
-        url: of the service.
-        with_rebalance: takes a rebalance recommendation, which has no deadline and may come to nothing, for a notice.
+        url: URL of the service.
+        with_rebalance: whether a rebalance recommendation counts as a notice. It has no deadline, and a preemption may not follow.
     """
 
     pause_s = AWS_POLL_S
@@ -89,11 +89,11 @@ class Aws:
             return Notice(f"AWS will {action} this instance", _iso(when))
         if self._with_rebalance and (found := self._read("events/recommendations/rebalance")):
             (when,) = _fields(found, "noticeTime")
-            return Notice(f"AWS recommends to leave this instance, since {when}", None)
+            return Notice(f"AWS has recommended at {when} to leave this instance", None)
         return None
 
     def _read(self, path: str) -> bytes | None:
-        """None where the service has no such thing; a token that has ended is renewed once."""
+        """Read a path of the service; None if it does not exist. An expired token is renewed once."""
         for _ in range(2):
             if self._token is None:
                 ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
@@ -111,7 +111,7 @@ class Aws:
 
 
 class Gcp:
-    """The metadata server, which holds an answer back until it changes.
+    """The metadata server, which can hold an answer back until the value changes.
 
     Source: Compute Engine documentation, "Detect if a VM was preempted" and "Query metadata: wait for change".
     """
@@ -162,7 +162,7 @@ class Azure:
 
 
 class File:
-    """A file whose being there is a notice; in it, where anything is, `{"deadline_s": 30}` or `{"deadline": SECONDS SINCE THE EPOCH}`."""
+    """File whose existence is a notice. It is empty or contains `{"deadline_s": 30}` or `{"deadline": SECONDS SINCE THE EPOCH}`."""
 
     pause_s = FILE_POLL_S
 
@@ -177,41 +177,65 @@ class File:
             return None
         except OSError as error:
             raise Unreadable(str(error.strerror)) from error
-        said = _parsed(body) if body.strip() else {}
-        if "deadline_s" in said:
-            return Notice(f"{self._path} is there", _deadline(said["deadline_s"], since))
-        return Notice(f"{self._path} is there", _deadline(said["deadline"]) if "deadline" in said else None)
+        content = _parsed(body) if body.strip() else {}
+        reason = f"the file {self._path} exists"
+        if "deadline_s" in content:
+            return Notice(reason, _deadline(content["deadline_s"], since))
+        return Notice(reason, _deadline(content["deadline"]) if "deadline" in content else None)
 
 
 SOURCES: Mapping[str, Callable[..., Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 VENDORS = {"Amazon EC2": "aws", "Google": "gcp", "Microsoft Corporation": "azure"}
-"""What a machine's firmware says of who made it."""
+"""Cloud by the vendor in the machine's firmware."""
 
 
 def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_rebalance: bool = False) -> Source:
-    """The source of the cloud that this machine belongs to.
+    """Return the source of the cloud that this machine belongs to.
 
     Raises:
-        ClusterError: it belongs to none that is known.
+        ClusterError: The machine does not belong to a supported cloud.
     """
     try:
         vendor = firmware.read_text().strip()
     except OSError:
-        vendor = "nobody that it names"
+        vendor = "unknown"
     if vendor not in VENDORS:
         raise ClusterError(
-            f"this machine was made by {vendor}, not by a cloud whose notices are known: give --source {', '.join(SOURCES)} or file:PATH"
+            f"this machine does not belong to a supported cloud (its vendor is {vendor}); set --source to one of {', '.join(SOURCES)} or "
+            "file:PATH"
         )
     return Aws(with_rebalance=with_rebalance) if VENDORS[vendor] == "aws" else SOURCES[VENDORS[vendor]]()
+
+
+def source_named(name: str | None, url: str | None = None, with_rebalance: bool = False) -> Source:
+    """Return the source that a user asks for.
+
+    Args:
+        name: Name of a source in SOURCES, or file:PATH. By default it is the source of the cloud that this machine belongs to.
+        url: Address of the cloud's metadata server. By default it is where the cloud has it.
+        with_rebalance: Whether a rebalance recommendation of AWS counts as a notice.
+
+    Raises:
+        SpecError: The name is not that of a source.
+        ClusterError: No name is given and the machine does not belong to a supported cloud.
+    """
+    if name is None:
+        return source_here(with_rebalance=with_rebalance)
+    if name.startswith("file:"):
+        return File(Path(name.removeprefix("file:")))
+    if name not in SOURCES:
+        raise SpecError(f"command line: --source is {name}; set it to one of {', '.join(SOURCES)} or file:PATH")
+    where = {"url": url.rstrip("/")} if url else {}
+    return Aws(with_rebalance=with_rebalance, **where) if name == "aws" else SOURCES[name](**where)
 
 
 def ask(
     url: str, headers: Mapping[str, str], timeout_s: float = TIMEOUT_S, method: str = "GET"
 ) -> tuple[int, bytes, Message]:
-    """Status, body and headers of an answer.
+    """Send a request and return the status, body and headers of the answer.
 
     Raises:
-        Unreadable: there was none.
+        Unreadable: No answer came.
     """
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
@@ -244,7 +268,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Unreadable(f"{body[:40]!r} in place of a JSON object")
+        raise Unreadable(f"{body[:40]!r} instead of a JSON object")
     return found
 
 
@@ -257,18 +281,18 @@ def _fields(body: bytes, *names: str) -> tuple[Any, ...]:
 
 def _listed(found: Any, of: type) -> list[Any]:
     if not isinstance(found, list) or not all(isinstance(each, of) for each in found):
-        raise Unreadable(f"{str(found)[:80]!r} in place of a list")
+        raise Unreadable(f"{str(found)[:80]!r} instead of a list")
     return found
 
 
 def _deadline(seconds: Any, since: float = 0.0) -> float:
-    """Seconds since the epoch."""
+    """Return a valid deadline in seconds since the epoch; `seconds` counts from `since`."""
     try:
         found = since + float(seconds)
     except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not 0 < found < LAST_S:
-        raise Unreadable(f"{str(seconds)[:40]!r} in place of seconds")
+        raise Unreadable(f"{str(seconds)[:40]!r} instead of seconds")
     return found
 
 
@@ -277,7 +301,7 @@ def _iso(when: Any) -> float:
 
 
 def _http_date(when: Any) -> float | None:
-    """Of `Mon, 19 Sep 2016 18:29:47 GMT`; None for an event that is under way, which has none."""
+    """Parse a time such as `Mon, 19 Sep 2016 18:29:47 GMT`. An event that is already under way has an empty time, which gives None."""
     return None if when == "" else _timestamp(parsedate_to_datetime, when)
 
 
@@ -286,4 +310,4 @@ def _timestamp(read: Callable[[str], datetime], when: Any) -> float:
         found = read(str(when))
         return _deadline((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp())
     except (ValueError, TypeError, OverflowError):
-        raise Unreadable(f"{str(when)[:40]!r} in place of a time") from None
+        raise Unreadable(f"{str(when)[:40]!r} instead of a time") from None

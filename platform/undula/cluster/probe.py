@@ -1,4 +1,4 @@
-"""What runs on each node while a cluster is examined: an actor that looks around, lets itself be reached, and tries storage and torch."""
+"""Actor that runs on each node during an examination: it reports the node's state and tests connections, storage and torch."""
 
 import os
 import platform
@@ -12,73 +12,79 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from undula.cluster.facts import Gpu, Look, NoticeSource, Room, Stored
+from undula.cluster.facts import FileSystem, Gpu, NodeReport, NoticeSource, Stored
 from undula.cluster.notices import Unreadable, ask, source_here
 from undula.errors import ClusterError, StorageError
 from undula.storage import open_store
 
 PACKAGES = ("ray", "torch", "undula", "pyarrow", "horovod")
 OUR_BUILD = re.compile(r"/horovod-[^/]*-([0-9a-f]{8})-torch-[^/]*/")
-"""The folder of a wheel of `undula build-horovod`, as pip notes it of what it has installed (PEP 610)."""
+"""Pattern of the path of a wheel from `undula build-horovod`, which pip records for installed packages (PEP 610)."""
 LEFT = "left"
+"""Name of the file that one node writes and all nodes must see."""
 STORED_BYTES = 16 * 2**20
-"""Enough for a rate, and little to pay for."""
+"""Size in bytes of the file that measures the storage: large enough for a rate, and cheap."""
 CONNECT_TIMEOUT_S = 3.0
 CONNECTIONS_AT_ONCE = 32
 
 
 class Probe:
-    """One node's. Several methods may run at once, so that one that hangs holds up no other."""
+    """Probe of one node. Its methods can run concurrently, so that one that hangs does not block the others."""
 
-    def look(self, session: str, runs: str) -> Look:
-        """What this node has.
+    def report(self, session: str, runs: str) -> NodeReport:
+        """Report the software, GPUs, disks and spot notices of this node.
 
         Args:
-            session: Ray's directory for it.
+            session: Ray's session directory on this node.
             runs: path or URL of the run directories.
         """
-        # Both import torch, which takes seconds: the driver, which needs none of it, imports this module as well.
+        # Both modules import torch, which takes seconds. The driver imports this module too but does not need torch.
         from undula.cluster.worker_check import gpus_seen
         from undula.recovery.snapshot import MEMORY
 
         versions = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
         paths = [session] if "://" in runs else [session, runs]
-        rooms = {_existing(path).stat().st_dev: _room(path) for path in paths}
-        return Look(versions, *gpus_seen(), tuple(rooms.values()), _room(str(MEMORY)), _notice_source())
+        disks = {_existing(path).stat().st_dev: _file_system(path) for path in paths}
+        return NodeReport(versions, *gpus_seen(), tuple(disks.values()), _file_system(str(MEMORY)), _notice_source())
 
     def gpus(self) -> tuple[Gpu, ...]:
+        """Test all GPUs of this node."""
         from undula.cluster.worker_check import try_gpus
 
         return tuple(Gpu(*found) for found in try_gpus())
 
     def clock(self) -> float:
-        """Seconds since the epoch, by this node."""
+        """Return this node's time in seconds since the epoch."""
         return time.time()
 
     def ask_dashboard(self, address: str) -> int | None:
-        """The status with which the dashboard answers who has no token. Asked on the head, where alone it may listen."""
+        """Return the HTTP status of the dashboard's answer to a request without a token, or None without an answer.
+
+        Call this on the head, because the dashboard may listen there only.
+        """
         try:
             return ask(f"http://{address}/api/version", {})[0]
         except Unreadable:
             return None
 
     def listen(self) -> int:
-        """Accept connections from now on; the port."""
-        self._listener = socket.create_server(("", 0), backlog=1024)  # the kernel accepts them
+        """Start accepting connections and return the port."""
+        self._listener = socket.create_server(("", 0), backlog=1024)  # the kernel accepts the connections
         return int(self._listener.getsockname()[1])
 
     def reach(self, peers: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-        """Connect to the addresses of other nodes, by id: what went wrong, where something did."""
+        """Connect to other nodes, given their addresses by node id, and return the problems by node id."""
         with ThreadPoolExecutor(CONNECTIONS_AT_ONCE) as pool:
             problems = zip(peers, pool.map(_connection_problem, peers.values()), strict=True)
             return {peer: problem for peer, problem in problems if problem}
 
     def free_port(self) -> int:
+        """Return a port that is free now."""
         with socket.create_server(("", 0)) as listener:
             return int(listener.getsockname()[1])
 
     def leave(self, url: str, ours: bytes) -> str | None:
-        """Leave a file for all nodes to find; what went wrong, where something did."""
+        """Write the file that all nodes must see. Returns the problem, or None on success."""
         try:
             open_store(url).write(LEFT, ours)
         except StorageError as error:
@@ -86,12 +92,12 @@ class Probe:
         return None
 
     def store(self, url: str, name: str, ours: bytes) -> Stored:
-        """Write a file, read it back and delete it; and look for the one that another node has left.
+        """Write a file, read it back and delete it, and look for the file that another node has written with `leave`.
 
         Args:
-            url: of a folder that is there for this examination alone.
-            name: of the file.
-            ours: what was left.
+            url: URL of a folder that only this examination uses.
+            name: name of the file.
+            ours: expected content of the other node's file.
         """
         data = os.urandom(STORED_BYTES)
         try:
@@ -103,7 +109,7 @@ class Probe:
             read = time.perf_counter()
             store.delete(name)
             if back != data:
-                return Stored(problem=f"what was written to {url} came back otherwise")
+                return Stored(problem=f"a file in {url} had other content when it was read back")
         except StorageError as error:
             return Stored(problem=str(error))
         sees_ours = False
@@ -112,21 +118,25 @@ class Probe:
         return Stored(len(data), written - started, read - written, sees_ours)
 
     def clean(self, url: str) -> None:
-        """Delete the folder."""
+        """Delete the folder of the examination."""
         with suppress(StorageError):
             open_store(url).delete("")
 
     def all_reduce(
         self, backend: str, address: str, port: int, rank: int, world_size: int, timeout_s: float
     ) -> tuple[float, float]:
-        """Seconds for one number, and bytes per second."""
+        """Take part in an all-reduce and return the time in seconds for one number, and the rate in bytes per second."""
         from undula.cluster.worker_check import time_all_reduce
 
         return time_all_reduce(backend, address, port, rank, world_size, timeout_s)
 
 
 def _version(package: str) -> str | None:
-    """Of `undula build-horovod` with what it changes, as ranks of its Horovod and of another must not meet: 0.28.1+undula.99d800aa."""
+    """Return the version of a package, or None if it is not installed.
+
+    A Horovod from `undula build-horovod` has the digest of its patch in the version, such as 0.28.1+undula.a392a507. Ranks with different
+    builds of Horovod must not meet.
+    """
     try:
         found = distribution(package)
     except PackageNotFoundError:
@@ -136,16 +146,16 @@ def _version(package: str) -> str | None:
 
 
 def _existing(path: str) -> Path:
-    """The path, or the folder in which it would be made."""
+    """Return the path, or its nearest parent that exists."""
     found = Path(path)
     while not found.exists() and found != found.parent:
         found = found.parent
     return found
 
 
-def _room(path: str) -> Room:
+def _file_system(path: str) -> FileSystem:
     usage = shutil.disk_usage(_existing(path))
-    return Room(path, usage.free, usage.total)
+    return FileSystem(path, usage.free, usage.total)
 
 
 def _notice_source() -> NoticeSource:

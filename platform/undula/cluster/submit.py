@@ -1,4 +1,4 @@
-"""Submits a job script through Ray's job API and follows it to its end."""
+"""Submission of a job script through Ray's job API. The submitter follows the job to its end."""
 
 import asyncio
 import logging
@@ -6,8 +6,10 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from aiohttp import ClientError
 from ray.exceptions import RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
@@ -15,6 +17,13 @@ import undula
 from undula.errors import ClusterError
 
 RECONNECT_S = 2.0
+"""Time in seconds between two attempts to follow a job."""
+RECONNECTS = 30
+"""Maximum number of attempts in a row that fail."""
+LASTING_S = 30.0
+"""Time in seconds after which a connection that is lost counts as one that was there."""
+LOST = (OSError, RuntimeError, ClientError)
+"""Exceptions of Ray's client where the job API does not answer: of requests, of its own, and of aiohttp."""
 STOP_TIMEOUT_S = 5.0
 _RAY_LOG_LINE = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- |Running entrypoint for job raysubmit_)"
@@ -22,43 +31,45 @@ _RAY_LOG_LINE = re.compile(
 
 
 def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callable[[str], None]) -> int:
-    """Run `python script arguments...` on the cluster; its folder and this package travel along.
+    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded with it.
 
     Args:
         dashboard: URL of the job API.
-        script: the script; files beside it can be imported.
-        arguments: of the script.
-        show: called with each line that the job prints.
+        script: path of the script; it can import files beside it.
+        arguments: arguments of the script.
+        show: callback for each line that the job prints.
 
     Returns:
-        The exit status of the script. A KeyboardInterrupt stops the job and passes.
+        The exit status of the script.
+
+    Raises:
+        ClusterError: The cluster does not accept the job.
+        KeyboardInterrupt: The user has interrupted the job, which is stopped.
     """
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # uploads and sockets are no news
-    # Nor is it that __pycache__ stays behind.
+        logging.getLogger(name).setLevel(logging.WARNING)  # hides messages about uploads and sockets
+    # Hides the message that __pycache__ is not uploaded.
     logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
     package = Path(undula.__file__).parent
     if not dashboard.startswith(("http://", "https://")):
-        raise ClusterError(f"the address of a job API is a URL, and not {dashboard!r}: give http://HOST:8265")
+        raise ClusterError(f"the address of the job API is {dashboard!r}, which is not a URL; use http://HOST:8265")
     try:
         client = JobSubmissionClient(dashboard)
         job_id = client.submit_job(
             entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
             runtime_env={"working_dir": str(script.parent), "py_modules": [str(package)]},
         )
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
-            f"the cluster at {dashboard} does not take jobs: {' '.join(str(error).split())[:300]}"
+            f"the cluster at {dashboard} does not accept the job: {' '.join(str(error).split())[:300]}"
         ) from error
     try:
         details = _follow_to_the_end(client, job_id, show)
     except Exception:
-        raise  # and the job goes on
+        raise  # the job continues without this process
     except BaseException:  # Ctrl-C, SIGTERM
-        client.stop_job(job_id)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
-            time.sleep(0.1)  # paces the looks
+        with suppress(*LOST):
+            _stop(client, job_id)
         raise
     if details.status == JobStatus.SUCCEEDED:
         return 0
@@ -67,23 +78,43 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
     return details.driver_exit_code or 1
 
 
+def _stop(client: JobSubmissionClient, job_id: str) -> None:
+    client.stop_job(job_id)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
+        time.sleep(0.1)  # paces the looks
+
+
 def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> JobDetails:
-    """Show the job's lines until it has ended. A connection that is lost leaves the job alone, and is made again."""
+    """Show the job's lines until it has ended. If the connection is lost, the job goes on and the connection is made again.
+
+    Raises:
+        ClusterError: the job API has not answered for a while.
+    """
     show_new = _Skipping(show)
+    failures = 0
     while True:
+        began = time.monotonic()
         try:
             asyncio.run(_follow(client, job_id, show_new))
-        except (OSError, RuntimeError) as error:
-            show(f"lost the connection to the job, which goes on: {error}")
-        details = client.get_job_info(job_id)
-        if details.status.is_terminal():
-            return details
+            details = client.get_job_info(job_id)
+            if details.status.is_terminal():
+                return details
+        except LOST as error:
+            failures = failures + 1 if time.monotonic() - began < LASTING_S else 1
+            why = " ".join(str(error).split())
+            if failures > RECONNECTS:
+                raise ClusterError(
+                    f"lost the connection to the job {job_id}, which may still be running: {why}"
+                ) from error
+            if failures == 1:
+                show(f"lost the connection to the job, which continues; reconnecting: {why}")
         time.sleep(RECONNECT_S)
         show_new.start_over()
 
 
-class _Skipping:
-    """Shows lines; after `start_over`, which the log does from its beginning, only those that were not shown before."""
+class _NewLines:
+    """Callback that shows each line of a log once. Call `start_over` when the log is read from its beginning again."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show = show

@@ -1,4 +1,4 @@
-"""The spot watcher: reads what the cloud tells its machine, and has Ray drain the machine's nodes before they go."""
+"""The spot watcher: it reads the notices of its machine and asks Ray to drain the machine's nodes before they end."""
 
 import os
 import signal
@@ -11,77 +11,78 @@ from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
 
 RETRY_S = 1.0
-"""Between attempts to tell Ray."""
+"""Time in seconds between attempts to reach Ray."""
 HEAD_GONE_S = 15.0
-"""A head that does not answer for so long is taken for gone, and the job with it."""
+"""Time in seconds without an answer after which the head, and its jobs, count as gone."""
 
 
 def watch(
     source: Source,
     drain: Callable[[Notice], Sequence[str]],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     is_over: Callable[[float], bool],
 ) -> None:
-    """Look for a notice until the end, and pass on the first, or the first with a deadline; a line for each change of state.
+    """Poll a source for notices until the watch ends, and pass the first notice on to Ray.
 
-    While Ray does not take a notice with a deadline, there is no looking: it would take time that the notice does not have.
+    A notice with a deadline is also passed on after one without a deadline. Each change of state is logged once. While Ray does not accept
+    a notice whose deadline lies ahead, the source is not polled, as a poll would take part of the remaining time.
 
     Args:
-        source: of notices.
-        drain: tells Ray; returns the ids of the nodes that drain, or raises ClusterError where Ray does not take it.
-        tell: takes a line.
-        is_over: waits for so many seconds, and returns whether the watch is to end.
+        source: source of notices.
+        drain: function that asks Ray to drain nodes and returns their ids, or raises ClusterError if Ray does not accept the request.
+        log: function that shows a line.
+        is_over: function that waits for a number of seconds and returns whether the watch ends.
     """
     state: object = None
-    untold, passed_on, pause_s = None, None, 0.0
+    pending, accepted, pause_s = None, None, 0.0
     while not is_over(pause_s):
         pause_s = source.pause_s
         now, line = state, ""
-        if untold is None or not _is_to_come(untold):
+        if pending is None or not _lies_ahead(pending):
             try:
                 found = source.poll()
-                untold = found if found and _is_news(found, passed_on) else None
+                pending = found if found and _is_new(found, accepted) else None
                 if found is None:
                     now, line = "watching", f"watching {source.name} for notices"
             except Unreadable as error:
-                untold, now, line = None, "unreadable", f"cannot read {source.name}: {error}; looking on"
-        if notice := untold:
+                pending, now, line = None, "unreadable", f"cannot read {source.name}: {error}; trying again"
+        if notice := pending:
             try:
                 nodes = ", ".join(node[:8] for node in drain(notice))
-                now, line = ("draining", notice), f"{_in_words(notice)}: Ray drains {nodes}"
-                passed_on, untold = notice, None
+                now, line = ("draining", notice), f"{_description(notice)}: Ray drains {nodes}"
+                accepted, pending = notice, None
             except ClusterError as error:
-                pause_s, now = RETRY_S, ("untold", notice)
-                line = f"{_in_words(notice)}: Ray does not know yet ({error}); trying again"
+                pause_s, now = RETRY_S, ("pending", notice)
+                line = f"{_description(notice)}: Ray has not accepted the notice yet ({error}); trying again"
         if now != state:
             state = now
-            tell(line)
+            log(line)
 
 
-def _is_to_come(notice: Notice) -> bool:
+def _lies_ahead(notice: Notice) -> bool:
     return notice.deadline is not None and notice.deadline > time.time()
 
 
-def _is_news(notice: Notice, passed_on: Notice | None) -> bool:
-    return passed_on is None or (passed_on.deadline is None and notice.deadline is not None)
+def _is_new(notice: Notice, accepted: Notice | None) -> bool:
+    return accepted is None or (accepted.deadline is None and notice.deadline is not None)
 
 
-def _in_words(notice: Notice) -> str:
+def _description(notice: Notice) -> str:
     if notice.deadline is None:
-        return f"{notice.reason}, at a time that is not known"
+        return f"{notice.reason}, at an unknown time"
     return f"{notice.reason} in {max(notice.deadline - time.time(), 0.0):.0f} s"
 
 
 def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
-    """Have Ray drain this machine's nodes, or one of them; their ids.
+    """Ask Ray to drain this machine's nodes, or one of them, and return their ids.
 
     Args:
-        notice: that came.
-        address: of the cluster's head; `auto` for the cluster that this machine is a node of.
-        node: id of the one node that goes, where several clusters' nodes share a machine.
+        notice: notice to pass on.
+        address: address of the cluster's head; `auto` for the cluster that this machine is a node of.
+        node: id of the only node to drain, for a machine with nodes of several clusters.
 
     Raises:
-        ClusterError: Ray does not run here, or does not take it.
+        ClusterError: Ray does not run here or does not accept the request.
     """
     head = Head(address, os.environ)
     try:
@@ -95,41 +96,43 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
         head.close()
 
 
-def leave(notice_s: float, address: str, node: str | None, tell: Callable[[str], None]) -> None:
-    """Have Ray drain this machine's nodes, and wait until they are gone, or the notice is over, or the head does not answer.
+def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], None]) -> None:
+    """Ask Ray to drain this machine's nodes, and wait until they are gone, the notice is over, or the head stops answering.
 
     Args:
-        notice_s: seconds until this machine goes.
-        address: of the cluster's head.
-        node: id of the one node that goes; None for all of this machine.
-        tell: takes a line.
+        notice_s: time in seconds until this machine ends.
+        address: address of the cluster's head.
+        node: id of the only node to drain; None for all nodes of this machine.
+        log: function that shows a line.
     """
     deadline = time.time() + notice_s
     nodes: list[str] = []
-    is_told, answered = False, time.time()
+    is_accepted, answered, problem = False, time.time(), ""
     while time.time() < deadline and time.time() - answered < HEAD_GONE_S:
         head = Head(address, os.environ)
         try:
             while time.time() < deadline:
-                if not is_told:
+                if not is_accepted:
                     nodes = [node] if node else list(head.ask("here"))
                     for each in nodes:
                         head.drain(each, deadline)
-                    is_told = True
-                    tell(f"Ray drains {', '.join(each[:8] for each in nodes) or 'nothing: no node is here'}")
+                    is_accepted = True
+                    log(f"Ray drains {', '.join(each[:8] for each in nodes) or 'no node: none is on this machine'}")
                 if not set(nodes) & set(head.ask("alive")):
                     return
                 answered = time.time()
-                time.sleep(RETRY_S)  # paces the looks
+                time.sleep(RETRY_S)
         except ClusterError as error:
-            tell(str(error))
+            if str(error) != problem:
+                problem = str(error)
+                log(f"{problem}; trying again")
             time.sleep(RETRY_S)  # paces the attempts
         finally:
             head.close()
 
 
-class OrSignal:
-    """Another source, or SIGUSR1 to this process, as a notice of `notice_s` seconds."""
+class SourceOrSignal:
+    """Source that also takes a SIGUSR1 to this process as a notice of `notice_s` seconds."""
 
     def __init__(self, source: Source, notice_s: float):
         self.name, self.pause_s = source.name, source.pause_s
@@ -140,14 +143,15 @@ class OrSignal:
         signal.signal(signal.SIGUSR1, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
-        self._signalled = self._signalled or Notice("SIGUSR1 came", time.time() + self._notice_s)
+        self._signalled = self._signalled or Notice("SIGUSR1 announces a preemption", time.time() + self._notice_s)
         self.wake.set()
 
     def poll(self) -> Notice | None:
+        """Return the notice of the signal or of the other source, if any."""
         return self._signalled or self._source.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Until a signal comes, or for so long; never the end."""
+        """Wait for a signal, at most `seconds`. Returns False, as a signal does not end the watch."""
         self.wake.wait(seconds)
         self.wake.clear()
         return False

@@ -1,4 +1,4 @@
-"""Whether this process could train: the arithmetic of its GPUs, and the speed of an all-reduce with others, as `undula doctor` asks."""
+"""Tests of `undula doctor` in a worker's process: the arithmetic of its GPUs, and the speed of an all-reduce with other processes."""
 
 import time
 from collections.abc import Iterator
@@ -11,22 +11,28 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 SIDE = 512
-"""Of the matrices: whole numbers so small that every product and sum is exact in float32, on any hardware."""
+"""Number of rows and columns of the matrices. Their entries are small whole numbers, so that every product and sum is exact in float32."""
 SMALL_TIMES = 50
+"""Number of all-reduces of one number."""
 LARGE_BYTES = 32 * 2**20
-"""More than a bucket of DDP's gradients (25 MiB), so that bandwidth is what counts."""
+"""Size in bytes of the large tensor; larger than a gradient bucket of DDP (25 MiB), so that bandwidth dominates."""
 LARGE_TIMES = 5
+"""Maximum number of all-reduces of the large tensor."""
 LARGE_LIMIT_S = 4.0
-"""For all of the large ones: over a slow network there are fewer."""
+"""Time limit in seconds for all of them; over a slow network there are fewer."""
 
 
 def gpus_seen() -> tuple[int, str | None]:
-    """How many GPUs torch sees, and the version of CUDA that it was built with."""
+    """Return the number of GPUs that torch sees and the version of CUDA that it was built with, or None for a build without CUDA."""
     return torch.cuda.device_count(), torch.version.cuda
 
 
 def try_gpus() -> Iterator[tuple[str, str | None, bool]]:
-    """Multiply two matrices on each GPU: its name, what is wrong with it, and whether that is merely that its memory is full."""
+    """Multiply two matrices on each GPU.
+
+    Yields:
+        The name of the GPU, the problem or None, and whether the problem is only that the GPU's memory is full.
+    """
     left = torch.arange(SIDE * SIDE, dtype=torch.float32).reshape(SIDE, SIDE) % 7
     expected = left @ left.T
     for index in range(torch.cuda.device_count()):
@@ -35,7 +41,7 @@ def try_gpus() -> Iterator[tuple[str, str | None, bool]]:
             name = f"GPU {index}, {torch.cuda.get_device_name(index)}"
             here = left.to(f"cuda:{index}")
             if not torch.equal((here @ here.T).cpu(), expected):
-                problem = "a product of two matrices comes out wrong"
+                problem = "a matrix product has a wrong result"
         except torch.cuda.OutOfMemoryError:
             problem, is_full = "its memory is full", True
         except RuntimeError as error:
@@ -46,10 +52,13 @@ def try_gpus() -> Iterator[tuple[str, str | None, bool]]:
 def time_all_reduce(
     backend: str, address: str, port: int, rank: int, world_size: int, timeout_s: float
 ) -> tuple[float, float]:
-    """Meet the other ranks, reduce with them and part: seconds for one number, and bytes per second of a large tensor.
+    """Measure an all-reduce with the other ranks.
+
+    Returns:
+        The median time in seconds for one number, and the rate in bytes per second for a large tensor.
 
     Raises:
-        RuntimeError: they did not meet, or a reduction failed.
+        RuntimeError: The ranks did not connect, or a reduction failed.
     """
     timeout = timedelta(seconds=timeout_s)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
@@ -61,11 +70,11 @@ def time_all_reduce(
         total = torch.tensor([float(rank + 1)], device=device)
         dist.all_reduce(total)
         if total.item() != world_size * (world_size + 1) / 2:
-            raise RuntimeError(f"the sum of 1 to {world_size} came out as {total.item():g}")
+            raise RuntimeError(f"the all-reduce of 1 to {world_size} returned {total.item():g}")
         small, large = torch.zeros(1, device=device), torch.zeros(LARGE_BYTES // 4, device=device)
         latency_s = median(_seconds(small) for _ in range(SMALL_TIMES))
         slowest = torch.tensor([_seconds(large)], device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must come to the same number of times
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks run the same number of all-reduces
         times = max(1, min(LARGE_TIMES, int(LARGE_LIMIT_S / slowest.item())))
         return latency_s, LARGE_BYTES / median(_seconds(large) for _ in range(times))
     finally:

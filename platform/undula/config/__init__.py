@@ -1,1 +1,1 @@
-"""A job's YAML: the dataclasses of all packages composed to one spec, checked strictly, with the place of each value."""
+"""The YAML of a job: the spec that composes the dataclasses of all packages, checked strictly, with the origin of each value."""

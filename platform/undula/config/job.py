@@ -1,7 +1,4 @@
-"""JobSpec and LoadedStudy: one YAML for a job or a study, with overrides, checked whole; each value knows where it came from.
-
-The parts belong to the packages that use them; this module only composes, loads and reports.
-"""
+"""The spec of a training job: composed of the dataclasses that other packages own, loaded from YAML, printed, and compared."""
 
 import dataclasses
 import json
@@ -22,97 +19,121 @@ from undula.errors import SpecError
 from undula.parallel.spec import EngineName, GradientSpec
 from undula.plan.plan import STRICT, PlanSpec
 from undula.plan.schedule import ScheduleSpec
+from undula.state.defaults import DEFAULT_RUNS
 from undula.state.spec import CheckpointSpec
 from undula.train.job import Job, ValidationSpec
 
 LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
-"""Keys that make the logical run: they cannot change while it is under way."""
+"""Keys that define the logical run. They cannot change when a run resumes."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class JobSpec:
-    """A training job. `undula run JOB.yaml --print` shows every value and where it came from."""
+    """A training job. `undula run JOB.yaml --print` shows every value with its origin."""
 
     name: Name
-    """Names the run directory below `runs`. The same name goes on where the run stood."""
+    """Name of the run directory below `runs`. A job with the name of a run that exists resumes that run."""
     data: DataSpec
-    """What the job reads."""
-    runs: Annotated[str, MinLen(1)] = "~/undula/runs"
-    """Path or s3:// URL that holds the run directories; all nodes must reach it."""
+    """Data that the job reads."""
+    runs: Annotated[str, MinLen(1)] = DEFAULT_RUNS
+    """Path or s3:// URL of the folder that holds the run directories. All nodes must reach it."""
     engine: EngineName = "torch"
-    """What reduces the gradients: torch DistributedDataParallel, or Horovod, which `undula build-horovod` installs."""
+    """Library that reduces the gradients: `torch` (DistributedDataParallel), or `horovod`, which `undula build-horovod` installs."""
     plan: PlanSpec = field(default_factory=PlanSpec)
-    """What each step consumes."""
+    """Samples that each step consumes."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """How the learning rate moves."""
+    """Learning rate over the course of the run."""
     gradient: GradientSpec = field(default_factory=GradientSpec)
-    """What happens to the gradient before the optimizer sees it."""
+    """Reduction and clipping of the gradient before the optimizer's step."""
     validation: ValidationSpec = field(default_factory=ValidationSpec)
-    """When and on how much the job validates."""
+    """Times and size of the validations."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    """When checkpoints are taken and how many are kept."""
+    """Times of the checkpoints, and how many are kept."""
     deterministic: bool = False
-    """Bit for bit the same weights after every step at any sequence of world sizes, on nodes with one kind of CPU or GPU: gradients are
-    summed exactly, and torch may use deterministic algorithms alone. Costs 16 bytes a parameter, and time."""
+    """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
+    Gradients are then summed exactly, and torch uses deterministic algorithms only. It costs 16 bytes a parameter, and time."""
     workers: WorkersSpec = field(default_factory=WorkersSpec)
-    """How many workers, and what each needs."""
+    """Number of workers, and the resources of each."""
     horovod: HorovodSpec = field(default_factory=HorovodSpec)
-    """How Horovod's ranks find each other and pass on what they have, with `engine: horovod`."""
+    """Settings of Horovod, for `engine: horovod`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The job's own settings: the script reads them as run.config."""
+    """Settings of the script, which reads them as run.config."""
 
     def __post_init__(self) -> None:
+        """Check values of one part against values of another. Each message begins with the key that it is about."""
+        self._refuse_idle_workers()
+        self._refuse_rounding()
+        self._refuse_unmeasurable_noise()
+
+    def _refuse_idle_workers(self) -> None:
         if self.workers.max > self.plan.virtual_workers:
             raise ValueError(
-                f"workers.max is {self.workers.max}, more than plan.virtual_workers ({self.plan.virtual_workers}): "
-                "a worker without a virtual worker has nothing to do; raise one or lower the other"
+                f"workers.max is {self.workers.max}, more than plan.virtual_workers ({self.plan.virtual_workers}), and a worker without "
+                "a virtual worker has nothing to do; lower workers.max or raise plan.virtual_workers"
             )
-        for key, value in (("reduce", self.gradient.reduce), ("compression", self.gradient.compression)):
-            if self.deterministic and value in ("adasum", "fp16"):
-                raise ValueError(
-                    f"gradient.{key} is {value}, which deterministic: true does not have: leave out one of them"
-                )
-        if self.gradient.reduce == "adasum" and self.gradient.compression != "none":
-            raise ValueError("gradient.compression is fp16, which Adasum does not have: leave out one of them")
-        if self.gradient.noise_every_steps or self.schedule.is_measured(self.plan):
-            self._check_measured()
 
-    def _check_measured(self) -> None:
-        """The gradient noise scale shows in how micro-batches' gradients differ from their mean."""
-        is_ruled = self.schedule.is_measured(self.plan)
-        key, value = (
-            ("schedule.batch_rule", self.schedule.batch_rule) if is_ruled else ("gradient.noise_every_steps", "given")
-        )
+    def _refuse_rounding(self) -> None:
+        """Refuse reductions whose result depends on the number of workers where it must not, and their combinations."""
+        gradient = self.gradient
+        if self.deterministic and gradient.reduce == "adasum":
+            raise ValueError("gradient.reduce=adasum cannot be combined with deterministic=true; remove one of them")
+        if self.deterministic and gradient.compression != "none":
+            raise ValueError(
+                f"gradient.compression={gradient.compression} cannot be combined with deterministic=true; remove one of them"
+            )
+        if gradient.reduce == "adasum" and gradient.compression != "none":
+            raise ValueError(
+                f"gradient.compression={gradient.compression} cannot be combined with gradient.reduce=adasum; remove one of them"
+            )
+
+    def _refuse_unmeasurable_noise(self) -> None:
+        """Refuse to measure the gradient noise scale where a step has no two gradients whose mean can be compared with them."""
+        plan = self.plan
+        if self.schedule.is_measured(plan):
+            setting = f"schedule.batch_rule={self.schedule.batch_rule}"
+        elif self.gradient.noise_every_steps:
+            setting = f"gradient.noise_every_steps={self.gradient.noise_every_steps}"
+        else:
+            return
         if self.gradient.reduce == "adasum":
             raise ValueError(
-                f"{key} is {value}, which takes a mean of gradients, and Adasum is none: leave out one of them"
+                f"{setting} needs the mean of gradients and cannot be combined with gradient.reduce=adasum; remove one of them"
             )
-        if (
-            self.plan.virtual_workers == 1
-            and (self.plan.micro_batch or self.plan.global_batch) >= self.plan.global_batch
-        ):
+        if plan.virtual_workers == 1 and (plan.micro_batch or plan.global_batch) >= plan.global_batch:
             raise ValueError(
-                f"{key} is {value}, which takes two micro-batches or more, and a step is one: raise plan.virtual_workers, or lower "
+                f"{setting} needs two micro-batches or more in a step, and a step has one; raise plan.virtual_workers or lower "
                 "plan.micro_batch"
             )
 
     @property
     def run_url(self) -> str:
+        """Path or URL of the run directory."""
         return f"{self.runs.rstrip('/')}/{self.name}"
+
+    @property
+    def buckets(self) -> list[str]:
+        """S3 buckets that the job reads and writes."""
+        urls = [self.run_url, *(part.url for part in self.data.mix or ()), self.data.train, self.data.validation]
+        return [url.removeprefix("s3://").partition("/")[0] for url in urls if url and url.startswith("s3://")]
 
 
 @dataclass(frozen=True)
 class LoadedSpec:
-    """A JobSpec with the origin of each value: `path.to.key` -> "job.yaml:12", "command line" or "default"."""
+    """A JobSpec, and where its values were given."""
 
     spec: JobSpec
     config: Any
-    """`spec.config`, as the script's own type where it declares one."""
+    """The script's settings: an instance of the dataclass that the script declares, or else a mapping."""
     origins: Mapping[str, str]
+    """Origin of each given value by dotted key: "job.yaml:12" or "command line"."""
+
+    def origin(self, key: str) -> str:
+        """The origin of a dotted key's value, for messages."""
+        return self.origins.get(key, "default")
 
     def job(self) -> Job:
-        """What the workers need of the spec."""
+        """The part of the spec that the workers need."""
         spec = self.spec
         return Job(
             name=spec.name,
@@ -129,15 +150,15 @@ class LoadedSpec:
         )
 
     def tree(self) -> dict[str, Any]:
-        """The resolved spec as plain dicts, lists and scalars, the script's own defaults included, secrets hidden."""
+        """The resolved spec as plain dicts, lists and scalars. It includes the script's defaults, and hides secrets."""
         tree = as_tree(self.spec)
         if dataclasses.is_dataclass(self.config):
             tree["config"] = as_tree(self.config)
         return hide_secrets(tree)
 
     def to_yaml(self) -> str:
-        """The resolved spec as YAML, each value with its origin in a comment."""
-        rows = [(key, json.dumps(value), self.origins.get(key, "default")) for key, value in flatten(self.tree())]
+        """The resolved spec as YAML, with the origin of each value in a comment."""
+        rows = [(key, json.dumps(value), self.origin(key)) for key, value in flatten(self.tree())]
         lines: list[str] = []
         shown: tuple[str, ...] = ()
         for key, text, origin in rows:
@@ -156,18 +177,18 @@ def load_spec(
     config_type: type | None = None,
     origin: Callable[[str], str] = lambda _key: "command line",
 ) -> LoadedSpec:
-    """The job in a YAML file, with `key.sub=value` overrides on top.
+    """Load a job from its YAML file, with overrides on top.
 
     Args:
         file: YAML of a JobSpec.
-        overrides: `key.sub=value`, the value written as in YAML.
-        config_type: dataclass of the script's own settings; `config` stays a mapping without it.
-        origin: of an override with such a key, for messages.
+        overrides: Overrides as `key.sub=value`, with the value written as in YAML.
+        config_type: Dataclass of the script's settings. Without it `config` stays a mapping.
+        origin: Returns the origin of an override from its key, for messages.
 
     Raises:
-        SpecError: one sentence with the file and line, the key, what was given and what is accepted.
+        SpecError: the file is not a valid job. The message names the file and line, the key, the value, and what is accepted.
     """
-    spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin, _mend_of_job)
+    spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key)
     config: Any = _namespace(spec.config)
     if config_type is not None:
         refuse_unknown_keys(spec.config, config_type, ("config",), where)
@@ -175,15 +196,15 @@ def load_spec(
     return LoadedSpec(spec, config, where.origins)
 
 
-def _mend_of_job(tree: Mapping[str, Any], key: str) -> str | None:
-    """What to do about a key that a job does not have."""
+def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
+    """The fix for a file that is a study's YAML; None for any other file."""
     if "job" in tree and "batches" in tree:
-        return "this is a study's YAML, which `undula study` trains"
+        return "this is a study's YAML; start it with `undula study`"
     return None
 
 
 def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key of the logical run whose value differs between two resolved jobs, with both values."""
+    """The first key of the logical run whose value differs between two resolved jobs, with both values; None if none differs."""
     old, new = dict(flatten(before)), dict(flatten(now))
     for key in sorted(old.keys() | new.keys()):
         if key.startswith(LOGICAL) and old.get(key) != new.get(key):
@@ -192,12 +213,12 @@ def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str,
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
-    """`key.sub=value` for each value by dotted key."""
+    """Overrides that set values by dotted key."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def json_schema(of: type = JobSpec) -> dict[str, Any]:
-    """JSON schema of a job's YAML, or of a study's (StudySpec), for editors."""
+    """JSON schema of a job's YAML, or of another spec's, for editors."""
     schema = TypeAdapter(of).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -208,7 +229,7 @@ def as_tree(spec: Any) -> dict[str, Any]:
 
 
 def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree without the texts whose keys name a secret."""
+    """A copy of a tree in which texts are hidden whose keys name a secret."""
     shown: dict[str, Any] = {}
     for key, value in tree.items():
         is_secret = isinstance(value, str) and _SECRET_KEY.search(str(key))
@@ -236,15 +257,19 @@ def _namespace(value: Any) -> Any:
 
 
 def script_of(job: Path, given: Path | None = None) -> Path:
-    """The script of a job's YAML: beside it, with its name, where none is given; SpecError where there is none."""
+    """Absolute path of a job's script: the given one, or else the file beside the job's YAML that has its name.
+
+    Raises:
+        SpecError: there is no such file.
+    """
     script = given or job.with_suffix(".py")
     if not script.is_file():
-        raise SpecError(f"there is no script {script}: give it with --script, or lay it beside {job} with its name")
+        raise SpecError(f"there is no script {script}; give one with --script, or put it beside {job} under its name")
     return script.absolute()
 
 
 def absolute_paths(spec: JobSpec) -> list[str]:
-    """Overrides that make relative paths absolute: the job runs in another directory than this one."""
+    """Overrides that make a job's relative paths absolute, since the job runs in another directory than this one."""
     paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
     given = [f"{key}={_absolute(path)}" for key, path in paths.items() if path is not None and path != _absolute(path)]
     mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]

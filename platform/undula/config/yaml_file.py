@@ -1,5 +1,6 @@
-"""A YAML file checked against a dataclass, whole, with overrides on top: each value knows where it came from, and what is wrong is one
-sentence with the file and line, the key, what was given and what is accepted.
+"""YAML files that are checked against a dataclass, with overrides on top and the origin of each value.
+
+An error is one sentence with the file and line, the key, the value that was given, and what is accepted.
 """
 
 import dataclasses
@@ -26,34 +27,39 @@ def load_file(
     what: str,
     keys: str,
     origin: Callable[[str], str] = lambda _key: "command line",
-    mend: Callable[[Mapping[str, Any], str], str | None] = lambda _tree, _key: None,
+    fix: Callable[[Mapping[str, Any], str], str | None] = lambda _tree, _key: None,
 ) -> tuple[Any, "Where"]:
-    """What a file holds, as its owner's type, and where each value was given.
+    """Load a file as an instance of a dataclass.
 
     Args:
-        owner: a checked dataclass.
-        overrides: `key.sub=value`, the value written as in YAML.
-        what, keys: for the message where the file holds something else.
-        origin: of an override with such a key, for messages.
-        mend: what to do about a tree with a key that the owner does not have, where more is known than the key's name.
+        owner: A checked dataclass.
+        file: The YAML file.
+        overrides: Overrides as `key.sub=value`, with the value written as in YAML.
+        what: Name of such a file, for the message if the file holds something else.
+        keys: Required keys of such a file, for the same message.
+        origin: Returns the origin of an override from its key, for messages.
+        fix: Returns a fix for a tree with an unknown key; None if the key's name says it all.
+
+    Returns:
+        The instance, and the origins of its values.
 
     Raises:
-        SpecError: one sentence.
+        SpecError: the file is not valid.
     """
     tree, origins = _read_yaml(file, what, keys)
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
     where = Where(file, origins)
-    refuse_unknown_keys(tree, owner, (), where, lambda key: mend(tree, key))
+    refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key))
     return validated(owner, tree, (), where), where
 
 
 _SafeLoader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-"""libyaml's is eight times faster: a study reads its job once for each trial."""
+"""Loader of libyaml, which is eight times faster than PyYAML's own. A study reads its job once for each trial."""
 
 
 class _Yaml12Loader(_SafeLoader):  # type: ignore[valid-type, misc]
-    """One that reads 3e-4 as a number, as YAML 1.2 does and PyYAML's 1.1 does not."""
+    """A loader that reads 3e-4 as a number, as in YAML 1.2. PyYAML implements YAML 1.1, in which it is a string."""
 
 
 _Yaml12Loader.add_implicit_resolver(
@@ -62,6 +68,7 @@ _Yaml12Loader.add_implicit_resolver(
 
 
 def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of a file, and the origin of each of its values by dotted key."""
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)
@@ -79,16 +86,17 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
     try:
         return tree, dict(_origins(root, file, ""))
     except RecursionError:
-        raise SpecError(f"{file} has an anchor that holds itself: {what} is a tree") from None
+        raise SpecError(f"{file} has an anchor that contains itself; remove the cycle") from None
 
 
 def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
+    """(dotted key, "file:line") of each value in a mapping."""
     found = []
     given: set[str] = set()
     for key, value in node.value:
         path = f"{prefix}{key.value}"
         if path in given:
-            raise SpecError(f"{file}:{key.start_mark.line + 1}: {path} is given twice: keep one")
+            raise SpecError(f"{file}:{key.start_mark.line + 1}: {path} is given twice; keep one")
         given.add(path)
         found.append((path, f"{file}:{key.start_mark.line + 1}"))
         if isinstance(value, yaml.MappingNode):
@@ -97,9 +105,10 @@ def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str,
 
 
 def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str, origin: str) -> None:
+    """Set the override's value in the tree, and its origin in the origins."""
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise SpecError(f"{origin}: {override!r} is not an override: write key.sub=value")
+        raise SpecError(f"{origin}: {override!r} is not an override; write key.sub=value")
     try:
         value = yaml.load(text, Loader=_Yaml12Loader)
     except yaml.YAMLError:
@@ -108,12 +117,14 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
     branch = tree
     for depth, parent in enumerate(parents):
         rest = ".".join([*parents[depth:], leaf])
-        if rest in branch:  # where a mapping's own keys are dotted, as a study's overrides may be
+        if rest in branch:  # the keys of a mapping may themselves be dotted, as in a study's overrides
             parents, leaf = parents[:depth], rest
             break
         branch = branch.setdefault(parent, {})
         if not isinstance(branch, dict):
-            raise SpecError(f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}")
+            raise SpecError(
+                f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}, not a mapping"
+            )
     branch[leaf] = value
     for path in [path for path in origins if path.startswith(f"{key}.")]:
         del origins[path]
@@ -124,13 +135,14 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
 
 @dataclass(frozen=True)
 class Where:
-    """The place of a key."""
+    """Origins of the values of a file."""
 
     file: Path
     origins: Mapping[str, str]
+    """Origin of each given value by dotted key."""
 
     def __call__(self, path: Sequence[str]) -> str:
-        """Where a key was given, or the nearest key above it."""
+        """The origin of a key, or of the nearest key above it; the file if neither is given."""
         for length in range(len(path), 0, -1):
             if origin := self.origins.get(".".join(path[:length])):
                 return origin
@@ -138,9 +150,20 @@ class Where:
 
 
 def refuse_unknown_keys(
-    tree: Any, owner: Any, path: tuple[str, ...], where: Where, mend: Callable[[str], str | None] = lambda _key: None
+    tree: Any, owner: Any, path: tuple[str, ...], where: Where, fix: Callable[[str], str | None] = lambda _key: None
 ) -> None:
-    """SpecError for the first key that the owner does not have."""
+    """Refuse the first key of a tree that its owner does not have.
+
+    Args:
+        tree: The tree.
+        owner: Dataclass of the tree.
+        path: Keys above the tree.
+        where: Origins of the tree's values.
+        fix: Returns a fix from an unknown key; None if the key's name says it all.
+
+    Raises:
+        SpecError: there is such a key.
+    """
     if not (isinstance(tree, Mapping) and dataclasses.is_dataclass(owner)):
         return
     known = typing.get_type_hints(owner)
@@ -148,28 +171,38 @@ def refuse_unknown_keys(
         here = (*path, str(key))
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            usual = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
-            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {mend(str(key)) or usual}")
+            usual = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(sorted(known))}"
+            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {fix(str(key)) or usual}")
         for part in _dataclasses_in(known[key]):
             for item in value if isinstance(value, list) else [value]:
                 refuse_unknown_keys(item, part, here, where)
 
 
 def _dataclasses_in(annotation: Any) -> list[Any]:
-    """The dataclasses that a value of this type may hold: `Layer | None` and `tuple[Layer, ...]` hold Layer."""
+    """The dataclasses in an annotation: `Layer | None` and `tuple[Layer, ...]` contain Layer."""
     if dataclasses.is_dataclass(annotation):
         return [annotation]
     return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
 
 
 def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any:
-    """The tree as its owner's type; SpecError where it is none. The keys above it are `path`."""
+    """A tree as an instance of its owner.
+
+    Args:
+        owner: Dataclass of the tree.
+        tree: The tree.
+        path: Keys above the tree.
+        where: Origins of the tree's values.
+
+    Raises:
+        SpecError: the tree is not valid.
+    """
     try:
         text = json.dumps(tree)
     except (TypeError, ValueError):
         odd = next((key for key, value in flatten(tree) if not _is_json(value)), "a key")
         raise SpecError(
-            f"{where(odd.split('.'))}: {odd} is not text, a number, a list or a mapping: quote it"
+            f"{where(odd.split('.'))}: {odd} is not text, a number, a list or a mapping; quote it"
         ) from None
     try:
         return TypeAdapter(owner).validate_json(text, strict=True)
@@ -188,20 +221,22 @@ def _is_json(value: Any) -> bool:
 
 
 def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
+    """One of pydantic's errors as a message: origin, key, value, and what is accepted."""
     here = (*path, *(str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-"))))
     if error["type"] == "value_error":
-        message = error["msg"].removeprefix("Value error, ")  # begins with the key it is about
-        about = (*here, *(message.split() or ["nothing"])[0].split("."))
+        message = error["msg"].removeprefix("Value error, ")
+        key = re.match(r"[\w.]*", message)  # our own messages begin with the key that they are about
+        about = (*here, *(key[0] if key else "").split("."))
         return f"{where(about)}: {''.join(f'{part}.' for part in here)}{message}"
     if error["type"].startswith("missing"):
-        return f"{where(here[:-1])}: {'.'.join(here)} is missing: it must be given"
+        return f"{where(here[:-1])}: {'.'.join(here)} is missing; add it"
     accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
     accepted = accepted.replace("an object", "a mapping").replace("a valid array", "a list")
     return f"{where(here)}: {'.'.join(here)} is {json.dumps(error['input'])}: {accepted}"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """[("plan.seed", 0), ...]: the leaves of a tree by dotted key; an empty mapping is a leaf."""
+    """The leaves of a tree by dotted key, such as ("plan.seed", 0). An empty mapping is a leaf."""
     leaves = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""Data sets of sharded Parquet: manifest, reader, the stream at a position, and writers."""
+"""Data sets of sharded Parquet: the manifest, the reader, streams that start at any position, and writers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, as the package `undula` does."""
+    """Import a public name on first use, as the package `undula` does."""
     if name not in __all__:
         raise AttributeError(f"module 'undula.data' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""A disk cache of what was fetched from S3, shared by the processes of a node, so that later epochs and resumes read from the disk."""
+"""Disk cache of data fetched from S3. All processes of a node share it, so that later epochs and resumes read from the disk."""
 
 import os
 import secrets
@@ -9,21 +9,26 @@ from hashlib import sha256
 from pathlib import Path
 
 _CRC_BYTES = 4
-_ROOM = 0.9  # what is left of the limit after making room, so that not every write has to
+_FILL_AFTER_EVICTION = 0.9  # as a fraction of the limit; below 1, so that not every write has to evict entries
 
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Byte strings by key in a folder, the least recently used leaving first. Safe for processes that share it.
+    """Folder of byte strings by key that evicts the least recently used entries. Processes can share it safely.
 
-    An entry is a file with a CRC-32 before its bytes; it appears whole, and one that is not what was written counts as missing.
+    An entry is a file with a CRC-32 before its bytes. Entries appear atomically, and a damaged entry counts as missing.
     """
 
     folder: str
     max_bytes: int
+    """Size limit of the cache in bytes."""
 
     def read_into(self, key: str, into: memoryview) -> bool:
-        """Fill `into` with an entry's bytes; False, with `into` in any state, where there is no such entry of this length."""
+        """Fill `into` with the bytes of an entry.
+
+        Returns:
+            Whether the cache has an intact entry of this length. If not, the content of `into` is undefined.
+        """
         path = self._path(key)
         try:
             with path.open("rb") as file:
@@ -32,13 +37,13 @@ class DiskCache:
             if not is_whole or zlib.crc32(into).to_bytes(_CRC_BYTES, "little") != crc:
                 path.unlink(missing_ok=True)
                 return False
-            os.utime(path)  # used now
+            os.utime(path)  # marks the entry as used now
         except OSError:
             return False
         return True
 
     def write(self, key: str, data: memoryview) -> None:
-        """Keep an entry. A disk that is full or read-only only means that nothing is kept."""
+        """Store an entry. Nothing happens if the disk is full or read-only."""
         if len(data) > self.max_bytes:
             return
         path = self._path(key)
@@ -59,10 +64,10 @@ class DiskCache:
         return Path(self.folder).expanduser() / name[:2] / name
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the least recently used entries where one more would not fit; what others write meanwhile may exceed the limit."""
+        """Evict the least recently used entries until `num_bytes` more fit. Concurrent writes of other processes can exceed the limit."""
         entries = []
         for file in Path(self.folder).expanduser().glob("??/*"):
-            with suppress(FileNotFoundError):  # another process was faster
+            with suppress(FileNotFoundError):  # another process has evicted it
                 stat = file.stat()
                 entries.append((stat.st_mtime_ns, stat.st_size, file))
         total = sum(size for _, size, _ in entries)
@@ -71,5 +76,5 @@ class DiskCache:
         for _, size, file in sorted(entries):
             file.unlink(missing_ok=True)
             total -= size
-            if total + num_bytes <= self.max_bytes * _ROOM:
+            if total + num_bytes <= self.max_bytes * _FILL_AFTER_EVICTION:
                 return

@@ -1,4 +1,4 @@
-"""Looks through a data set for what would stop or slow a training: damage, drift, nulls, and row groups of the wrong size."""
+"""Check of a data set for problems that stop or slow down training: damage, changes, nulls and row groups of unsuitable size."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,31 +14,31 @@ from undula.data.shards import Shard
 from undula.errors import UndulaError
 
 LARGE_BYTES = 128 * 2**20
-"""A worker holds `plan.window` row groups for each of its virtual workers."""
+"""Size in bytes above which a row group counts as large. A worker holds `plan.window` row groups for each of its virtual workers."""
 SMALL_BYTES = 256 * 2**10
-"""Below, requests and not bytes are what reading costs."""
+"""Median size in bytes below which row groups count as small: requests then take longer than the transfer of bytes."""
 SKEW = 4
-"""The largest row group over the median one."""
+"""Ratio of the largest to the median row group above which row groups count as uneven."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a data set: an error stops a training, a warning slows it or costs memory."""
+    """Problem of a data set. An error stops training; a warning slows it down or costs memory."""
 
     severity: Literal["error", "warning"]
     message: str
 
 
 ORDERED = NUMBER_TYPES - {"halffloat"}
-"""Types of which Arrow finds the smallest and largest."""
+"""Types for which Arrow can compute the minimum and maximum."""
 
 
 def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups: None) -> list[Finding]:
-    """Read every row group, and tell what is wrong with the data set.
+    """Read every row group and return the problems of the data set.
 
     Args:
         manifest: the data set.
-        advance: called with 1 after each row group, for a progress bar.
+        advance: progress callback, called with 1 after each row group.
     """
     findings = list(_about_columns(manifest)) + list(_about_sizes(manifest))
     for file in manifest.files:
@@ -60,7 +60,7 @@ def _about_columns(manifest: Manifest) -> Iterator[Finding]:
         if column.type not in NUMBER_TYPES | TEXT_TYPES:
             yield Finding(
                 "warning",
-                f"column {column.name!r} is {column.type}, which no batch holds: leave it out of data.columns",
+                f"column {column.name!r} has type {column.type}, which batches do not support; leave it out of data.columns",
             )
 
 
@@ -70,23 +70,23 @@ def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
         yield Finding("error", f"{manifest.url} has no rows")
         return
     median = float(np.median(sizes))
-    write_again = "write them again with `undula data convert`"
+    rewrite = "rewrite the data set with `undula data convert`"
     if large := int((sizes > LARGE_BYTES).sum()):
         yield Finding(
             "warning",
-            f"{large} of {len(sizes)} row groups are larger than {LARGE_BYTES >> 20} MiB (the largest {sizes.max() >> 20} MiB), and a "
-            f"worker holds plan.window of them for each virtual worker: {write_again}",
+            f"{large} of {len(sizes)} row groups are larger than {LARGE_BYTES >> 20} MiB (the largest has {sizes.max() >> 20} MiB), and a "
+            f"worker holds plan.window of them in memory for each virtual worker; {rewrite}",
         )
     if median < SMALL_BYTES and len(sizes) > 1:
         yield Finding(
             "warning",
-            f"row groups are small, {median / 1024:.0f} KiB in the middle, so that requests are what reading costs: {write_again}",
+            f"row groups are small (median {median / 1024:.0f} KiB), so most of the reading time is spent on requests; {rewrite}",
         )
     if sizes.max() > SKEW * median:
         yield Finding(
             "warning",
-            f"row groups are uneven: the largest has {sizes.max() / max(median, 1):.0f} times the bytes of the middle one, and a shuffle "
-            f"window mixes rows no better than its largest row group lets it: {write_again}",
+            f"row groups are uneven: the largest has {sizes.max() / max(median, 1):.0f} times the bytes of the median, and rows of a "
+            f"large row group are mixed with few others in a shuffle window; {rewrite}",
         )
 
 
@@ -100,26 +100,28 @@ def _about_row_group(manifest: Manifest, shard: Shard, metadata: pq.FileMetaData
     group = metadata.row_group(number)
     if table.num_rows != group.num_rows:
         yield Finding(
-            "error", f"{where} has {table.num_rows} rows, and its footer says {group.num_rows}: write it again"
+            "error", f"{where} has {table.num_rows} rows, but its footer says {group.num_rows}; write the file again"
         )
-    told = {group.column(place).path_in_schema: group.column(place).statistics for place in range(group.num_columns)}
+    recorded = {
+        group.column(place).path_in_schema: group.column(place).statistics for place in range(group.num_columns)
+    }
     for column in manifest.columns:
         values = table[column.name]
         nulls = values.null_count + (pc.list_flatten(values).null_count if column.shape else 0)
         if nulls:
             yield Finding(
-                "error", f"{where}: column {column.name!r} has {nulls} nulls, which no tensor holds: fill them"
+                "error", f"{where}: column {column.name!r} has {nulls} nulls, which tensors cannot hold; replace them"
             )
-        statistics = told.get(column.name)
+        statistics = recorded.get(column.name)
         if statistics is not None and statistics.has_min_max and not column.shape and column.type in ORDERED:
             yield from _about_statistics(where, column.name, values, statistics)
 
 
-def _about_statistics(where: str, name: str, values: pa.ChunkedArray, told: pq.Statistics) -> Iterator[Finding]:
+def _about_statistics(where: str, name: str, values: pa.ChunkedArray, recorded: pq.Statistics) -> Iterator[Finding]:
     found = pc.min_max(values).as_py()
-    if (found["min"], found["max"]) != (told.min, told.max):
+    if (found["min"], found["max"]) != (recorded.min, recorded.max):
         yield Finding(
             "error",
-            f"{where}: column {name!r} goes from {found['min']} to {found['max']}, and its footer says {told.min} to {told.max}: "
-            "it was written wrongly, or is damaged; write it again",
+            f"{where}: the values of column {name!r} range from {found['min']} to {found['max']}, but the footer says {recorded.min} "
+            f"to {recorded.max}; the file is damaged or was written wrongly, so write it again",
         )

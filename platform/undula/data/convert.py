@@ -1,4 +1,4 @@
-"""Sources of other formats as tables of the columns that a batch can hold, and a shuffle of all rows on their way."""
+"""Conversion of other formats to tables of columns that batches support, and a global shuffle of the rows."""
 
 import itertools
 import json
@@ -23,13 +23,14 @@ from undula.plan.keys import key64, permuted
 from undula.storage import open_store
 
 BUCKET_BYTES = 256 * 2**20
-"""Of rows that a global shuffle holds in memory at once."""
+"""Size in bytes of the rows that a global shuffle holds in memory at once."""
 TAR_BATCH = 256
+"""Number of samples of a tar archive in one table."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of some format: how many there are, and tables of them, as often as they are asked for."""
+    """Rows of a source in any format. Each call of `tables` iterates over all rows again."""
 
     num_rows: int
     schema: pa.Schema
@@ -37,26 +38,25 @@ class Source:
 
 
 def open_source(url: str, columns: tuple[str, ...] | None = None) -> Source:
-    """The rows at a path or s3:// URL: a folder or file of Parquet, CSV, JSON lines or WebDataset tars, or a folder that
-    `datasets.save_to_disk` wrote.
+    """Open a path or s3:// URL: Parquet, CSV or JSON lines files, WebDataset tars, or a folder written by `datasets.save_to_disk`.
 
-    Lists of one length become fixed-size lists, and a struct with the bytes of a file, as `datasets` has for images, the bytes.
+    Lists of equal length become fixed-size lists. A struct with a field `bytes`, as `datasets` uses for images, becomes the bytes.
 
     Raises:
-        ManifestError: nothing there that is known, or a column that no batch holds.
+        ManifestError: The URL has no file of a known format, or a column has a type that batches do not support.
     """
     names = [entry.name for entry in open_store(url).list()] or [Path(url).name]
     found = [(reader, [name for name in names if name.endswith(ends)]) for reader, ends in _READERS]
     reader, files = next(((reader, files) for reader, files in found if files), (None, []))
     if reader is None:
         known = ", ".join(f"*{end}" for _, ends in _READERS for end in ends)
-        raise ManifestError(f"{url} holds nothing to convert: files that are known are {known}")
+        raise ManifestError(f"{url} has no files to convert; supported files are {known}")
     raw = reader(url, files)
     first = next(raw(), None)
     if first is None or not first.num_rows:
-        raise ManifestError(f"{url} holds no rows: nothing to convert")
+        raise ManifestError(f"{url} has no rows to convert")
     if columns and (missing := [name for name in columns if name not in first.column_names]):
-        raise ManifestError(f"{url} has no column {missing[0]!r}: it has {', '.join(first.column_names)}")
+        raise ManifestError(f"{url} has no column {missing[0]!r}; its columns are {', '.join(first.column_names)}")
     schema = _target(first.select(columns) if columns else first, url)
 
     def tables() -> Iterator[pa.Table]:
@@ -69,7 +69,7 @@ def open_source(url: str, columns: tuple[str, ...] | None = None) -> Source:
 
 
 def shuffled(source: Source, seed: int) -> Source:
-    """The rows in an order drawn from the seed, over all of them: dealt into buckets on the disk, then permuted within each."""
+    """Shuffle all rows by the seed: deal them into buckets on disk, then permute the rows of each bucket."""
 
     def tables() -> Iterator[pa.Table]:
         with tempfile.TemporaryDirectory(prefix="undula-shuffle-") as folder:
@@ -107,7 +107,7 @@ def _with_pyarrow(kind: str) -> Callable[[str, list[str]], Callable[[], Iterator
                 yield from (pa.Table.from_batches([batch]) for batch in data.to_batches() if batch.num_rows)
             except pa.ArrowInvalid as error:
                 detail = " ".join(str(error).split())
-                raise ManifestError(f"{url} does not hold what its first rows promise: {detail}") from error
+                raise ManifestError(f"{url} has rows that do not fit the types of its first rows: {detail}") from error
 
         return tables
 
@@ -128,7 +128,7 @@ def _saved_to_disk(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table
 
 
 def _tars(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
-    """WebDataset: members of one sample share the name before the first dot; what follows names the column."""
+    """Read WebDataset tars. The members of a sample share the name up to the first dot; the rest of the name is the column."""
     store = open_store(url)
 
     def samples() -> Iterator[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _tars(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
             new = [name for name in found if name not in names]
             if names and new:
                 raise ManifestError(
-                    f"sample {found[new[0]]!r} of {url} has a member {new[0]!r}, which none of the first {TAR_BATCH} has: "
+                    f"sample {found[new[0]]!r} of {url} has a member {new[0]!r}, which none of the first {TAR_BATCH} samples has; "
                     "give every sample the same members"
                 )
             names = names or {name: None for sample in batch for name in sample}
@@ -167,14 +167,14 @@ def _tars(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
 
 
 def _member(name: str, data: bytes) -> bytes | int | str:
-    """A member's content: numbers and texts as what they are, the rest as bytes."""
+    """Decode a member by the ending of its name: an int for class labels, a str for text, otherwise bytes."""
     ending = name.rpartition(".")[2]
     try:
         if ending in ("cls", "index"):
             return int(data)
         return data.decode() if ending in ("txt", "text", "json") else data
     except ValueError as error:
-        raise ManifestError(f"{name} is not what its ending promises: {error}") from error
+        raise ManifestError(f"the content of {name} does not match its ending: {error}") from error
 
 
 _READERS: list[tuple[Callable[[str, list[str]], Callable[[], Iterator[pa.Table]]], tuple[str, ...]]] = [
@@ -187,7 +187,7 @@ _READERS: list[tuple[Callable[[str, list[str]], Callable[[], Iterator[pa.Table]]
 
 
 def _target(table: pa.Table, url: str) -> pa.Schema:
-    """The schema of what is written for tables like this one."""
+    """Return the schema to write for tables like this one."""
     fields = []
     for field in table.schema:
         array = table[field.name].combine_chunks()
@@ -195,8 +195,8 @@ def _target(table: pa.Table, url: str) -> pa.Schema:
         shape, values = _shape(array)
         if str(values) not in NUMBER_TYPES | TEXT_TYPES or (shape and str(values) in TEXT_TYPES):
             raise ManifestError(
-                f"column {field.name!r} of {url} is {field.type}, which no batch holds: leave it out, by naming the others with "
-                "--columns, or make numbers, lists of one length, strings or bytes of it"
+                f"column {field.name!r} of {url} has type {field.type}, which batches do not support; leave it out by naming the "
+                "other columns with --columns, or convert it to numbers, lists of equal length, strings or bytes"
             )
         fields.append(array_field(field.name, values, shape) if shape else pa.field(field.name, values))
     return pa.schema(fields)
@@ -206,13 +206,13 @@ def _refuse_nulls(array: pa.Array, name: str, url: str, first_row: int, per_row:
     if array.null_count:
         place = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0]) // per_row
         raise ManifestError(
-            f"column {name!r} of {url} has a null in or near row {first_row + place}, which no tensor holds: fill it, or leave the column "
-            "out with --columns"
+            f"column {name!r} of {url} has a null in or near row {first_row + place}, which tensors cannot hold; replace it or leave the "
+            "column out with --columns"
         )
 
 
 def _shape(array: pa.Array) -> tuple[tuple[int, ...], pa.DataType]:
-    """The shape of a column's first sample, and the type of its values."""
+    """Return the shape of a column's first sample and the type of its values."""
     shape: list[int] = []
     array = _plain(array)
     while _is_list(array.type):
@@ -244,8 +244,8 @@ def _fitted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.
                 lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
                 if (wrong := np.flatnonzero(lengths != size)).size:
                     raise ManifestError(
-                        f"column {field.name!r} of {url} has lists of {size} values, and of {lengths[wrong[0]]:.0f} in or near row "
-                        f"{first_row + int(wrong[0])}: a batch needs one length; leave it out with --columns, or pad it"
+                        f"column {field.name!r} of {url} has lists of {size} values, but of {lengths[wrong[0]]:.0f} in or near row "
+                        f"{first_row + int(wrong[0])}; pad the lists to one length or leave the column out with --columns"
                     )
             array = _plain(array.flatten())
             _refuse_nulls(array, field.name, url, first_row, per_row=prod(shape[: depth + 1]))

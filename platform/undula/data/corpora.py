@@ -1,6 +1,6 @@
-"""Small data sets to begin with, made from what is at hand: the standard library's source, scikit-learn's digits, CIFAR-10.
+"""Small data sets to get started with: Python's standard library as text, scikit-learn's digits and CIFAR-10.
 
-A maker looks at its source and returns a Corpus, which knows its size; nothing is written before `Corpus.write`.
+Each function inspects its source and returns a Corpus of known size. Nothing is written until `Corpus.write`.
 """
 
 import re
@@ -28,7 +28,7 @@ _BATCH_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one data set of a corpus."""
+    """Rows of one data set of a corpus."""
 
     num_rows: int
     rows: Callable[[], Iterator[pa.RecordBatch]]
@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A data set to train on and one to validate on, with one schema."""
+    """A training and a validation data set with the same schema."""
 
     schema: pa.Schema
     train: Split
@@ -44,7 +44,7 @@ class Corpus:
 
     @property
     def num_rows(self) -> int:
-        """Rows of both, which is what `write` advances by in all."""
+        """Number of rows of both data sets, which is also the total that `write` reports to `advance`."""
         return self.train.num_rows + self.validation.num_rows
 
     def write(
@@ -54,7 +54,7 @@ class Corpus:
         row_group_bytes: int = ROW_GROUP_BYTES,
         advance: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        """Write `<out_url>/train` and `<out_url>/validation`, in place of what a former `write` left there."""
+        """Write `<out_url>/train` and `<out_url>/validation`, replacing the data sets of an earlier `write`."""
         out = open_store(out_url)
         check_sizes(out, min(self.train.num_rows, self.validation.num_rows), num_shards, row_group_bytes)
         for name in SPLITS:
@@ -64,7 +64,7 @@ class Corpus:
 
 
 def is_complete(out_url: str) -> bool:
-    """Whether both data sets of a corpus are at `out_url`, whole and as their manifests say."""
+    """Whether `out_url` has both data sets of a corpus and their files match the manifests."""
     try:
         for name in SPLITS:
             load_manifest((open_store(out_url) / name).url).check_files()
@@ -74,16 +74,16 @@ def is_complete(out_url: str) -> bool:
 
 
 def stdlib_text(context: int = 256, root: Path | None = None) -> Corpus:
-    """Python source as bytes: the standard library of this interpreter, a twentieth of its files held out by name.
+    """Return Python source code as bytes: the standard library of this interpreter, with 1 in 20 files held out by name.
 
-    Column `text`: uint8 [context + 1], consecutive pieces of the files laid end to end with a zero byte between them.
+    The column `text` has type uint8 [context + 1]. Its samples are consecutive parts of all files, joined with a zero byte in between.
 
     Args:
-        context: tokens that a model sees at once; a sample has one more, the last target.
+        context: number of tokens that a model sees at once; a sample has one more token, the last target.
         root: folder of .py files; by default the standard library.
     """
     if context < 1:
-        raise UndulaError(f"context is {context}: give at least 1")
+        raise UndulaError(f"context is {context}; set it to at least 1")
     field = array_field("text", pa.uint8(), (context + 1,))
     schema = pa.schema([field])
     held_out: dict[bool, list[Path]] = {True: [], False: []}
@@ -98,16 +98,18 @@ def stdlib_text(context: int = 256, root: Path | None = None) -> Corpus:
 
 
 def digits() -> Corpus:
-    """scikit-learn's 1797 handwritten digits, about a fifth held out by their number.
+    """Return scikit-learn's 1797 handwritten digits, with about a fifth held out by sample number.
 
-    Columns `image`: uint8 [1, 8, 8], and `label`: int64.
+    The columns are `image`, uint8 [1, 8, 8], and `label`, int64.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UndulaError("the digits come with scikit-learn, which is missing: pip install scikit-learn") from error
+        raise UndulaError(
+            "the digits data set is part of scikit-learn, which is not installed; run pip install scikit-learn"
+        ) from error
     bunch = load_digits()
-    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # [samples, 8, 8], from 0..16
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # [samples, 8, 8], scaled from 0..16 to 0..255
     labels = bunch.target.astype(np.int64)
     held_out = np.array([key64("validation", number) % 5 == 0 for number in range(len(labels))])
     schema = _image_schema((1, 8, 8))
@@ -119,26 +121,26 @@ def digits() -> Corpus:
 
 
 def cifar10(archive: Path) -> Corpus:
-    """CIFAR-10 from its binary archive, cifar-10-binary.tar.gz; the test batch is held out.
+    """Return CIFAR-10 from its binary archive, cifar-10-binary.tar.gz, with the test batch held out.
 
-    Columns `image`: uint8 [3, 32, 32], and `label`: int64. The Python archive is refused: its members are pickles, and
-    reading a pickle runs what it holds.
+    The columns are `image`, uint8 [3, 32, 32], and `label`, int64. The Python archive is refused because its members are pickles, and
+    reading a pickle can run code.
     """
     with _reading(archive), tarfile.open(archive) as tar:
         members = {PurePosixPath(member.name).name: member for member in tar if member.isfile()}
     if "data_batch_1" in members:
         raise StorageError(
-            f"{archive} holds pickles, which can run code when they are read: give cifar-10-binary.tar.gz, "
-            "the binary version on the same page"
+            f"{archive} contains pickles, which can run code when they are read; use cifar-10-binary.tar.gz, "
+            "the binary version from the same page"
         )
     train = sorted(name for name in members if re.fullmatch(r"data_batch_\d+\.bin", name))
     validation = [name for name in members if name == "test_batch.bin"]
     if not (train and validation):
-        raise StorageError(f"{archive} has no data_batch_*.bin or no test_batch.bin: give cifar-10-binary.tar.gz")
+        raise StorageError(f"{archive} has no data_batch_*.bin or no test_batch.bin; use cifar-10-binary.tar.gz")
     for name in (*train, *validation):
         if members[name].size % _CIFAR_RECORD_BYTES:
             raise StorageError(
-                f"{name} in {archive} has {members[name].size} bytes, which is not a multiple of {_CIFAR_RECORD_BYTES}: "
+                f"{name} in {archive} has {members[name].size} bytes, which is not a multiple of {_CIFAR_RECORD_BYTES}; "
                 "download the archive again"
             )
     schema = _image_schema((3, 32, 32))
@@ -155,7 +157,7 @@ _CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 
 
 def _python_files(root: Path) -> list[tuple[str, Path]]:
-    """(path relative to `root`, file) of the .py files that belong to it, sorted."""
+    """List the .py files of a source tree, without installed packages, as sorted pairs (path relative to `root`, file)."""
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     with _reading(root):
         files = [(file.relative_to(root), file) for file in root.rglob("*.py") if file.is_file()]
@@ -187,7 +189,7 @@ def _cifar_rows(archive: Path, members: list[str], schema: pa.Schema) -> Iterato
                 labels = records[:, 0].astype(np.int64)
                 if labels.max() > 9:
                     raise StorageError(
-                        f"{name} in {archive} has the label {labels.max()}, beyond 9: it is not CIFAR-10"
+                        f"{name} in {archive} has a label {labels.max()}, but CIFAR-10's labels are 0 to 9; use cifar-10-binary.tar.gz"
                     )
                 yield _image_batch(schema, records[:, 1:], labels)
 

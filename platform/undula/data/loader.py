@@ -1,4 +1,4 @@
-"""The stream for a trainer of one's own: an iterable of torch batches whose position is a step and no more."""
+"""Stream of torch batches for use outside of an Undula job, for example in a training loop of your own. Its position is a step."""
 
 import atexit
 from collections.abc import Iterator, Mapping
@@ -9,22 +9,21 @@ from undula.data.maps import SampleFunction
 from undula.data.mixture import Data, Mixture, load_data
 from undula.data.rows import Batch, Samples, concatenated
 from undula.data.spec import DataSpec, MixPart
-from undula.data.streams import Stream as SampleStream
-from undula.data.streams import rank_stream
+from undula.data.streams import SampleStream, rank_stream
 from undula.errors import ManifestError
 from undula.plan.plan import Plan, PlanSpec, assign
 
 
 class Stream:
-    """A rank's batches, one a step: its share of the plan's global batch.
+    """Iterable of a rank's batches, one per step. Each batch is the rank's share of the plan's global batch.
 
-    The same plan gives the same global batches at any world size, which may change at each resume. Iterating goes on from where the
-    stream stands; at the end of the plan it stands at its beginning again.
+    The same plan gives the same global batches at any world size, and the world size can change at each resume. Iteration continues
+    from the current position; after the end of the plan, the position is the beginning again.
 
     Attributes:
-        plan: what each step consumes.
-        step: the step that comes next.
-        ids: of the samples of the last batch; shape [samples].
+        plan: plan of the samples that each step consumes.
+        step: index of the next step.
+        ids: ids of the samples of the last batch; shape [samples].
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class Stream:
     ):
         if not 0 <= rank < world_size <= plan.virtual_workers:
             raise ManifestError(
-                f"rank {rank} of {world_size} has no part in {plan.virtual_workers} virtual workers: "
-                "0 <= rank < world_size <= plan.virtual_workers must hold"
+                f"rank {rank} of {world_size} has none of the {plan.virtual_workers} virtual workers; "
+                "choose 0 <= rank < world_size <= plan.virtual_workers"
             )
         self.plan = Plan(plan, data.num_rows)
         self.step = 0
@@ -50,13 +49,13 @@ class Stream:
 
     def __iter__(self) -> Iterator[Batch]:
         source = rank_stream(self._data, self.plan, self._virtual_workers, self._reading, self.step, self._function)
-        atexit.register(source.close)  # else a script that ends within a step would end Ray first, and wait for it
+        atexit.register(source.close)  # otherwise a script that exits within a step would shut down Ray first and hang
         try:
             source.open()
             while self.step < self.plan.total_steps:
                 samples = self._share(source)
                 self.ids = samples.ids
-                self.step += 1  # before the batch is out: a state_dict() taken while it is in use counts it as consumed
+                self.step += 1  # before the yield, so that a state_dict() taken meanwhile counts the batch as consumed
                 yield samples.batch
             self.step = 0
         finally:
@@ -64,18 +63,22 @@ class Stream:
             source.close()
 
     def __len__(self) -> int:
-        """Batches from the present position to the end of the plan."""
+        """Return the number of batches from the current position to the end of the plan."""
         return self.plan.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the same on every rank, and good for any world size."""
+        """Return the position. It is the same on every rank and can be loaded at any world size."""
         return {"step": self.step, "plan_digest": self.plan.digest(self._data.digest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position; ManifestError where it is of another plan or other data."""
+        """Continue from a position.
+
+        Raises:
+            ManifestError: The position is from another plan or other data.
+        """
         if state["plan_digest"] != self.plan.digest(self._data.digest):
             raise ManifestError(
-                f"the state is of another plan or other data than {self._data.url}: use the plan and the data it was taken with"
+                f"the state is from another plan or other data than {self._data.url}; use the plan and data of the state"
             )
         self.step = int(state["step"])
 
@@ -95,14 +98,18 @@ def stream(
     map: SampleFunction | None = None,
     **reading: Any,
 ) -> Stream:
-    """Stream a data set of sharded Parquet through Ray Data, exactly once an epoch, in an order that no world size changes.
+    """Stream a data set of sharded Parquet through Ray Data: every sample once per epoch, in an order independent of the world size.
 
     Args:
-        data: the data set's URL, its manifest, or several URLs with a weight each, which are mixed.
-        plan: global batch, virtual workers, epochs, shuffle.
-        rank, world_size: of this process; world_size may be up to plan.virtual_workers.
-        map: applied to each sample where it is read: (sample, random generator) -> sample.
+        data: URL of the data set, its manifest, or a weight for each of several URLs, which are mixed.
+        plan: plan with the global batch, virtual workers, epochs and shuffle.
+        rank: rank of this process.
+        world_size: number of ranks, at most plan.virtual_workers.
+        map: function (sample, random generator) -> sample, applied to each sample when it is read.
         reading: fields of DataSpec: columns, head_mib, prefetch_mib, read_tasks, read_cpus.
+
+    Returns:
+        The stream of this rank.
     """
     if isinstance(data, Manifest):
         return Stream(data, plan, rank, world_size, DataSpec(train=data.url, **reading), map)

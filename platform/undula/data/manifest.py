@@ -1,8 +1,8 @@
-"""The manifest: the index of a data set of sharded Parquet, written last, so that a data set is whole or not there.
+"""The manifest: index of a data set of sharded Parquet. It is written last, so a data set is either complete or does not exist.
 
-It holds what a plan and a reader need without opening a shard: files, row groups, rows, bytes, a version of each file, columns,
-and a digest of it all. The digest covers names, sizes and Parquet footers (so offsets, sizes and statistics of every column
-chunk), not modification times: the same files have the same digest wherever they lie.
+The manifest holds everything that a plan and a reader need to know without opening a shard: files, row groups, rows, bytes, a version of
+each file, columns, and a digest of all of it. The digest covers names, sizes and Parquet footers, which contain the offsets, sizes and
+statistics of every column chunk. It does not cover modification times, so copies of a data set have the same digest.
 """
 
 import json
@@ -23,53 +23,55 @@ from undula.storage import Store, open_store
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 ID_COLUMN = "__id"
-"""Column that a read task adds: the sample's id, its row number in the whole data set."""
+"""Column that a read task adds: the sample's id, which is its row number in the data set."""
 SHAPE_KEY = b"shape"
-"""Field metadata of a fixed-size list: the shape of one sample's array, as JSON."""
+"""Key of the field metadata that has the shape of one sample's array as JSON, for a fixed-size list."""
 
 TEXT_TYPES = frozenset({"string", "large_string", "binary", "large_binary"})
-"""Arrow types that come as lists of str or bytes."""
+"""Arrow types that batches hold as lists of str or bytes."""
 NUMBER_TYPES = frozenset(
     {"bool", "halffloat", "float", "double", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 )
-"""Arrow types that come as tensors."""
+"""Arrow types that batches hold as tensors."""
 
-_TAIL_BYTES = 8  # of a Parquet file: the footer's length, and a magic number
+_TAIL_BYTES = 8  # end of a Parquet file: the footer's length and a magic number
 
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """A shard."""
+    """One shard of a data set."""
 
     name: str
     bytes: int
     version: str
-    """ETag on S3, size and modification time on a disk."""
+    """Version of the file: the ETag on S3, the size and modification time on a disk."""
     row_groups: tuple[int, ...]
-    """Rows of each row group."""
+    """Number of rows of each row group."""
     row_group_bytes: tuple[int, ...]
-    """Uncompressed bytes of each row group."""
+    """Uncompressed size of each row group in bytes."""
     footer_sha256: str
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: Arrow type as text, and the shape of one sample's array (empty for a scalar)."""
+    """One column of a data set."""
 
     name: str
     type: str
+    """Arrow type of the values, as text."""
     shape: tuple[int, ...]
+    """Shape of one sample's array; empty for a scalar."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The index of the data set at `url`."""
+    """Index of the data set at `url`."""
 
     url: str
     files: tuple[ManifestFile, ...]
     columns: tuple[Column, ...]
     anonymous: bool = False
-    """The files are read without credentials."""
+    """Whether the files are read without credentials."""
 
     @property
     def store(self) -> Store:
@@ -77,17 +79,17 @@ class Manifest:
 
     @cached_property
     def row_counts(self) -> NDArray[np.int64]:
-        """Rows of each row group of the data set, file after file; shape [row groups]."""
+        """Number of rows of each row group of the data set, ordered by file; shape [row groups]."""
         return np.array([rows for file in self.files for rows in file.row_groups], dtype=np.int64)
 
     @cached_property
     def first_ids(self) -> NDArray[np.int64]:
-        """Id of the first row of each row group, and the number of rows; shape [row groups + 1]. Ids count rows over all files."""
+        """Id of the first row of each row group, and the total number of rows; shape [row groups + 1]. Ids count rows over all files."""
         return np.concatenate(([0], np.cumsum(self.row_counts)))
 
     @cached_property
     def row_group_places(self) -> tuple[tuple[int, int], ...]:
-        """(file, row group within the file) of each row group of the data set."""
+        """Pair (index of the file, index of the row group in the file) for each row group of the data set."""
         return tuple((number, group) for number, file in enumerate(self.files) for group in range(len(file.row_groups)))
 
     @property
@@ -107,39 +109,47 @@ class Manifest:
         return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def select(self, columns: Sequence[str] | None) -> tuple[Column, ...]:
-        """The named columns, or all; ManifestError names one that is not there, or that no batch can hold."""
+        """Return the named columns, or all columns.
+
+        Raises:
+            ManifestError: A column does not exist or has a type that batches do not support.
+        """
         by_name = {column.name: column for column in self.columns}
         for name in columns or ():
             if name not in by_name:
                 raise ManifestError(
-                    f"data.columns names {name!r}, which {self.url} does not have: it has {', '.join(by_name)}"
+                    f"data.columns names {name!r}, which {self.url} does not have; its columns are {', '.join(by_name)}"
                 )
         selected = tuple(by_name[name] for name in columns) if columns else self.columns
         for column in selected:
             if column.type not in NUMBER_TYPES | TEXT_TYPES or (column.shape and column.type in TEXT_TYPES):
                 raise ManifestError(
-                    f"column {column.name!r} of {self.url} is {column.type}, which no batch holds: leave it out of data.columns, "
-                    "or write it as numbers, fixed-size lists of numbers, strings or bytes"
+                    f"column {column.name!r} of {self.url} has type {column.type}, which batches do not support; leave it out of "
+                    "data.columns, or write it as numbers, fixed-size lists of numbers, strings or bytes"
                 )
         return selected
 
     def check_files(self) -> None:
-        """Compare every shard with what is at the URL now; ManifestError names the first that differs."""
+        """Compare every shard with the files at the URL.
+
+        Raises:
+            ManifestError: A shard is missing or has changed.
+        """
         present = {entry.name: entry for entry in self.store.list()}
         for file in self.files:
             entry = present.get(file.name)
             if entry is None:
                 raise ManifestError(
-                    f"{self.url}/{file.name} is gone, and the manifest lists it: restore it or index again"
+                    f"{self.url}/{file.name} is in the manifest but does not exist; restore it or run `undula data index {self.url}`"
                 )
             if entry.bytes != file.bytes or entry.version != file.version:
                 raise ManifestError(
-                    f"{self.url}/{file.name} has changed since the manifest was made (was {file.bytes} bytes, {file.version}; "
-                    f"is {entry.bytes} bytes, {entry.version}): restore it, or run `undula data index {self.url}`"
+                    f"{self.url}/{file.name} has changed since it was indexed (from {file.bytes} bytes, {file.version}, to "
+                    f"{entry.bytes} bytes, {entry.version}); restore it or run `undula data index {self.url}`"
                 )
 
     def to_json(self, is_beside: bool) -> str:
-        """The manifest's file; one that does not lie beside the data says where they are."""
+        """Return the content of the manifest file. A manifest that is not beside the data includes the URL of the data."""
         body: dict[str, object] = {
             "format": FORMAT,
             "digest": self.digest,
@@ -154,17 +164,22 @@ class Manifest:
 
 
 def load_manifest(url: str) -> Manifest:
-    """The manifest of the data set at `url`; ManifestError where there is none, or it is not one that we can read."""
+    """Read the manifest of the data set at `url`.
+
+    Raises:
+        ManifestError: The manifest does not exist or cannot be read.
+    """
     store = open_store(url)
     if not store.exists(MANIFEST_NAME):
         raise ManifestError(
-            f"{url} has no {MANIFEST_NAME}: make the data set with `undula data`, or index it with `undula data index {url}`"
+            f"{url} has no {MANIFEST_NAME}; create the data set with `undula data` or index it with `undula data index {url}`"
         )
     try:
         body = json.loads(store.read(MANIFEST_NAME))
         if body["format"] != FORMAT:
             raise ManifestError(
-                f"{url}/{MANIFEST_NAME} has format {body['format']}, this version reads {FORMAT}: index again"
+                f"{url}/{MANIFEST_NAME} has format {body['format']}, but this version of Undula reads format {FORMAT}; "
+                f"run `undula data index {url}`"
             )
         data = body.get("data", {"url": store.url, "anonymous": False})
         manifest = Manifest(
@@ -185,12 +200,10 @@ def load_manifest(url: str) -> Manifest:
         digest = body["digest"]
     except (ValueError, KeyError, TypeError) as error:
         raise ManifestError(
-            f"{url}/{MANIFEST_NAME} is not a manifest ({error!r}): index again with `undula data index {url}`"
+            f"{url}/{MANIFEST_NAME} is not a manifest ({error!r}); run `undula data index {url}`"
         ) from error
     if manifest.digest != digest:
-        raise ManifestError(
-            f"{url}/{MANIFEST_NAME} does not match its own digest: index again with `undula data index {url}`"
-        )
+        raise ManifestError(f"{url}/{MANIFEST_NAME} does not match its own digest; run `undula data index {url}`")
     return manifest
 
 
@@ -204,18 +217,22 @@ def index(
 
     Args:
         url: folder with Parquet files of one schema.
-        advance: called with 1 after each file, for a progress bar.
-        out: where the manifest goes, and by what name the data set is then known; by default beside the files.
-        anonymous: read S3 without credentials, now and whenever the data set is read.
+        advance: progress callback, called with 1 after each file.
+        out: URL to write the manifest to, under which the data set is then loaded; by default the manifest is written beside the files.
+        anonymous: whether to read S3 without credentials, both now and whenever the data set is read.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ManifestError: The files cannot be indexed as one data set.
     """
     if anonymous and out is None:
-        raise ManifestError(
-            f"{url} is to be read without credentials, so nothing can be written there: say where with --out"
-        )
+        raise ManifestError(f"{url} is read without credentials, so the manifest cannot be written there; set --out")
     store = open_store(url, anonymous)
     entries = [entry for entry in store.list() if entry.name.endswith(".parquet")]
     if not entries:
-        raise ManifestError(f"{url} holds no .parquet file: nothing to index")
+        raise ManifestError(f"{url} has no .parquet files to index")
     files: list[ManifestFile] = []
     schema: pa.Schema | None = None
     columns: tuple[Column, ...] = ()
@@ -225,7 +242,7 @@ def index(
         file_columns = tuple(column_of(field, f"{store.url}/{entry.name}") for field in arrow_schema)
         if files and (file_columns != columns or not arrow_schema.equals(schema)):
             raise ManifestError(
-                f"{url}/{entry.name} has another schema than {entries[0].name}: a data set has one schema"
+                f"{url}/{entry.name} has another schema than {entries[0].name}; write all files of a data set with one schema"
             )
         schema, columns = arrow_schema, file_columns
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -241,7 +258,7 @@ def index(
         )
         advance(1)
     home = open_store(out) if out else store
-    # A manifest that lies elsewhere is read from anywhere.
+    # A manifest elsewhere must not depend on the working directory, so it has the absolute path of the data.
     url = store.url if home == store or store.is_s3 else store.path()
     manifest = Manifest(url, tuple(files), columns, anonymous)
     home.write(MANIFEST_NAME, manifest.to_json(is_beside=home == store).encode())
@@ -263,13 +280,21 @@ def _read_footer(store: Store, name: str) -> tuple[pq.FileMetaData, str]:
         return pq.read_metadata(pa.BufferReader(footer + tail)), sha256(footer).hexdigest()
     except (pa.ArrowInvalid, OSError) as error:
         detail = " ".join(str(error).split())
-        raise ManifestError(f"{store.url}/{name} is not a whole Parquet file: {detail}") from error
+        raise ManifestError(f"{store.url}/{name} is not an intact Parquet file: {detail}") from error
 
 
 def column_of(field: pa.Field, where: str) -> Column:
-    """The column of an Arrow field; ManifestError, which says where, when no batch can hold it."""
+    """Return the column of an Arrow field.
+
+    Args:
+        field: the Arrow field.
+        where: source of the field, for messages.
+
+    Raises:
+        ManifestError: Batches do not support the field.
+    """
     if field.name == ID_COLUMN:
-        raise ManifestError(f"{where}: column {ID_COLUMN} has the name under which samples get their ids: rename it")
+        raise ManifestError(f"{where}: the column name {ID_COLUMN} is reserved for sample ids; rename the column")
     if not pa.types.is_fixed_size_list(field.type):
         return Column(field.name, str(field.type), ())
     text = (field.metadata or {}).get(SHAPE_KEY)
@@ -279,7 +304,7 @@ def column_of(field: pa.Field, where: str) -> Column:
         shape = ()
     if prod(shape) != field.type.list_size or not shape:
         raise ManifestError(
-            f"{where}: column {field.name} has the shape {text!r}, which does not hold its "
-            f"{field.type.list_size} values: write the field's metadata as JSON, such as [3, 32, 32]"
+            f"{where}: column {field.name} has the shape {text!r}, which does not match its "
+            f"{field.type.list_size} values; write the shape into the field's metadata as JSON, such as [3, 32, 32]"
         )
     return Column(field.name, str(field.type.value_type), shape)

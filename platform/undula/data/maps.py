@@ -1,4 +1,4 @@
-"""Per-sample transforms that run where the rows are read, the same at any world size."""
+"""Transforms of single samples. They run where the rows are read, and their results do not depend on the world size."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,22 +13,23 @@ from undula.errors import ManifestError
 from undula.plan.keys import Ids, subkeys
 
 Sample = Mapping[str, Any]
-"""Columns of one sample by name: NumPy arrays of the sample's shape, NumPy scalars, str or bytes."""
+"""Values of one sample by column name: NumPy arrays of the sample's shape, NumPy scalars, str or bytes."""
 SampleFunction = Callable[[Sample, np.random.Generator], Sample]
+"""Function that transforms a sample, given a random generator."""
 
 
 @dataclass(frozen=True)
 class SampleMap:
-    """A function of a sample and a random generator, applied to every row of a table.
+    """Function applied to every row of a table.
 
-    The generator is keyed by (key, sample id), so that augmentation does not depend on who reads the sample, or when.
+    Its random generator is keyed by (key, sample id), so augmentation does not depend on which process reads a sample, or when.
     """
 
     function: SampleFunction
     key: int
 
     def __call__(self, table: pa.Table, columns: tuple[Column, ...]) -> pa.Table:
-        """The table of what the function makes of the rows, with their ids."""
+        """Return the table of the transformed rows and their ids."""
         ids = table[ID_COLUMN].to_numpy()
         values = {column.name: _values(table[column.name].combine_chunks(), column) for column in columns}
         made = [
@@ -43,7 +44,8 @@ class SampleMap:
         for sample, row in zip(made, ids, strict=True):
             if list(sample) != names:
                 raise ManifestError(
-                    f"the map gave columns {list(sample)} for sample {row} and {names} for another: give the same for each"
+                    f"the map returned columns {list(sample)} for sample {row} but {names} for another; "
+                    "return the same columns for every sample"
                 )
         arrays = [_column(name, [sample[name] for sample in made], ids) for name in names]
         fields = [field for field, _ in arrays]
@@ -53,7 +55,7 @@ class SampleMap:
 
 
 def mapped_columns(table: pa.Table) -> tuple[Column, ...]:
-    """The columns of a table that a map made."""
+    """Return the columns of a table that a map has produced."""
     return tuple(column_of(field, "the map's result") for field in table.schema if field.name != ID_COLUMN)
 
 
@@ -68,18 +70,20 @@ def _values(array: pa.Array, column: Column) -> Any:
 def _column(name: str, values: list[Any], ids: Ids) -> tuple[pa.Field, pa.Array]:
     if isinstance(values[0], str):
         return pa.field(name, pa.string()), pa.array(values, pa.string())
-    if isinstance(values[0], bytes):  # NumPy's own bytes would lose zeros at the end
+    if isinstance(values[0], bytes):  # NumPy's bytes type would drop trailing zeros
         return pa.field(name, pa.binary()), pa.array(values, pa.binary())
     arrays = [np.asarray(value) for value in values]
     for array, row in zip(arrays, ids, strict=True):
         if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:
             raise ManifestError(
-                f"the map gave {name!r} as {array.dtype}{list(array.shape)} for sample {row} and as "
-                f"{arrays[0].dtype}{list(arrays[0].shape)} for another: a batch needs one shape and type"
+                f"the map returned {name!r} as {array.dtype}{list(array.shape)} for sample {row} but as "
+                f"{arrays[0].dtype}{list(arrays[0].shape)} for another; return one shape and type for every sample"
             )
     stacked = np.stack(arrays)
     if stacked.dtype == object:
-        raise ManifestError(f"the map gave {name!r} as {type(values[0]).__name__}: give numbers, an array, or a str")
+        raise ManifestError(
+            f"the map returned {name!r} as {type(values[0]).__name__}; return numbers, an array, a str or bytes"
+        )
     flat = pa.array(stacked.reshape(-1))
     if stacked.ndim == 1:
         return pa.field(name, flat.type), flat

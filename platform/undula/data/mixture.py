@@ -1,4 +1,4 @@
-"""The data of a job: one data set, or several mixed by weight, and what these have in common."""
+"""Training data of a job: one data set, or several data sets mixed by weight, behind one interface."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from undula.plan.plan import Plan, PlanSpec
 
 @dataclass(frozen=True)
 class Mixture:
-    """Data sets and their weights. Ids count rows over all data sets, one after another."""
+    """Several data sets and their weights. Sample ids count the rows of all data sets in order."""
 
     manifests: tuple[Manifest, ...]
     weights: tuple[float, ...]
@@ -34,30 +34,42 @@ class Mixture:
         return sha256(dumps(parts).encode()).hexdigest()
 
     def select(self, columns: Sequence[str] | None) -> tuple[Column, ...]:
-        """The named columns, or all; ManifestError where the data sets do not have the same ones."""
+        """Return the named columns, or all columns.
+
+        Raises:
+            ManifestError: The columns of the data sets differ.
+        """
         first, *others = self.manifests
         selected = first.select(columns)
         for other in others:
             if other.select(columns) != selected:
                 raise ManifestError(
-                    f"{other.url} has other columns than {first.url}: mixed data sets share names, types and shapes; "
-                    "name those that are the same in data.columns"
+                    f"{other.url} and {first.url} have different columns, but mixed data sets need the same names, types and shapes; "
+                    "list the columns that both have in data.columns"
                 )
         return selected
 
     def check_files(self) -> None:
-        """Compare every shard with what is there now; ManifestError names the first that differs."""
+        """Compare every shard with the files at its URL.
+
+        Raises:
+            ManifestError: A shard is missing or has changed.
+        """
         for manifest in self.manifests:
             manifest.check_files()
 
     def check_plan(self, spec: PlanSpec) -> None:
-        """SpecError where a plan cannot draw on one of the data sets."""
+        """Check that a plan can use all data sets.
+
+        Raises:
+            SpecError: A data set or its weight is too small for the plan.
+        """
         for number, _ in enumerate(self.manifests):
             self.part_plan(spec, number)
         Mix(self.weights, spec.seed)
 
     def part_plan(self, spec: PlanSpec, number: int) -> Plan:
-        """How one data set is cut into streams: a plan of its own that never ends, each virtual worker going its own pace."""
+        """Return the plan that divides one data set into streams. It never ends: each virtual worker repeats its stream at its own pace."""
         seed = key64("mix", spec.seed, number)
         part = replace(
             spec, seed=seed, global_batch=spec.virtual_workers, epochs=2**40, max_steps=None, last_step="short"
@@ -67,15 +79,19 @@ class Mixture:
         try:
             return Plan(part, manifest.num_rows)
         except SpecError as error:
-            raise SpecError(f"{manifest.url} in data.mix: {error}") from error
+            raise SpecError(f"data.mix: {manifest.url}: {error}") from error
 
 
 Data = Manifest | Mixture
-"""What a job reads."""
+"""Training data of a job."""
 
 
 def load_data(spec: DataSpec) -> Data:
-    """The training data of a job; ManifestError where it has no manifest."""
+    """Load the training data of a job.
+
+    Raises:
+        ManifestError: A data set has no manifest.
+    """
     if spec.mix is None:
         assert spec.train is not None
         return load_manifest(spec.train)

@@ -1,4 +1,4 @@
-"""Which samples each step of a run consumes, by the plan alone: what the streams bring, known without reading a row."""
+"""Samples that each step of a run consumes according to the plan. They equal the samples of the streams, without reading a row."""
 
 import itertools
 
@@ -10,11 +10,11 @@ from undula.plan.mix import Mix
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan
 
-_KEPT_ORDERS = 16
+_CACHED_ORDERS = 16
 
 
 class PlannedSamples:
-    """The sample ids of any step; asking for steps in order is fast, as the orders of the epochs at hand are kept."""
+    """Sample ids of any step. Requests in the order of the steps are fast because the orders of recent epochs are cached."""
 
     def __init__(self, data: Data, plan: Plan):
         self._plan = plan
@@ -29,7 +29,7 @@ class PlannedSamples:
         self._orders: dict[tuple[int, int], EpochOrder] = {}
 
     def step_ids(self, step: int) -> Ids:
-        """Ids of a step's samples, virtual worker after virtual worker; shape [samples of the step]."""
+        """Return the ids of a step's samples, ordered by virtual worker; shape [samples of the step]."""
         shape = self._plan.step(step)
         if self._mix is None:
             return self._order(0, shape.epoch).step_ids(shape.step_in_epoch)
@@ -54,7 +54,7 @@ class PlannedSamples:
     def _order(self, number: int, epoch: int) -> EpochOrder:
         key = (number, epoch)
         if key not in self._orders:
-            while len(self._orders) >= _KEPT_ORDERS * len(self._plans):
+            while len(self._orders) >= _CACHED_ORDERS * len(self._plans):
                 del self._orders[next(iter(self._orders))]
             self._orders[key] = EpochOrder(self._plans[number], self._manifests[number].row_counts, epoch)
         return self._orders[key]

@@ -1,4 +1,4 @@
-"""The stream of a rank: Ray Data reads just the windows that its virtual workers need, in the plan's order, from any step on."""
+"""Stream of a rank. Ray Data reads only the windows that the rank's virtual workers need, in the plan's order, from any step on."""
 
 import heapq
 import itertools
@@ -25,21 +25,23 @@ from undula.plan.order import EpochOrder, Window
 from undula.plan.plan import Plan
 
 CHUNK_WINDOWS = 1024
-"""Windows of one execution of Ray Data, planned when its turn comes."""
+"""Maximum number of windows in one execution of Ray Data. An execution is only planned when the previous one ends."""
 CLOSE_WITHIN_S = 10.0
-LOOK_S = 0.05
+"""Maximum time in seconds to wait for the read-ahead thread to end."""
+STEP_INTERVAL_S = 0.05
+"""Minimum time in seconds between two steps of Ray Data's scheduling loop."""
 T = TypeVar("T")
 
 
 class RankStream:
-    """Samples of some virtual workers of one data set, epoch after epoch, each virtual worker's in the order of its own stream.
+    """Samples of a rank's virtual workers from one data set, over all epochs, each virtual worker's in the order of its stream.
 
     Args:
         manifest: the data set.
-        plan: how it is cut into streams.
-        positions: for each virtual worker of this rank the samples of its stream that are still to come, counted over all epochs.
-        spec: columns, and how far to read ahead.
-        function: applied to each sample where it is read.
+        plan: plan that divides the data set into streams.
+        positions: for each virtual worker of this rank, the remaining positions of its stream, counted over all epochs.
+        spec: columns to read and amount to read ahead.
+        function: function applied to each sample when it is read.
     """
 
     def __init__(
@@ -67,12 +69,12 @@ class RankStream:
         self._ends = {virtual_worker: todo.stop for virtual_worker, todo in positions.items()}
 
     def open(self) -> None:
-        """Begin to read, so that the first samples are there when they are asked for."""
+        """Start reading ahead, so that the first samples are ready when `take` is called."""
         if self._blocks is None:
             self._blocks = _ReadAhead(self._read_on(dict(self._places)))
 
     def take(self, virtual_worker: int, count: int) -> Samples:
-        """The next `count` samples of a virtual worker."""
+        """Return the next `count` samples of a virtual worker."""
         self.open()
         parts: list[Samples] = []
         while count:
@@ -87,7 +89,7 @@ class RankStream:
         return concatenated(parts)
 
     def any_rows(self, count: int) -> Samples:
-        """Up to `count` rows of the data set, for a rank whose share of a short step is empty."""
+        """Return up to `count` arbitrary rows of the data set, for a rank whose share of a short step is empty."""
         if self._spare is None:
             read = self._read(next(self._order(0).windows(next(iter(self._places)))), epoch=0)
             self._spare = WindowRows(read, [read()])
@@ -100,7 +102,7 @@ class RankStream:
         self._blocks, self._queues = None, {virtual_worker: deque() for virtual_worker in self._places}
 
     def _current(self, virtual_worker: int) -> tuple[WindowRows, int]:
-        """The window in which a virtual worker's stream stands, and the place in it."""
+        """Return the current window of a virtual worker's stream and the position in the window."""
         queue, (epoch, position) = self._queues[virtual_worker], self._places[virtual_worker]
         while queue and (queue[0].epoch < epoch or queue[0].rows.start + queue[0].rows.num_rows <= position):
             queue.popleft()
@@ -111,10 +113,10 @@ class RankStream:
         return queue[0].rows, position - queue[0].rows.start
 
     def _read_on(self, places: dict[int, tuple[int, int]]) -> Generator["_Block", None, None]:
-        """The windows from some places on, in the order in which steps need them, over the ends of epochs.
+        """Yield the windows from the given places on, across epochs, in the order in which the steps need them.
 
-        The head of them is read here. The processes of Ray Data's tasks take cores from the training while they start, so they do at
-        half of the head: a run on a cluster that changes often may never need them.
+        This process reads the first windows, the head, itself. Ray Data's worker processes take CPU time from training while they start,
+        so they only start after half of the head: a run on a cluster that changes often may never need them.
         """
         needed = heapq.merge(*(self._needed(v, *place) for v, place in places.items()), key=lambda need: need[:2])
         todo = (_Need(virtual_worker, epoch, self._read(window, epoch)) for _, virtual_worker, epoch, window in needed)
@@ -133,7 +135,7 @@ class RankStream:
                 tail.close()
 
     def _needed(self, virtual_worker: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, Window]]:
-        """The windows of a virtual worker to the end of the run: (steps until it needs it, virtual worker, epoch, window)."""
+        """Yield a virtual worker's windows to the end of the run as (steps until it is needed, virtual worker, epoch, window)."""
         length, end = self._plan.consumed(virtual_worker), self._ends[virtual_worker]
         begin = epoch * length + position
         while epoch * length + position < end:
@@ -146,7 +148,7 @@ class RankStream:
 
     def _order(self, epoch: int) -> EpochOrder:
         if epoch not in self._orders:
-            # In a mix each virtual worker may be in a round of its own.
+            # In a mix, each virtual worker can be in a different epoch.
             while len(self._orders) > 2 * len(self._places):
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = EpochOrder(self._plan, self._manifest.row_counts, epoch)
@@ -177,7 +179,7 @@ class _Need:
 
 
 class _ReadAhead(Generic[T]):
-    """Runs a generator in a thread, one item ahead of who takes them."""
+    """Iterator that runs a generator in a thread, one item ahead of the consumer."""
 
     def __init__(self, items: Generator[T, None, None]):
         self._items = items
@@ -190,16 +192,16 @@ class _ReadAhead(Generic[T]):
     def __next__(self) -> T:
         item = self._failure or self._ready.get()
         if isinstance(item, BaseException):
-            self._failure = item  # nothing comes after it
+            self._failure = item  # raised again by every later call
             raise item
         return item
 
     def close(self) -> None:
-        """End the thread. One that waits for what does not come is left to itself after a while."""
+        """End the thread. A thread that is still blocked after CLOSE_WITHIN_S is abandoned."""
         self._closed.set()
         deadline = time.monotonic() + CLOSE_WITHIN_S
         while self._thread.is_alive() and time.monotonic() < deadline:
-            with suppress(Empty):  # the thread may wait for room
+            with suppress(Empty):  # unblocks a thread that waits for space in the queue
                 self._ready.get(timeout=0.05)
         if not self._thread.is_alive():
             self._items.close()
@@ -210,27 +212,27 @@ class _ReadAhead(Generic[T]):
                 self._ready.put(item)
                 if self._closed.is_set():
                     return
-            self._ready.put(AssertionError("more was taken than there is"))
+            self._ready.put(AssertionError("the consumer took more items than the generator has"))
         except BaseException as error:
             self._ready.put(error)
 
 
 def _first(needs: Iterator[_Need], num_bytes: int) -> Iterator[_Need]:
-    """The first of them, as many as `num_bytes` begin in."""
+    """Yield reads from the front until they exceed `num_bytes`."""
     while num_bytes > 0 and (need := next(needs, None)):
         num_bytes -= need.read.num_bytes
         yield need
 
 
 def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None, None]:
-    """The windows, in order, by tasks of Ray Data."""
+    """Read the windows with Ray Data tasks and yield them in order."""
     while chunk := list(itertools.islice(needs, CHUNK_WINDOWS)):
         with closing(_tables([need.read for need in chunk], spec)) as tables:
             rest = pa.table({})
             for need in chunk:
                 parts: list[pa.Table] = []
                 missing = need.read.num_rows
-                while missing:  # Ray Data joins and cuts tables as it sees fit
+                while missing:  # the tables of Ray Data do not align with windows
                     rest = rest if rest.num_rows else next(tables)
                     parts.append(rest.slice(0, missing))
                     missing -= parts[-1].num_rows
@@ -238,11 +240,12 @@ def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None,
                 yield need.block(parts)
 
 
-class Paced:
-    """Has an executor of Ray Data look for work at most twenty times a second.
+class RateLimit:
+    """Callback that limits Ray Data's scheduling loop to twenty steps per second.
 
-    Its loop waits for running tasks alone: where there are none, as what they brought waits for the training, it takes a whole core, in
-    the process that trains (Ray 2.60, StreamingExecutor.run). One of `ExecutionCallback`'s, whose class is private.
+    The loop only blocks while tasks run. When all rows are read and wait for training to take them, no task runs, and the loop would
+    take a whole core of the training process (Ray 2.60, StreamingExecutor.run). The methods are those of Ray Data's
+    `ExecutionCallback`; this class does not derive from it because it is private.
     """
 
     def __init__(self) -> None:
@@ -251,7 +254,7 @@ class Paced:
     def before_execution_starts(self, executor: object) -> None: ...
 
     def on_execution_step(self, executor: object) -> None:
-        time.sleep(max(LOOK_S - (time.monotonic() - self._last), 0.0))
+        time.sleep(max(STEP_INTERVAL_S - (time.monotonic() - self._last), 0.0))
         self._last = time.monotonic()
 
     def after_execution_succeeds(self, executor: object) -> None: ...
@@ -260,19 +263,19 @@ class Paced:
 
 
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
-    """The rows of the reads, in order, by tasks of Ray Data."""
+    """Yield the rows of the reads in order, read by Ray Data tasks."""
     prefetch_bytes = spec.prefetch_mib * 2**20
-    # The running tasks bring half of what may wait.
+    # All running tasks together read half of the prefetch limit.
     source = WindowDatasource(reads, prefetch_bytes // (2 * spec.read_tasks))
     dataset = ray.data.read_datasource(
         source,
         override_num_blocks=source.num_tasks,
-        concurrency=min(spec.read_tasks, source.num_tasks),  # more would only be warned of
+        concurrency=min(spec.read_tasks, source.num_tasks),  # Ray Data warns if this exceeds the number of tasks
         num_cpus=spec.read_cpus,
     )
     options = dataset.context.execution_options
     options.preserve_order = True
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
     dataset.context.enable_progress_bars = False
-    dataset.context.custom_execution_callback_classes = [Paced]
+    dataset.context.custom_execution_callback_classes = [RateLimit]
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)

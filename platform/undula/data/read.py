@@ -1,4 +1,4 @@
-"""Read tasks of Ray Data: each brings the rows of some shuffle windows, as they are stored."""
+"""Read tasks of Ray Data. Each task reads the rows of some shuffle windows in stored order."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,57 +18,61 @@ from undula.data.shards import Shard
 from undula.plan.order import Window
 
 LOCAL_READS, REMOTE_READS = 2, 4
-"""Row groups that a task reads at once: some are fetched while another is decoded."""
+"""Number of row groups that a task reads concurrently, so that some are fetched while another one is decoded."""
 
 
 @dataclass(frozen=True)
-class PieceRead:
-    """Rows [start, stop) of one row group of one shard."""
+class RangeRead:
+    """Read of the rows [start, stop) of one row group."""
 
     shard: Shard
     row_group: int
+    """Index of the row group in the shard."""
     start: int
     stop: int
     first_id: int
+    """Id of the first row of the row group."""
 
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
 
     def ids(self) -> NDArray[np.int64]:
+        """Return the ids of the rows; shape [num_rows]."""
         return np.arange(self.start, self.stop, dtype=np.int64) + self.first_id
 
 
 @dataclass(frozen=True)
 class WindowRead:
-    """How a window is read: calling it gives its rows in stored order, with their ids, as one table."""
+    """Read of a window. A call returns the window's rows in stored order and their ids, as one table."""
 
     columns: tuple[Column, ...]
     map: SampleMap | None
     window: Window
-    pieces: tuple[PieceRead, ...]
+    ranges: tuple[RangeRead, ...]
     num_bytes: int
+    """Estimated uncompressed size of the rows in bytes."""
 
     @property
     def num_rows(self) -> int:
         return self.window.num_rows
 
     def ids(self) -> NDArray[np.int64]:
-        """Ids of the rows, in stored order; shape [num_rows]."""
-        return np.concatenate([piece.ids() for piece in self.pieces])
+        """Return the ids of the rows, in stored order; shape [num_rows]."""
+        return np.concatenate([rows.ids() for rows in self.ranges])
 
     def __call__(self) -> pa.Table:
-        threads = _threads(REMOTE_READS if self.pieces[0].shard.store.is_s3 else LOCAL_READS)
-        table = pa.concat_tables(list(threads.map(self._read, self.pieces)))
+        threads = _threads(REMOTE_READS if self.ranges[0].shard.store.is_s3 else LOCAL_READS)
+        table = pa.concat_tables(list(threads.map(self._read, self.ranges)))
         return self.map(table, self.columns) if self.map else table
 
-    def _read(self, piece: PieceRead) -> pa.Table:
-        table = piece.shard.row_group(piece.row_group, [column.name for column in self.columns])
-        if 2 * piece.num_rows < table.num_rows:  # a slice would hold all of the row group
-            table = _copied(table.slice(piece.start, piece.num_rows))
+    def _read(self, rows: RangeRead) -> pa.Table:
+        table = rows.shard.row_group(rows.row_group, [column.name for column in self.columns])
+        if 2 * rows.num_rows < table.num_rows:  # a slice alone would keep the whole row group in memory
+            table = _copied(table.slice(rows.start, rows.num_rows))
         else:
-            table = table.slice(piece.start, piece.num_rows)
-        return table.append_column(ID_COLUMN, pa.array(piece.ids()))
+            table = table.slice(rows.start, rows.num_rows)
+        return table.append_column(ID_COLUMN, pa.array(rows.ids()))
 
 
 def window_read(
@@ -78,24 +82,24 @@ def window_read(
     sample_map: SampleMap | None = None,
     cache: DiskCache | None = None,
 ) -> WindowRead:
-    """The read of a window's rows."""
-    pieces, num_bytes = [], 0
-    for piece in window.pieces:
-        number, group = manifest.row_group_places[piece.row_group]
+    """Return the read of a window's rows."""
+    ranges, num_bytes = [], 0
+    for rows in window.ranges:
+        number, group = manifest.row_group_places[rows.row_group]
         file = manifest.files[number]
-        first_id = int(manifest.first_ids[piece.row_group])
+        first_id = int(manifest.first_ids[rows.row_group])
         shard = Shard(manifest.store, file.name, file.bytes, file.version, cache)
-        pieces.append(PieceRead(shard, group, piece.start, piece.stop, first_id))
-        num_bytes += file.row_group_bytes[group] * piece.num_rows // max(file.row_groups[group], 1)
-    return WindowRead(columns, sample_map, window, tuple(pieces), num_bytes)
+        ranges.append(RangeRead(shard, group, rows.start, rows.stop, first_id))
+        num_bytes += file.row_group_bytes[group] * rows.num_rows // max(file.row_groups[group], 1)
+    return WindowRead(columns, sample_map, window, tuple(ranges), num_bytes)
 
 
 class WindowDatasource(Datasource):
-    """A Ray Data source that brings the given windows, in the given order.
+    """Ray Data source that reads the given windows in order.
 
     Args:
-        reads: the windows.
-        task_bytes: up to so many are read by one task, but for a window that is larger; a task costs some 20 ms beside its reading.
+        reads: reads of the windows.
+        task_bytes: maximum number of bytes that one task reads, unless a single window is larger. A task has an overhead of about 20 ms.
     """
 
     def __init__(self, reads: Sequence[WindowRead], task_bytes: int):

@@ -1,4 +1,4 @@
-"""The rows of a window, and batches of them as torch tensors, gathered from the chunks in which the rows came."""
+"""Rows of a window, and batches of them as torch tensors. Batches are gathered from the chunks in which the rows were read."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,18 +19,19 @@ from undula.errors import ManifestError
 from undula.plan.keys import Ids
 
 Batch = dict[str, Tensor | list[str] | list[bytes]]
-"""Columns by name: tensors of shape [samples, *sample shape]; strings and bytes as lists."""
+"""Values by column name: tensors of shape [samples, *sample shape], and lists of str or bytes."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples in order, with their ids."""
+    """Ordered samples and their ids."""
 
     ids: NDArray[np.int64]
+    """Ids of the samples; shape [samples]."""
     batch: Batch
 
     def at(self, places: Ids) -> "Samples":
-        """The samples at these places."""
+        """Return the samples at the given places."""
         batch = {
             name: torch.from_numpy(values.numpy()[places])
             if isinstance(values, Tensor)
@@ -41,11 +42,11 @@ class Samples:
 
 
 class WindowRows:
-    """The rows of a window, to be taken in stream order.
+    """Rows of a window, which can be taken in stream order.
 
     Args:
-        read: the window.
-        parts: its rows in stored order, as they came.
+        read: read of the window.
+        parts: tables that together have the window's rows in stored order.
     """
 
     def __init__(self, read: WindowRead, parts: list[pa.Table]):
@@ -55,16 +56,17 @@ class WindowRows:
         self._ids = table[ID_COLUMN].to_numpy()
         if not np.array_equal(self._ids, read.ids()):
             raise ManifestError(
-                f"{read.pieces[0].shard.store.url} gave other rows than its plan says: index it again with `undula data index`"
+                f"the rows of {read.ranges[0].shard.store.url} differ from its manifest; run `undula data index` on it again"
             )
         self._order = read.window.permutation() if read.window.key is not None else None
         columns = mapped_columns(table) if read.map else read.columns
         self._columns = {column.name: _Values(table[column.name], column) for column in columns}
 
     def take(self, start: int, stop: int) -> Samples:
-        """The rows that stand at places [start, stop) of the window's order.
+        """Return the rows at places [start, stop) of the window's stream order.
 
-        Without a shuffle within windows the tensors lie in the memory that was read, where that is in one piece; otherwise they are new.
+        The tensors are views of the memory that was read if the rows are not shuffled within windows and lie in one chunk. Otherwise they
+        are copies.
         """
         if self._order is None:
             return Samples(self._ids[start:stop], {name: of.slice(start, stop) for name, of in self._columns.items()})
@@ -73,7 +75,7 @@ class WindowRows:
 
 
 def concatenated(parts: list[Samples]) -> Samples:
-    """Samples one after another."""
+    """Concatenate samples."""
     if len(parts) == 1:
         return parts[0]
     batch = {name: _joined([part.batch[name] for part in parts]) for name in parts[0].batch}
@@ -81,7 +83,7 @@ def concatenated(parts: list[Samples]) -> Samples:
 
 
 class _Values:
-    """A column of a window, in the chunks in which it came: joining them would copy every row once more."""
+    """Column of a window, in the chunks in which it was read. Joining the chunks would copy every row once more."""
 
     def __init__(self, values: pa.ChunkedArray, column: Column):
         chunks = [chunk for chunk in values.chunks if len(chunk)]
@@ -91,7 +93,7 @@ class _Values:
         ]
 
     def slice(self, start: int, stop: int) -> Tensor | list[Any]:
-        """Rows [start, stop)."""
+        """Return the rows [start, stop)."""
         parts = [
             _as_batch(chunk[max(start - int(begin), 0) : stop - int(begin)])
             for chunk, begin, end in zip(self._chunks, self._starts, self._starts[1:], strict=False)
@@ -100,7 +102,7 @@ class _Values:
         return _joined(parts) if parts else _as_batch(self._chunks[0][:0])
 
     def take(self, places: Ids) -> Tensor | list[Any]:
-        """The rows at these places; gathered by one thread, as torch's would spin beside those that train."""
+        """Return the rows at the given places. NumPy gathers them in one thread; torch's thread pool would compete with training."""
         owners = np.searchsorted(self._starts, places, side="right") - 1
         wheres = [np.flatnonzero(owners == number) for number in range(len(self._chunks))]
         parts = [
@@ -117,7 +119,7 @@ def _taken(chunk: Tensor | pa.Array, places: Ids) -> Tensor | list[Any]:
 
 
 def _scattered(parts: Sequence[Tensor | list[Any]], wheres: list[Ids]) -> Tensor | list[Any]:
-    """Row i of part p goes to place `wheres[p][i]`."""
+    """Put row i of part p at place `wheres[p][i]`."""
     first, size = parts[0], sum(map(len, wheres))
     if len(parts) == 1:
         return first
@@ -161,6 +163,6 @@ def _tensor(array: pa.Array, column: Column) -> Tensor:
 def _without_nulls(array: pa.Array, column: Column) -> pa.Array:
     if array.null_count:
         raise ManifestError(
-            f"column {column.name!r} has nulls, which no tensor holds: fill them, or leave it out of data.columns"
+            f"column {column.name!r} has nulls, which tensors cannot hold; replace them or leave the column out of data.columns"
         )
     return array

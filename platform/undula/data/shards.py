@@ -1,7 +1,8 @@
-"""Row groups of a shard, of the very version that the manifest has: from a disk, or from S3 by range requests.
+"""Reads of a shard's row groups, in exactly the version of the manifest, from a disk or from S3 by range requests.
 
-On S3 every request asks for the ETag of the manifest, so that a changed object is refused and never mixed; ranges are joined over small
-holes, cut into parts that are fetched beside each other, and asked for again when the store is busy or the connection breaks.
+Every request to S3 asks for the ETag of the manifest, so that a changed object is refused and versions are never mixed. Ranges with
+small gaps are joined, large ranges are split into parts that are fetched in parallel, and requests are repeated when the store is busy
+or the connection breaks.
 """
 
 import mmap
@@ -22,18 +23,20 @@ from undula.errors import ManifestError, StorageError
 from undula.storage import Store, s3_client
 
 PART_BYTES = 16 * 2**20
-"""Of one range request."""
+"""Maximum size in bytes of one range request."""
 HOLE_BYTES = 2**20
-"""Ranges with at most so many bytes between them are fetched as one."""
+"""Maximum gap in bytes between two ranges that are fetched as one."""
 PARALLEL_PARTS = 8
+"""Number of range requests in flight per process."""
 FOOTER_BYTES = 2**16
-"""Fetched at once from the end of a shard; most footers are smaller."""
+"""Number of bytes first fetched from the end of a shard; most footers are smaller."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
-"""To the first byte, and between bytes."""
+"""Maximum time in seconds to the first byte and between two bytes of an answer."""
 RETRY_FOR_S = 120.0
-"""After so long without a range it is given up."""
+"""Time in seconds after which a failing range request is no longer repeated."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+"""Time in seconds to wait before the first repetition, and the longest wait; waits double in between."""
 
 _HUGE_PAGE = 2 * 2**20
 _BUSY = {
@@ -52,23 +55,23 @@ _BUSY = {
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a data set, in one version."""
+    """One file of a data set in one version."""
 
     store: Store
-    """Of the data set."""
+    """Folder of the data set."""
     name: str
     bytes: int
     version: str
-    """As in the manifest."""
+    """Version of the file in the manifest: the ETag on S3, the size and modification time on a disk."""
     cache: DiskCache | None = None
-    """Of what comes from S3."""
+    """Cache of data from S3."""
 
     def row_group(self, number: int, columns: Sequence[str]) -> pa.Table:
-        """The rows of a row group.
+        """Read the rows of a row group.
 
         Raises:
-            ManifestError: the file is gone, has changed, or is not what its footer says.
-            StorageError: it could not be read, for other reasons.
+            ManifestError: The file does not exist, has changed or is damaged.
+            StorageError: The file cannot be read for another reason.
         """
         try:
             metadata = _footer(self)
@@ -76,15 +79,22 @@ class Shard:
             file = pq.ParquetFile(source, metadata=metadata)
             return file.read_row_group(number, columns=list(columns), use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
-            raise ManifestError(f"{self} cannot be read as its manifest says: {error}") from error
+            raise ManifestError(f"{self} does not match its manifest: {error}") from error
 
     def footer(self) -> pq.FileMetaData:
-        """What the end of the file says of it; ManifestError and StorageError as for `row_group`."""
+        """Read the footer of the file.
+
+        Raises:
+            ManifestError: The file does not exist, has changed or is damaged.
+            StorageError: The file cannot be read for another reason.
+        """
         try:
             return self._footer()
         except (pa.ArrowInvalid, OSError) as error:
             detail = " ".join(str(error).split()).rstrip(".")
-            raise ManifestError(f"{self} is not a whole Parquet file: {detail}: restore it or index again") from error
+            raise ManifestError(
+                f"{self} is not an intact Parquet file: {detail}; restore it or run `undula data index {self.store.url}`"
+            ) from error
 
     def _footer(self) -> pq.FileMetaData:
         if not self.store.is_s3:
@@ -96,24 +106,24 @@ class Shard:
         return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
 
     def _source(self, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
-        """The file, of which at least these ranges can be read."""
+        """Open the file such that at least the given ranges can be read."""
         if self.store.is_s3:
             return pa.BufferReader(pa.py_buffer(self._fetched(ranges)))
         try:
             stat = Path(self.store.path(self.name)).stat()
         except FileNotFoundError:
-            raise ManifestError(f"{self} is gone, and the manifest lists it: restore it or index again") from None
+            raise _missing(self) from None
         if f"size {stat.st_size}, mtime {stat.st_mtime_ns}" != self.version:
             raise _changed(self)
-        return self.store.open(self.name)  # no memory map: a file that is cut while it is read would end the process
+        return self.store.open(self.name)  # not a memory map: truncating the file during a read would kill the process
 
     def _fetched(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
-        """An image of the object in which these ranges are filled in; the rest takes no memory."""
-        # Without reserve, as most of a large object stays untouched.
+        """Return an image of the object that has the given ranges; the rest of it takes no memory."""
+        # NORESERVE, because most of a large object stays untouched.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         image = mmap.mmap(-1, self.bytes, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE") and sum(stop - begin for begin, stop in ranges) > _HUGE_PAGE:
-            image.madvise(mmap.MADV_HUGEPAGE)  # pages of 4 KiB would cost more to fault in than to fill
+            image.madvise(mmap.MADV_HUGEPAGE)  # page faults of 4 KiB pages would take longer than filling them
         view = memoryview(image)
         parts = [
             (start, min(start + PART_BYTES, stop)) for begin, stop in ranges for start in range(begin, stop, PART_BYTES)
@@ -131,7 +141,7 @@ def _footer(shard: Shard) -> pq.FileMetaData:
 
 
 def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> list[tuple[int, int]]:
-    """Where the column chunks of a row group lie, joined over small holes."""
+    """Return the byte ranges of a row group's column chunks; ranges with small gaps are joined."""
     group = metadata.row_group(number)
     joined: list[tuple[int, int]] = []
     chunks = [group.column(place) for place in range(group.num_columns)]
@@ -149,7 +159,7 @@ def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> l
 
 
 def _fetch(shard: Shard, start: int, into: memoryview) -> None:
-    """Fill `into` with the bytes of the object from `start` on: of this version, so that a cache needs no request."""
+    """Fill `into` with the bytes of the object from `start` on. The cache's key has the version, so a hit needs no request."""
     key = f"{shard} {shard.version} {start} {len(into)}"
     if shard.cache and shard.cache.read_into(key, into):
         return
@@ -167,12 +177,12 @@ def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
             return
         if time.monotonic() + wait_s > deadline:
             raise StorageError(f"{shard} could not be read for {RETRY_FOR_S:.0f} s: {problem}")
-        time.sleep(random.uniform(0, wait_s))  # full jitter: the ranks of a run must not come back together
+        time.sleep(random.uniform(0, wait_s))  # full jitter, so that the ranks of a run do not repeat requests together
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
 def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
-    """One request; what went wrong where another try may help."""
+    """Send one request. Returns the problem if another attempt may succeed, or None on success."""
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError
     from urllib3.exceptions import HTTPError
@@ -187,20 +197,21 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
         )
         if not str(response.get("ContentRange")).startswith(f"bytes {start}-{start + len(into) - 1}/"):
             raise StorageError(
-                f"cannot read {shard}: its store does not answer range requests with the range that was asked for"
+                f"cannot read {shard}: the store answers range requests with another range than the requested one; "
+                "use a store that supports range requests"
             )
         if response["ETag"].strip('"') != shard.version.removeprefix("etag "):
-            raise _changed(shard)  # by a store that does not know If-Match
+            raise _changed(shard)  # from a store that ignores If-Match
         done = 0
         while count := response["Body"].readinto(into[done : done + 2**20]):
             done += count
-        return None if done == len(into) else f"{done} of {len(into)} bytes came"
+        return None if done == len(into) else f"the connection ended after {done} of {len(into)} bytes"
     except ClientError as error:
         code, status = str(error.response["Error"].get("Code")), error.response["ResponseMetadata"]["HTTPStatusCode"]
         if status == 412 or code == "PreconditionFailed":
             raise _changed(shard) from error
         if status == 404:
-            raise ManifestError(f"{shard} is gone, and the manifest lists it: restore it or index again") from error
+            raise _missing(shard) from error
         if status == 416:
             raise _changed(shard) from error
         if code in _BUSY or str(status) in _BUSY:
@@ -214,7 +225,13 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
 
 def _changed(shard: Shard) -> ManifestError:
     return ManifestError(
-        f"{shard} has changed since the manifest was made: restore it, or run `undula data index {shard.store.url}`"
+        f"{shard} has changed since it was indexed; restore it or run `undula data index {shard.store.url}`"
+    )
+
+
+def _missing(shard: Shard) -> ManifestError:
+    return ManifestError(
+        f"{shard} is in the manifest but does not exist; restore it or run `undula data index {shard.store.url}`"
     )
 
 
@@ -229,7 +246,7 @@ def _client(anonymous: bool) -> Any:
 
     return s3_client(
         Config(
-            retries={"total_max_attempts": 1},  # _fetch tries again, with the rest of the body too
+            retries={"total_max_attempts": 1},  # _fetch_from_s3 repeats requests itself, also when a body is incomplete
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             max_pool_connections=PARALLEL_PARTS,

@@ -1,4 +1,4 @@
-"""The part of a job's spec that says what it reads."""
+"""Specification of a job's data."""
 
 from typing import Annotated
 
@@ -12,12 +12,12 @@ Url = Annotated[str, MinLen(1)]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class CacheSpec:
-    """A disk cache on each node of what is read from S3, shared by its workers and jobs; checked by ETag."""
+    """Disk cache on each node for data from S3. All workers and jobs of a node share it; entries are checked by ETag."""
 
     folder: Annotated[str, MinLen(1)]
-    """Folder on each node, on its fastest disk."""
+    """Folder of the cache on each node, preferably on its fastest disk."""
     max_gib: Annotated[float, Gt(0)]
-    """Size at which what was least recently used goes."""
+    """Maximum size of the cache in GiB; beyond it, the least recently used data are evicted."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -25,39 +25,40 @@ class MixPart:
     """One data set of a mix."""
 
     url: Url
-    """Path or s3:// URL, as for `train`."""
+    """Path or s3:// URL of the data set, as for `train`."""
     weight: Annotated[float, Gt(0), Le(1e9)]
-    """Its share of the samples, relative to the other weights."""
+    """Share of the samples that come from this data set, relative to the other weights."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class DataSpec:
-    """What a job reads."""
+    """Data of a job and how to read them."""
 
     train: Url | None = None
-    """Path or s3:// URL of the training data: a folder of Parquet with a manifest (`undula data index URL` makes one)."""
+    """Path or s3:// URL of the training data: a folder of Parquet files with a manifest, which `undula data index URL` creates."""
     mix: Annotated[tuple[MixPart, ...], MinLen(2)] | None = None
-    """Several data sets in place of `train`: a list of `url` and `weight`. Each is gone through at its own pace, round after round; an
-    epoch of the plan is as many samples as they have together."""
+    """Several data sets to mix instead of `train`: a list of `url` and `weight`. Each data set is repeated at its own pace, and an epoch of
+    the plan has as many samples as all data sets together."""
     validation: Url | None = None
-    """The same for the validation data; without it the job does not validate."""
+    """Path or s3:// URL of the validation data; without it, the job does not validate."""
     columns: tuple[str, ...] | None = None
-    """Columns to read; by default all."""
+    """Columns to read; by default all columns."""
     cache: CacheSpec | None = None
-    """Disk cache of what is read from S3, for later epochs and resumes: `folder` and `max_gib`. Without it nothing is kept."""
+    """Disk cache for data from S3 that later epochs and resumes use: `folder` and `max_gib`. By default nothing is cached."""
     head_mib: Annotated[int, Ge(0)] = 32
-    """MiB that a worker reads by itself at the start of an epoch or after a resume, while Ray Data's tasks start; a smaller share of
-    the data than that needs no tasks."""
+    """Amount of data in MiB that a worker reads itself after a start or resume, while Ray Data's tasks start. A worker whose share of the
+    data is smaller starts no tasks."""
     read_tasks: Annotated[int, Gt(0)] = 2
-    """Read tasks of Ray Data that a worker keeps running ahead of its training."""
+    """Number of Ray Data read tasks that run concurrently for each worker."""
     prefetch_mib: Annotated[int, Gt(0)] = 512
-    """MiB of rows that Ray Data holds ahead of a worker, beside the shuffle windows in use; no less than its read tasks bring at once."""
+    """Maximum amount of rows in MiB that Ray Data reads ahead of a worker, in addition to the shuffle windows in use. The running read
+    tasks can exceed it."""
     read_cpus: Annotated[float, Ge(0)] = 0.0
-    """CPUs that Ray reserves for a read task. With 0 a small cluster whose CPUs are all held by workers cannot starve it."""
+    """Number of CPUs that Ray reserves for a read task. With 0, read tasks also run on a cluster whose workers hold all CPUs."""
 
     def __post_init__(self) -> None:
         if (self.train is None) == (self.mix is None):
-            raise ValueError("train or data.mix must be given, and not both: one data set, or several with weights")
+            raise ValueError("train and data.mix are both set or both missing; set exactly one of them")
         urls = [part.url.rstrip("/") for part in self.mix or ()]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
-            raise ValueError(f"mix names {twice} twice: give it once, with the sum of the weights")
+            raise ValueError(f"mix lists {twice} twice; list it once, with the sum of the weights")

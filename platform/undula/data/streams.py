@@ -1,4 +1,4 @@
-"""The samples of a rank's virtual workers, from one data set or from a mix, which draws on each of its own at their own pace."""
+"""Samples of a rank's virtual workers, from one data set or from a mix of several."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from undula.plan.plan import Plan
 
 
 class MixedStream:
-    """Samples of some virtual workers of a mix; takes what RankStream takes, with a Mixture in place of the manifest."""
+    """Samples of a rank's virtual workers from a mix. The arguments are those of RankStream, with a Mixture in place of the manifest."""
 
     def __init__(
         self,
@@ -43,31 +43,33 @@ class MixedStream:
         ]
 
     def open(self) -> None:
+        """Start reading ahead from all data sets."""
         for stream in self._streams:
             stream.open()
 
     def take(self, virtual_worker: int, count: int) -> Samples:
-        """The next `count` samples of a virtual worker."""
+        """Return the next `count` samples of a virtual worker."""
         sources = self._mix.sources(virtual_worker, self._positions[virtual_worker], count)
         self._positions[virtual_worker] += count
         parts = []
         for number in np.unique(sources):
             samples = self._streams[number].take(virtual_worker, int((sources == number).sum()))
             parts.append(replace(samples, ids=samples.ids + self._first_ids[number]))
-        came_from = np.argsort(sources, kind="stable")  # place in the mix of each sample of the parts, end to end
+        came_from = np.argsort(sources, kind="stable")  # place in the mix of each sample of the concatenated parts
         return concatenated(parts).at(np.argsort(came_from, kind="stable"))
 
     def any_rows(self, count: int) -> Samples:
-        """Up to `count` rows, for a rank whose share of a short step is empty."""
+        """Return up to `count` arbitrary rows, for a rank whose share of a short step is empty."""
         return self._streams[0].any_rows(count)
 
     def close(self) -> None:
+        """Stop reading ahead."""
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.callback(stream.close)
 
 
-Stream = RankStream | MixedStream
+SampleStream = RankStream | MixedStream
 
 
 def rank_stream(
@@ -77,8 +79,8 @@ def rank_stream(
     spec: DataSpec,
     start: int = 0,
     function: SampleFunction | None = None,
-) -> Stream:
-    """The samples of a rank's virtual workers from step `start` on."""
+) -> SampleStream:
+    """Return the samples of a rank's virtual workers from step `start` on."""
     positions = {v: range(plan.position(start, v), plan.position(plan.total_steps, v)) for v in virtual_workers}
     if isinstance(data, Mixture):
         return MixedStream(data, plan, positions, spec, function)
@@ -86,7 +88,7 @@ def rank_stream(
 
 
 def _shared(spec: DataSpec, share: float) -> DataSpec:
-    """What one data set of a mix may hold ahead."""
+    """Return the spec for one data set of a mix, with its share of the read-ahead."""
     part = replace(
         spec,
         head_mib=int(spec.head_mib * share),

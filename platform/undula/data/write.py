@@ -1,4 +1,4 @@
-"""Write a data set of sharded Parquet: the shards, then the manifest, so that no reader sees a manifest of other files."""
+"""Writer of data sets of sharded Parquet. It writes the shards before the manifest, so that a manifest always matches its files."""
 
 import itertools
 import json
@@ -18,20 +18,21 @@ from undula.errors import ManifestError, StorageError, UndulaError
 from undula.storage import Store
 
 ROW_GROUP_BYTES = 4 * 2**20
+"""Default size of a row group in memory, in bytes."""
 CONTENT_KEY = "undula.sha256"
-"""Footer metadata: a hash of the shard's rows. Sizes and statistics alone can stay equal when a row changes."""
+"""Key of the footer metadata that has a hash of the shard's rows. Sizes and statistics alone can stay equal when a row changes."""
 
 _SHARD_NAME = re.compile(r"part-\d{5,}\.parquet")
 
 
 def array_field(name: str, value_type: pa.DataType, shape: tuple[int, ...]) -> pa.Field:
-    """The field of a column that holds an array of `shape` for each sample."""
+    """Return the field of a column that has an array of `shape` for each sample."""
     values = pa.list_(pa.field("element", value_type, nullable=False), prod(shape))
     return pa.field(name, values, nullable=False, metadata={SHAPE_KEY: json.dumps(shape)})
 
 
 def array_column(field: pa.Field, values: NDArray[Any]) -> pa.Array:
-    """Values of shape [samples, *sample shape] as a column of `array_field`."""
+    """Return values of shape [samples, *sample shape] as a column with the field of `array_field`."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=field.type)
 
 
@@ -44,17 +45,17 @@ def write_shards(
     row_group_bytes: int = ROW_GROUP_BYTES,
     advance: Callable[[int], None] = lambda rows: None,
 ) -> Manifest:
-    """Write `rows` as a data set, in place of the one that was there, and return its manifest.
+    """Write `rows` as a data set and return its manifest.
 
     Args:
-        store: where; a data set that `write_shards` left there goes first.
-        rows: the data, streamed; at most about a row group and one of its tables is held at a time.
-        schema: of every table in `rows`.
-        num_rows: how many rows there are.
-        num_shards: files, in which consecutive rows lie; their row counts differ by one at most. No shard is empty,
-            so that there are fewer where there are fewer rows.
-        row_group_bytes: bytes of a row group in memory; its last rows in a shard may make a smaller one.
-        advance: called with the number of rows after each row group, for a progress bar.
+        store: folder to write to; a data set that an earlier call wrote there is deleted first.
+        rows: tables of rows, read as a stream; about one row group and one table are in memory at a time.
+        schema: schema of every table in `rows`.
+        num_rows: number of rows in all tables.
+        num_shards: number of files. Each file has consecutive rows, and the row counts differ by at most one. No file is empty, so there
+            are fewer files if there are fewer rows.
+        row_group_bytes: size of a row group in memory, in bytes; the last row group of a shard can be smaller.
+        advance: progress callback, called with the number of rows after each row group.
     """
     check_sizes(store, num_rows, num_shards, row_group_bytes)
     clear(store)
@@ -75,22 +76,30 @@ def write_shards(
 
 
 def check_sizes(store: Store, num_rows: int, num_shards: int, row_group_bytes: int) -> None:
-    """UndulaError where a data set cannot have these sizes; to be asked before the former one is cleared."""
+    """Check the sizes of a data set. Call this before `clear`, so that a mistake does not delete the previous data set.
+
+    Raises:
+        UndulaError: A size is less than 1.
+    """
     if min(num_rows, num_shards, row_group_bytes) < 1:
         raise UndulaError(
             f"cannot write {store.url} with {num_rows} rows, {num_shards} shards and row groups of {row_group_bytes} "
-            "bytes: each must be at least 1"
+            "bytes; each of them must be at least 1"
         )
 
 
 def clear(store: Store) -> None:
-    """Remove the data set that `write_shards` left: its manifest first, then its shards."""
+    """Delete a data set that `write_shards` wrote: its manifest first, then its shards.
+
+    Raises:
+        ManifestError: The folder has other Parquet files.
+    """
     shards = [entry.name for entry in store.list() if entry.name.endswith(".parquet")]
     for name in shards:
         if not _SHARD_NAME.fullmatch(name):
             raise ManifestError(
-                f"{store.url}/{name} would become part of the data set, which is all .parquet files below its URL: "
-                "give another URL, or move the file away"
+                f"{store.url}/{name} would become part of the data set, which includes all .parquet files below its URL; "
+                "choose another URL or move the file away"
             )
     store.delete(MANIFEST_NAME)
     for name in shards:
@@ -98,7 +107,7 @@ def clear(store: Store) -> None:
 
 
 class _Rows:
-    """The rows of a stream of tables, taken one row group at a time."""
+    """Rows of a stream of tables, taken one row group at a time."""
 
     def __init__(self, tables: Iterable[pa.Table | pa.RecordBatch], schema: pa.Schema):
         self._tables = iter(tables)
@@ -106,7 +115,7 @@ class _Rows:
         self._schema = schema
 
     def groups(self, num_rows: int, most_bytes: int) -> Iterator[pa.Table]:
-        """The next `num_rows` rows, as tables of about `most_bytes`."""
+        """Yield the next `num_rows` rows in tables of about `most_bytes`."""
         missing = num_rows
         while missing:
             group = self._take(missing, most_bytes)
@@ -114,10 +123,14 @@ class _Rows:
             yield group
 
     def check_empty(self, num_rows: int) -> None:
-        """Raise UndulaError where rows are left."""
+        """Check that no rows are left.
+
+        Raises:
+            UndulaError: The source has more rows than it announced.
+        """
         if self._refill():
             raise UndulaError(
-                f"the source has more than the {num_rows} rows that it announced: did it change meanwhile?"
+                f"the source has more than the {num_rows} rows that it announced; do not change it while it is read"
             )
 
     def _take(self, most_rows: int, most_bytes: int) -> pa.Table:
@@ -126,16 +139,18 @@ class _Rows:
         while num_rows < most_rows and num_bytes < most_bytes and self._refill():
             row_bytes = max(self._rest.nbytes / self._rest.num_rows, 1.0)
             count = min(max(round((most_bytes - num_bytes) / row_bytes), 1), most_rows - num_rows)
-            piece, self._rest = self._rest.slice(0, count), self._rest.slice(count)
-            taken.append(piece)
-            num_rows += piece.num_rows
-            num_bytes += piece.nbytes
+            rows, self._rest = self._rest.slice(0, count), self._rest.slice(count)
+            taken.append(rows)
+            num_rows += rows.num_rows
+            num_bytes += rows.nbytes
         if not taken:
-            raise UndulaError(f"the source ended {most_rows} rows before the end of a shard: did it change meanwhile?")
+            raise UndulaError(
+                f"the source ended {most_rows} rows before the end of a shard; do not change it while it is read"
+            )
         return pa.concat_tables(taken).combine_chunks()
 
     def _refill(self) -> bool:
-        """Whether a row is left, brought into `_rest`."""
+        """Load the next rows into `_rest` if it is empty, and return whether it has any."""
         while not self._rest.num_rows:
             table = next(self._tables, None)
             if table is None:

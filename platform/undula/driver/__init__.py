@@ -1,1 +1,1 @@
-"""The driver process of a job or a study: connecting to Ray, checks before any worker starts, and launching the training."""
+"""The driver process of a job or a study: its connection to Ray, checks before any worker starts, and the launch of a training."""

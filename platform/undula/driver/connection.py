@@ -1,4 +1,4 @@
-"""What a job's driver does before it trains: connect to Ray, and send the script's own modules along."""
+"""The driver's connection to Ray, and the modules of the script that travel to the workers."""
 
 import atexit
 import gc
@@ -14,48 +14,49 @@ from pathlib import Path
 
 import ray
 
-from undula.elastic.ray.ray_logging import keep_quiet
+from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
 
 CONNECT_TIMEOUT_S = 10.0
+"""Maximum time in seconds to reach the cluster's address."""
 INTERRUPTED = 130
 """Exit status of a driver that was stopped from outside."""
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Be connected to the cluster that RAY_ADDRESS names, or to the one on this machine; Ray's own talk stays in its log files.
+    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine, for a block. Ray's logs stay in its log files.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: the cluster cannot be reached.
     """
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub brings what is printed
-    # Or the interpreter's end looks for garbage among all that torch has, for more than a second.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # printed lines come through the hub
+    # Without this, the interpreter spends more than a second at its end on collecting torch's objects.
     atexit.register(gc.freeze)
     was_connected = ray.is_initialized()
     if not was_connected:
         address = os.environ.get("RAY_ADDRESS", "")
         try:
-            if re.fullmatch(r"[^/]+:\d+", address):  # where nothing listens, Ray takes a minute to say so
+            if re.fullmatch(r"[^/]+:\d+", address):  # Ray itself would try for a minute
                 socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, ray.exceptions.RayError) as error:
             where = address or "on this machine"
             raise ClusterError(f"cannot connect to the Ray cluster {where}: {' '.join(str(error).split())}") from error
-    keep_quiet()
+        stop_error_messages()
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
     finally:
         if not was_connected:
-            ray.shutdown()  # at the interpreter's end it waits half a second for logs
+            ray.shutdown()  # Ray's own shutdown at exit would wait half a second for logs
 
 
 def ship_modules_beside_the_script() -> None:
-    """Send what the script imports from its own folder along with the train function: on a worker that folder may be elsewhere."""
+    """Send the modules beside the script to the workers along with the train function: a worker may not have that folder."""
     folder = str(Path(sys.argv[0]).resolve().parent)
-    real = cache(os.path.realpath)  # of the thousands of modules that torch has, few lie in folders of their own
+    real = cache(os.path.realpath)  # thousands of modules share few folders
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name != "__main__" and file and real(Path(file).parent) == folder:

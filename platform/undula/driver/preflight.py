@@ -1,23 +1,18 @@
-"""What can be known to be wrong before any worker starts: data, run directory, and whether the run can go on from what is there."""
+"""Checks that the driver makes before any worker starts: of the data, the run directory, the model, and the state that a run resumes."""
 
-import io
 import json
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from undula.config.job import LoadedSpec, changed_key
 from undula.data.manifest import load_manifest
 from undula.data.mixture import Data, Mixture, load_data
+from undula.driver.model_facts import model_facts
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
-from undula.state.commit import check_shapes, find_commits
+from undula.state.commit import Commit, check_shapes, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.model_state import MODEL
 from undula.storage import Store, open_store
@@ -26,83 +21,36 @@ from undula.train.run import Run
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that may start."""
+    """A job that passed all checks."""
 
     store: Store
+    """The run directory."""
     plan: Plan
     is_finished: bool
-    """Whether the last step is in a whole checkpoint."""
+    """Whether an undamaged checkpoint of the plan's last step exists."""
 
 
 def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Prepared:
-    """Check everything that can be checked from here.
+    """Check everything about a job that the driver can check.
+
+    Args:
+        loaded: The job.
+        train: Train function of the script.
+        fresh: Whether the run starts over, so that former checkpoints do not matter.
 
     Raises:
-        UndulaError: one sentence for the first thing that is wrong.
+        UndulaError: the first mistake that was found.
     """
-    spec = loaded.spec
     data = check_job(loaded)
     store = _run_directory(loaded)
-    plan = Plan(spec.plan, data.num_rows)
+    plan = Plan(loaded.spec.plan, data.num_rows)
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
     if newest is not None:
         _refuse_changes(store, loaded, data)
-        shapes = model_shapes(train, loaded, plan)
-        if shapes is not None:
-            check_shapes(newest, shapes, MODEL)
+    check_model(train, loaded, plan, newest)
     is_at_end = newest is not None and newest.step >= plan.total_steps
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
     return Prepared(store, plan, is_finished)
-
-
-def describe(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
-    """What `job.json` in the run directory says."""
-    data = load_data(loaded.spec.data)
-    return {
-        "name": loaded.spec.name,
-        "plan_digest": plan.digest(data.digest),
-        "manifest_digest": data.digest,
-        "total_steps": plan.total_steps,
-        "total_samples": plan.total_samples,
-        "train_rows": data.num_rows,
-        "spec": loaded.tree(),
-    }
-
-
-def model_shapes(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the script's model, by name, without making its weights; None where the script does not get there.
-
-    Runs the train function up to `run.model(...)` on torch's meta device.
-    """
-    probe = _ShapeProbe(loaded, plan)
-    try:
-        with torch.device("meta"), redirect_stdout(io.StringIO()):
-            train(probe)  # type: ignore[arg-type]
-    except _ModelBuiltError as built:
-        return built.shapes
-    except Exception:
-        # Whatever else the script does before its model, the workers will say; they check the shapes again.
-        return None
-    return None
-
-
-class _ModelBuiltError(Exception):
-    def __init__(self, shapes: dict[str, tuple[int, ...]]):
-        self.shapes = shapes
-
-
-class _ShapeProbe:
-    def __init__(self, loaded: LoadedSpec, plan: Plan):
-        self.config = loaded.config
-        self.base_lr = loaded.spec.schedule.base_lr
-        self.plan = plan
-        self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
-
-    def map(self, *functions: object, **more: object) -> None:
-        """Shapes do not depend on the samples."""
-
-    def model(self, module: nn.Module) -> nn.Module:
-        raise _ModelBuiltError({name: tuple(value.shape) for name, value in module.state_dict().items()})
 
 
 def check_job(loaded: LoadedSpec) -> Data:
@@ -112,7 +60,7 @@ def check_job(loaded: LoadedSpec) -> Data:
         The training data.
 
     Raises:
-        UndulaError: one sentence for the first thing that is wrong.
+        UndulaError: the first mistake that was found.
     """
     if loaded.spec.engine == "horovod":
         check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus > 0)
@@ -123,9 +71,22 @@ def check_job(loaded: LoadedSpec) -> Data:
         validation = _checked("data.validation", [url], loaded, lambda: load_manifest(url))
         if validation.select(spec.columns) != data.select(spec.columns):
             raise ManifestError(
-                f"{url} has other columns than {data.url}: training and validation data share one schema"
+                f"{url} has other columns than {data.url}; give validation data with the schema of the training data"
             )
     return data
+
+
+def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, newest: Commit | None) -> None:
+    """Check that the job's settings can train the script's model, and that the newest checkpoint is of that model.
+
+    Raises:
+        UndulaError: the first mistake that was found.
+    """
+    facts = model_facts(train, loaded, plan)
+    if facts is None:
+        return
+    if newest is not None:
+        check_shapes(newest, facts.shapes, MODEL)
 
 
 def _training_data(loaded: LoadedSpec) -> Data:
@@ -137,7 +98,14 @@ def _training_data(loaded: LoadedSpec) -> Data:
 
 
 def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], Data]) -> Data:
-    """Data that a job can read, with its plan."""
+    """Load data, and check that the job can read it and that the plan fits it.
+
+    Args:
+        key: Key of the YAML that gives the data, for messages.
+        urls: Where the data lies.
+        loaded: The job.
+        load: Loads the data.
+    """
     for url in urls:
         _refuse_lost_path(key, url, loaded)
     try:
@@ -148,46 +116,45 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], D
         if isinstance(data, Mixture):
             data.check_plan(loaded.spec.plan)
     except (StorageError, ManifestError, SpecError) as error:
-        raise type(error)(f"{loaded.origins.get(key, 'default')}: {key}: {error}") from error
+        raise type(error)(f"{loaded.origin(key)}: {key}: {error}") from error
     return data
 
 
 def _run_directory(loaded: LoadedSpec) -> Store:
+    """The job's run directory, which can be written to and is not a study's."""
     try:
         store = open_store(loaded.spec.run_url)
         store.check_writable()
     except StorageError as error:
-        origin = loaded.origins.get("runs", "default")
-        raise StorageError(f"{origin}: runs: the run directory is not writable: {error}") from error
+        raise StorageError(f"{loaded.origin('runs')}: runs: the run directory is not writable: {error}") from error
     if store.exists(STUDY_FILE):
         raise RunError(f"{store.url} is a study's directory: give the run another name")
     return store
 
 
 def _refuse_lost_path(key: str, url: str, loaded: LoadedSpec) -> None:
-    """A relative path of a submitted job lies in Ray's copy of its working directory, which goes when the job ends."""
+    """Refuse a relative path in a submitted job: Ray runs the job in a copy of its working directory, and deletes the copy."""
     if not url.startswith(("/", "~", "s3://")) and "/runtime_resources/working_dir_files/" in str(Path.cwd()):
         raise SpecError(
-            f"{loaded.origins.get(key, 'default')}: {key} is {url!r}, which is relative to this job's temporary copy of the "
-            "working directory: give an absolute path or an s3:// URL"
+            f"{loaded.origin(key)}: {key} is {url!r}, relative to a copy of the working directory that Ray deletes when the job ends; "
+            "give an absolute path or an s3:// URL"
         )
 
 
 def _refuse_changes(store: Store, loaded: LoadedSpec, data: Data) -> None:
-    """The run goes on only as the logical run that it was begun as."""
+    """Refuse to resume a run with other data, or with another value of a key that defines the logical run."""
     if not store.exists(JOB_FILE):
         return
-    mend = "restore it, give another name, or start over with --fresh"
+    fix = "restore it, give another name, or start over with --fresh"
     try:
         begun = json.loads(store.read(JOB_FILE))
         digest, change = begun["manifest_digest"], changed_key(begun["spec"], loaded.tree())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}): {mend}") from error
+        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}): {fix}") from error
     if digest != data.digest:
-        raise RunError(f"{store.url} was begun on other training data than {data.url} holds now: {mend}")
+        raise RunError(f"{store.url} was begun with other training data than {data.url} holds now: {fix}")
     if change:
         key, before, now = change
         raise RunError(
-            f"{loaded.origins.get(key, 'default')}: {key} is {json.dumps(now)}, and {store.url} was begun with "
-            f"{json.dumps(before)}: {mend}"
+            f"{loaded.origin(key)}: {key} is {json.dumps(now)}, and {store.url} was begun with {json.dumps(before)}: {fix}"
         )

@@ -1,7 +1,8 @@
-"""Where Horovod's ranks meet: the key-value server that its HTTPStore asks (horovod/common/gloo/http_store.cc), behind a secret.
+"""The rendezvous of Horovod's ranks: the key-value server for its HTTPStore (horovod/common/gloo/http_store.cc), protected by a secret.
 
-Horovod's client takes its address and port from two variables and asks for http://ADDRESS:PORT/SCOPE/KEY. With HOST:REAL_PORT/SECRET as
-its address the secret becomes the first part of each path. Its own server (horovod/runner/http/http_server.py) lets anybody in.
+Horovod's client reads an address and a port from two variables and requests http://ADDRESS:PORT/SCOPE/KEY. If the address is set to
+HOST:REAL_PORT/SECRET, the secret becomes the first part of each path. Horovod's own server (horovod/runner/http/http_server.py) accepts
+unauthenticated requests.
 """
 
 import hmac
@@ -11,20 +12,20 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 
-MOST_BYTES = 2**16
-"""Of a value: ranks leave addresses."""
+MAX_VALUE_BYTES = 2**16
+"""Maximum size of a value in bytes; ranks store addresses."""
 
 
 class RendezvousServer(ThreadingHTTPServer):
-    """Serves one group after another, from a thread; what a former group left or asks is not there for the next.
+    """Serves one group after another in a thread. A group can neither see nor change the values of another one.
 
     Args:
-        host: address of this node, which is all that it listens on.
-        key: a secret from which that of each group is derived, beside what is drawn anew for each.
+        host: address of this node; the server listens on no other.
+        key: secret that enters the secret of each group, together with fresh random bytes.
     """
 
     daemon_threads = True
-    request_queue_size = 128  # all ranks ask at once, each time on a connection of its own
+    request_queue_size = 128  # all ranks connect at once, and anew for each request
 
     def __init__(self, host: str, key: str | bytes | None = None):
         super().__init__((host, 0), _Handler)
@@ -34,12 +35,12 @@ class RendezvousServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), name="horovod-rendezvous", daemon=True).start()
 
     def server_bind(self) -> None:
-        """Without a look at the name of the host, which can take a name server's seconds."""
+        """Bind without the lookup of the host's name in the base class, which can take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def begin_group(self) -> dict[str, str]:
-        """The variables by which the ranks of a new group find it."""
+        """Begin a group with an empty store and a new secret; the variables by which its ranks find the server."""
         self._secret = hmac.digest(self._key, secrets.token_bytes(32), "sha256").hex()
         self.values = {}
         host, port = self.server_address[:2]
@@ -49,7 +50,7 @@ class RendezvousServer(ThreadingHTTPServer):
         }
 
     def admits(self, path: str) -> bool:
-        """Whether a path begins with the secret of the group that meets."""
+        """Whether a path begins with the secret of the current group."""
         _, first, *_ = [*path.split("/"), ""]
         return bool(self._secret) and secrets.compare_digest(first.partition(":")[0].encode(), self._secret.encode())
 
@@ -66,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not self.server.admits(self.path):
             status = HTTPStatus.NOT_FOUND
-        elif not length.isdecimal() or int(length) > MOST_BYTES:
+        elif not length.isdecimal() or int(length) > MAX_VALUE_BYTES:
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         else:
             self.server.values[self.path] = self.rfile.read(int(length))
@@ -74,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status)
 
     def do_DELETE(self) -> None:
-        """A rank has met the others."""
+        """Delete a value, once a rank has met the others."""
         if self.server.admits(self.path):
             self.server.values.pop(self.path, None)
         self._answer(HTTPStatus.OK)
@@ -86,4 +87,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """The paths hold the secret."""
+        """Log nothing, because paths contain the secret."""

@@ -1,7 +1,8 @@
-"""Wakes threads that wait for ranks that have left: gloo has no abort, and a store's rendezvous none either.
+"""Shuts down the TCP connections of collectives, so that threads that wait for a lost rank raise.
 
-Both connect their ranks through sockets. Torch's listen on one side: where each rank cuts the connections that it has accepted, every
-connection of the group is cut, whichever rank is the one that is gone. Horovod's have stopped to listen by then, and are known by name.
+This is needed because neither gloo nor the rendezvous of a store has an abort. Torch's sockets listen on one side: if each rank shuts down
+the connections that it has accepted, every connection of the group ends, whichever rank is lost. Horovod's sockets no longer listen once
+the group runs; they are identified by name.
 """
 
 import os
@@ -14,31 +15,31 @@ OPEN_FILES = Path("/proc/self/fd")
 
 
 def listening_ports() -> frozenset[int]:
-    """TCP ports that this process listens on."""
+    """TCP ports on which this process listens."""
     return frozenset(each.getsockname()[1] for _, each in _stream_sockets() if _listens(each))
 
 
 def cut_connections(ports: frozenset[int]) -> None:
-    """End the connections that this process has accepted on some ports; whoever waits there gets an error."""
+    """Shut down the connections that this process has accepted on these ports, so that their readers raise."""
     for _, each in _stream_sockets():
-        if each.getsockname()[1] in ports and not _listens(each):  # gloo ends the process where it cannot listen
+        if each.getsockname()[1] in ports and not _listens(each):  # gloo ends the process when a listening socket fails
             _cut(each)
 
 
 def open_sockets() -> frozenset[str]:
-    """Names of this process's TCP sockets, none of which is used again while it is open."""
+    """Names of this process's TCP sockets; a name is unique while its socket is open."""
     return frozenset(name for name, _ in _stream_sockets())
 
 
 def cut_sockets(names: frozenset[str]) -> None:
-    """End the connections of some sockets, where they are open."""
+    """Shut down the connections of the sockets with these names, as far as they are open."""
     for name, each in _stream_sockets():
         if name in names and not _listens(each):
             _cut(each)
 
 
 def _cut(each: socket.socket) -> None:
-    with suppress(OSError):  # at its end already
+    with suppress(OSError):  # the connection has ended already
         each.shutdown(socket.SHUT_RDWR)
 
 
@@ -48,7 +49,7 @@ def _listens(each: socket.socket) -> bool:
 
 def _stream_sockets() -> Iterator[tuple[str, socket.socket]]:
     for file in OPEN_FILES.iterdir() if OPEN_FILES.is_dir() else []:
-        with suppress(OSError):  # closed meanwhile, or no socket
+        with suppress(OSError):  # the file was closed meanwhile, or is not a socket
             if not (name := str(file.readlink())).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(file.name))) as found:

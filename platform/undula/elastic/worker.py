@@ -1,4 +1,4 @@
-"""What Ray Train runs on every worker: it makes the Run, hands it to the user's function, and shows what that prints."""
+"""The train function of a job, as Ray Train runs it on every worker: makes the Run, calls the script, and shows what it prints."""
 
 import os
 import sys
@@ -6,18 +6,20 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import ray
 import ray.train
 import ray.train.torch
 
 from undula.data.mixture import load_data
 from undula.data.streams import rank_stream
+from undula.elastic.ray.actor import worker_state
 from undula.errors import StorageError, UndulaError
+from undula.parallel.layout import join_layout
 from undula.plan.plan import Plan
-from undula.recovery.handover import LeaveGroup, process
-from undula.recovery.replica import Mirror
+from undula.recovery.replica import ReplicaClient
+from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.telemetry.hub import TeeToDriver
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
@@ -26,7 +28,7 @@ from undula.train.tracebacks import is_of_collective, keep_traceback
 
 
 @dataclass(frozen=True)
-class Worker:
+class JobWorker:
     """The train loop of a job, for Ray Train's `train_loop_per_worker`."""
 
     train: Callable[[Run], None]
@@ -36,20 +38,22 @@ class Worker:
     def __call__(self) -> None:
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
-        process.is_run = True
+        worker = worker_state()
+        worker.is_run = True
         _leave_batch_scheduling()
         with TeeToDriver(sys.stdout, self.publish, rank):
             device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
             run: Run | None = None
             try:
-                run = Run(self.job, rank, world_size, device, self.publish, local_rank, _mirror())
+                layout = join_layout(rank, world_size, device, local_rank)
+                run = Run(self.job, layout, worker, self.publish, _replicas(worker))
                 self.train(run)
             except LeaveGroup:
                 assert run is not None
                 run.hand_over()
-                process.progress.enter("left")
+                worker.progress.enter("left")
             except Exception as error:
-                process.is_sound = is_of_collective(error) or isinstance(error, StorageError)
+                worker.is_sound = is_of_collective(error) or isinstance(error, StorageError)
                 keep_traceback(error)
                 if run is not None:
                     with suppress(Exception):  # a GPU in error gives nothing back
@@ -58,28 +62,28 @@ class Worker:
                 raise
             finally:
                 if run is not None:
-                    run.forget()
+                    run.free()
 
 
 def open_data(job: Job) -> None:
-    """Read a window of a job's data, so that connections are there and memory is by the time that the first batch is asked for."""
-    with suppress(UndulaError, OSError):  # the run itself will tell
+    """Read a window of a job's data, so that connections and memory are there by the time that the first batch is asked for."""
+    with suppress(UndulaError, OSError):  # the run itself will report it
         data = load_data(job.data)
         rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)
 
 
-def _mirror() -> Mirror | None:
-    """To the controller, where it keeps copies of snapshots."""
-    if process.controller is None:
+def _replicas(worker: WorkerState) -> ReplicaClient | None:
+    """The client of the controller's replica store, where the controller has one."""
+    if worker.controller is None:
         return None
     context = ray.train.get_context()
-    is_elsewhere = ray.get_runtime_context().get_node_id() != process.home
-    is_alone = context.get_local_world_size() == context.get_world_size()
-    return Mirror(process.controller, context.get_world_rank(), is_elsewhere, is_alone)
+    is_elsewhere = ray.get_runtime_context().get_node_id() != worker.home
+    shares_node = context.get_local_world_size() == context.get_world_size()
+    return ReplicaClient(worker.controller, context.get_world_rank(), is_elsewhere, shares_node)
 
 
 def _leave_batch_scheduling() -> None:
     """Take precedence over Ray's daemons where these run as batch processes, as undula.cluster.local starts them."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_BATCH:
-        for thread in Path("/proc/self/task").iterdir():  # the collectives' threads as well
-            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
+        for thread in psutil.Process().threads():  # including those of the collectives
+            os.sched_setscheduler(thread.id, os.SCHED_OTHER, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Optimizers by name, with the parameters in two groups: those that decay and those that do not."""
+"""Optimizers by name, with the parameters in two groups: matrices, which decay, and all others, which do not."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -21,29 +21,29 @@ SETTINGS: Mapping[Name, Mapping[str, Any]] = {
     "lars": {"momentum": 0.9, "nesterov": False, "trust_coefficient": 1e-3},
     "lamb": {"betas": (0.9, 0.999), "eps": 1e-6},
 }
-"""What each has beside weight decay, and where that stands when it is not given. The last two as in the papers."""
+"""Settings of each optimizer beside weight decay, with their defaults; those of lars and lamb are from the papers."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """Which optimizer, and its settings; the learning rate is the schedule's."""
+    """Name and settings of an optimizer. The learning rate is not among them: it belongs to the schedule."""
 
     name: Name = "adamw"
-    """SGD, Adam and AdamW of torch; LARS (You et al. 2017, arXiv:1708.03888) and LAMB (You et al. 2020, arXiv:1904.00962) need
-    pytorch-optimizer."""
+    """Optimizer: SGD, Adam and AdamW are those of torch; LARS (You et al. 2017, arXiv:1708.03888) and LAMB (You et al. 2020,
+    arXiv:1904.00962) are for large batches."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """Of parameters with two dimensions or more; the others have none. Added to the gradient (sgd, adam, lars), to Adam's direction
-    (lamb), or times the learning rate to the step (adamw)."""
+    """Weight decay of parameters with two dimensions or more; all others have none. It is added to the gradient (sgd, adam, lars), to
+    Adam's direction (lamb), or, times the learning rate, to the step (adamw)."""
     momentum: Fraction | None = None
-    """Of sgd and lars, by default 0.9. The buffer holds gradients; the learning rate comes after it."""
+    """Momentum of sgd and lars; 0.9 by default. The momentum buffer holds gradients, and the learning rate is applied after it."""
     nesterov: bool | None = None
-    """Of sgd and lars: whether momentum looks ahead; by default it does not."""
+    """Whether sgd and lars use Nesterov momentum; false by default."""
     betas: tuple[Fraction, Fraction] | None = None
-    """Of adam, adamw and lamb: decay per step of the averages of the gradient and of its square, by default 0.9 and 0.999."""
+    """Decay per step of the averages of the gradient and of its square, in adam, adamw and lamb; 0.9 and 0.999 by default."""
     eps: Annotated[float, Gt(0)] | None = None
-    """Of adam, adamw and lamb: added to the root of the second average, by default 1e-8, and 1e-6 for lamb."""
+    """Term added to the root of the second average, in adam, adamw and lamb; by default 1e-8, and 1e-6 in lamb."""
     trust_coefficient: Annotated[float, Gt(0)] | None = None
-    """Of lars: the most that a gradient moves a matrix by at a learning rate of 1, as a fraction of its norm; by default 0.001."""
+    """Norm of the gradient's part in a step of lars at a learning rate of 1, as a fraction of the norm of the matrix; 0.001 by default."""
 
     def __post_init__(self) -> None:
         for key in ("momentum", "nesterov", "betas", "eps", "trust_coefficient"):
@@ -52,13 +52,13 @@ class OptimizerConfig:
                 owners = " or ".join(name for name, settings in SETTINGS.items() if key in settings)
                 given = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(
-                    f"{key} is {given}, which name: {self.name} does not have: leave it out, or give name: {owners}"
+                    f"{key} is {given}, but name: {self.name} has no such setting: remove it, or use name: {owners}"
                 )
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov is true, which looks ahead along momentum, and that is 0: leave out one of them")
+            raise ValueError("nesterov is true, but momentum is 0: remove one of them")
 
     def settings(self) -> dict[str, Any]:
-        """All that the named optimizer has beside weight decay and the learning rate."""
+        """All settings of the optimizer beside weight decay and the learning rate."""
         given = {key: getattr(self, key) for key in SETTINGS[self.name]}
         return {key: default if given[key] is None else given[key] for key, default in SETTINGS[self.name].items()}
 
@@ -66,15 +66,17 @@ class OptimizerConfig:
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
     """The optimizer of all of a model's parameters, whole or sharded by `fully_shard`.
 
-    Biases and the gains of norms, which is to say parameters with fewer than two dimensions, do not decay (Goyal et al. 2017,
-    arXiv:1706.02677, section 5.1), nor have they a trust ratio with LARS and LAMB. Embeddings are matrices like others, as for the
-    authors of BERT and LAMB, whose code leaves out norms and biases alone.
+    Parameters with fewer than two dimensions, which are biases and the gains of norms, have no weight decay (Goyal et al. 2017,
+    arXiv:1706.02677, section 5.1) and no trust ratio in LARS and LAMB. Embeddings are treated as matrices, as the authors of BERT and
+    LAMB do: their code excludes only norms and biases.
 
     Args:
-        lr: at the top of the schedule, of both groups: run.base_lr.
+        model: Model whose parameters are optimized.
+        config: Name and settings of the optimizer.
+        lr: Learning rate of both groups at the top of the schedule: run.base_lr.
 
     Raises:
-        SpecError: the package that has it is not installed, or LAMB is to train complex numbers.
+        SpecError: LAMB was chosen for a model with complex parameters.
     """
     settings = config.settings()
     groups = _groups(model, config.weight_decay)
@@ -84,19 +86,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torc
         return torch.optim.Adam(groups, lr=lr, **settings)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, **settings)
-    try:
-        from undula.optim.layerwise import LARS, Lamb
-    except ModuleNotFoundError as error:
-        if error.name != "pytorch_optimizer":
-            raise
-        raise SpecError(
-            f"optimizer.name is {config.name}, which needs pytorch-optimizer, and that is not installed here: "
-            "pip install 'undula[study]'"
-        ) from None
+    from undula.optim.lamb import Lamb  # DTensor, which both import, would slow the start of every driver
+    from undula.optim.lars import LARS
+
     if config.name == "lars":
         return LARS(groups, lr=lr, **settings)
-    if odd := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
-        raise SpecError(f"optimizer.name is lamb, which is for real numbers, and {odd[0]} is complex: give adamw")
+    if complex_names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
+        raise SpecError(
+            f"optimizer.name is lamb, which supports real parameters only, but {complex_names[0]} is complex: use adamw"
+        )
     return Lamb(groups, lr=lr, **settings)
 
 

@@ -1,1 +1,1 @@
-"""The logical run: what each step consumes, at which learning rate, whatever the cluster. Pure: no Ray, no boto3, no I/O."""
+"""The logical run: the samples and the learning rate of each step, independent of the cluster. Pure: no Ray, no boto3, no I/O."""

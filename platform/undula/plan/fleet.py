@@ -1,8 +1,8 @@
-"""How many spot and how many on-demand workers a run wants: pure.
+"""Number of spot and on-demand workers that a run wants. Pure.
 
-Source of the deadline's policy: Uniform Progress, Wu et al., "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024,
-section 5.2.2 (its four rules) and 5.5 (several instances). There a job of N nodes runs on all of them or on none; an elastic one goes on
-with those that are there, so that here on-demand nodes come in the place of the spot nodes that are missing, and only those.
+The policy for a deadline is Uniform Progress: Wu et al., "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024,
+sections 5.2.2 (its four rules) and 5.5 (several instances). In the paper, a job of N nodes runs on all of them or not at all. An elastic
+job also trains on fewer nodes, so on-demand nodes here only replace the spot nodes that are missing.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from undula.plan.plan import STRICT
 
 MARKET = "undula.io/market"
-"""The label of Ray that says how a node was had: SPOT or ON_DEMAND."""
+"""Ray node label for the market a node was bought on: SPOT or ON_DEMAND."""
 MACHINE = "undula.io/machine"
-"""The label that has the cloud's name of the machine."""
+"""Ray node label for the cloud's name of the machine type, such as g6.xlarge."""
 TYPE = "undula.io/type"
-"""The label that has the name of a node's type in the cluster's configuration."""
+"""Ray node label for the node type's name in the cluster configuration."""
 SPOT = "spot"
 ON_DEMAND = "on-demand"
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -27,111 +27,116 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @checked_dataclass(frozen=True, config=STRICT)
 class FleetSpec:
-    """Which nodes a job asks the cluster's autoscaler for, as told apart by Ray's label `undula.io/market`; at most one of the first three.
+    """Nodes that a job requests from the cluster's autoscaler, selected by the Ray node label `undula.io/market`.
 
-    By default any, so that the priorities of the cluster's configuration say what comes first.
+    At most one of `spot_only`, `on_demand_floor` and `deadline` can be set. By default the job accepts any node, and the priorities in the
+    cluster configuration decide which type comes first.
     """
 
     spot_only: bool = False
-    """Spot nodes alone; without them the job waits."""
+    """Whether to train on spot nodes only. The job waits while no spot node is available."""
     on_demand_floor: Annotated[int, Ge(1)] | None = None
-    """So many workers on on-demand nodes always, and the others on spot nodes."""
+    """Minimum number of workers on on-demand nodes; the other workers run on spot nodes."""
     deadline: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?[smhd]$")] | None = None
-    """Time for the whole job since it was first submitted, such as 6h: spot nodes as long as the job, at the measured rate, keeps up with
-    it, and on-demand ones in the place of those that are missing where it does not."""
+    """Time limit for the whole job, counted from its first submission, such as 6h. The job trains on spot nodes while the measured rate is
+    high enough to meet the limit; when it falls behind, on-demand nodes replace the missing spot nodes."""
     node_start_s: Annotated[float, Gt(0)] = 300.0
-    """Seconds from asking for a node to the first step on it; a spot node that has not come by then is taken to be missing."""
+    """Expected time in seconds from requesting a node to the first step on it. A spot node that takes longer counts as missing."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("spot_only", "on_demand_floor", "deadline") if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} are both given: keep one of them")
+            raise ValueError(f"{given[0]} and {given[1]} cannot be combined; remove one of them")
         if self.deadline_s == 0:
-            raise ValueError(f"deadline is {self.deadline}, which is over at once: give some time")
+            raise ValueError(
+                f"deadline is {self.deadline}, which leaves no time to train; set a longer time, such as 6h"
+            )
 
     @property
     def is_any(self) -> bool:
-        """Whether all nodes are alike to the job."""
+        """Whether the job accepts spot and on-demand nodes alike."""
         return not (self.spot_only or self.on_demand_floor or self.deadline)
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds."""
+        """`deadline` in seconds; None without a deadline."""
         return float(self.deadline[:-1]) * _SECONDS[self.deadline[-1]] if self.deadline else None
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run is, in seconds of the whole fleet: what all of its nodes together do in one."""
+class RemainingWork:
+    """Work and time of a run until its deadline. Work is measured in the seconds that the whole fleet needs for it."""
 
     elapsed_s: float
-    """Since the run was submitted."""
+    """Seconds since the run was submitted."""
     deadline_s: float
-    """After which it is late, from the same moment on."""
+    """Seconds from the submission to the deadline."""
     total_s: float
-    """Of work, at the measured rate."""
+    """Work of the whole run, in seconds of the whole fleet at the measured rate."""
     done_s: float
-    """Of it, what is committed."""
+    """Work that is committed, in seconds of the whole fleet."""
     changeover_s: float
-    """From the moment at which a node is needed to its first step: the time until the next look, and until it has started."""
+    """Seconds from the moment a node is needed to its first step: the wait for the next decision plus the start of the node."""
 
     @property
     def left_s(self) -> float:
+        """Work that is left, in seconds of the whole fleet."""
         return max(self.total_s - self.done_s, 0.0)
 
     def expected_s(self, ahead_s: float = 0.0) -> float:
-        """Work that is done by then where all of it is spread evenly over the time (equation 5)."""
+        """Work, in seconds, that a run at an even pace has done `ahead_s` seconds from now (equation 5 of the paper)."""
         return min((self.elapsed_s + ahead_s) * self.total_s / self.deadline_s, self.total_s)
 
     @property
     def time_left_s(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline; negative after it."""
         return self.deadline_s - self.elapsed_s
 
     @property
     def spare_s(self) -> float:
-        """Of it, what may still be lost; where it is less than two changeovers, no more must be (the safety net rule)."""
+        """Seconds that the run can lose and still meet its deadline. Below two changeovers, it must not lose any (the safety net rule)."""
         return self.time_left_s - self.left_s
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Workers on nodes of each market."""
+    """Number of workers on the nodes of each market."""
 
     spot: int
     on_demand: int
 
 
 def spot_only(size: int) -> Fleet:
-    """All spot."""
+    """Return a fleet of spot workers only."""
     return Fleet(size, 0)
 
 
 def on_demand_floor(size: int, floor: int) -> Fleet:
-    """So many on-demand nodes always, and the rest spot."""
+    """Return a fleet with `floor` on-demand workers and spot workers for the rest."""
     on_demand = min(floor, size)
     return Fleet(size - on_demand, on_demand)
 
 
-def by_deadline(size: int, there: Fleet, ready: Fleet, progress: Progress, hurries: bool) -> Fleet:
-    """Uniform Progress: as much spot as there is, and on-demand in the place of what is missing, as long as it is needed to be in time.
+def by_deadline(size: int, available: Fleet, ready: Fleet, remaining: RemainingWork, is_urgent: bool) -> Fleet:
+    """Decide by Uniform Progress: all available spot nodes, and on-demand nodes for the missing ones while the run is behind.
 
     Args:
-        size: workers of the whole fleet.
-        there: room for workers on nodes that are there, those that still start included.
-        ready: workers that train. An on-demand node stays until the spot node that comes in its place is one of them.
-        progress: of the run.
-        hurries: whether what is left just fits: from then on each loss of a spot node would cost time that is not there, and on-demand
-            nodes take the place of all of them, one after another as they are ready.
+        size: number of workers of the whole fleet.
+        available: number of workers that fit on the present nodes, including nodes that are still starting.
+        ready: number of workers that train. An on-demand node stays until the spot node that replaces it is ready.
+        remaining: work and time of the run until its deadline.
+        is_urgent: whether the remaining work only just fits into the remaining time. The run can then no longer afford to lose a spot
+            node, so on-demand nodes replace all spot nodes, one by one as they become ready.
 
     Returns:
-        What to ask for. More spot than there is is always asked for, so that spot that comes back is taken (taking risks).
+        The fleet to request. Outside of the urgent phase it always includes a full fleet of spot workers, so that the run takes spot
+        nodes as soon as they come back (the paper's taking risks rule).
     """
-    if hurries:
+    if is_urgent:
         return Fleet(max(size - ready.on_demand, 0), size)
-    missing = max(size - there.spot, 0)
-    is_behind = progress.done_s < progress.expected_s()
-    catches_up = there.on_demand > 0 and progress.done_s < progress.expected_s(ahead_s=2 * progress.changeover_s)
+    missing = max(size - available.spot, 0)
+    is_behind = remaining.done_s < remaining.expected_s()
+    catches_up = available.on_demand > 0 and remaining.done_s < remaining.expected_s(ahead_s=2 * remaining.changeover_s)
     if is_behind or catches_up:
-        return Fleet(size, max(missing, min(there.on_demand, size - ready.spot)))
+        return Fleet(size, max(missing, min(available.on_demand, size - ready.spot)))
     return Fleet(size, 0)

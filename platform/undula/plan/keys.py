@@ -1,4 +1,4 @@
-"""Random keys for the plan: stable 64-bit keys from names and integers, and permutations of which any place can be asked for."""
+"""Random keys of the plan: stable 64-bit keys from names and integers, and permutations that can be evaluated at any place."""
 
 from hashlib import blake2b
 
@@ -6,20 +6,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
-_ROUNDS = 16  # even; with fewer, pairs of numbers are not independent in permutations of fewer than ten
+_ROUNDS = 16  # must be even; with fewer rounds, pairs of numbers are not independent in permutations of fewer than ten numbers
 
 Ids = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
 
 def key64(*parts: int | str) -> int:
-    """A 64-bit key that depends on every part and on their order; the same on every machine and in every version."""
+    """Return a 64-bit key that depends on all parts and their order. It is the same on every machine and in every version."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix64(values: Keys) -> Keys:
-    """SplitMix64's finalizer (Steele et al., OOPSLA 2014) of the values and its increment, elementwise."""
+    """Add SplitMix64's increment to the values and apply its finalizer (Steele et al., OOPSLA 2014), elementwise."""
     with np.errstate(over="ignore"):
         mixed = values + _MIX[2]
         mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[0]
@@ -28,7 +28,7 @@ def mix64(values: Keys) -> Keys:
 
 
 def subkeys(key: int, *parts: ArrayLike) -> Keys:
-    """Keys derived from one key and integers, elementwise; shape of the parts, broadcast."""
+    """Derive keys from one key and integers, elementwise. The result has the broadcast shape of the parts."""
     keys = np.asarray(key, dtype=np.uint64)
     for part in parts:
         keys = mix64(keys ^ mix64(np.asarray(part, dtype=np.int64).astype(np.uint64)))
@@ -36,17 +36,19 @@ def subkeys(key: int, *parts: ArrayLike) -> Keys:
 
 
 def permuted(places: ArrayLike, sizes: ArrayLike, keys: ArrayLike) -> Ids:
-    """What stands at some places of pseudorandom permutations of range(size), without computing the rest of them.
+    """Evaluate pseudorandom permutations of range(size) at some places, without computing the other places.
 
-    A generalized Feistel network on Z_a x Z_b with a * b >= size, walked until it falls below the size (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", CT-RSA 2002); a and b are near the square root of the size, so that few places walk twice.
+    The permutation is a generalized Feistel network on Z_a x Z_b with a * b >= size, applied until the value is below the size (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Because a and b are close to the square root of the size, few
+    places need a second application.
 
     Args:
-        places: in range(size).
-        sizes, keys: one for each place, or one for all.
+        places: places to evaluate, each in range(size).
+        sizes: size of the permutation, one for each place or one for all.
+        keys: key of the permutation, one for each place or one for all.
 
     Returns:
-        Shape of the places, broadcast with sizes and keys.
+        The numbers at these places, in the broadcast shape of the arguments.
     """
     arrays = np.broadcast_arrays(
         np.asarray(places, dtype=np.uint64), np.asarray(sizes, dtype=np.uint64), np.asarray(keys, dtype=np.uint64)
@@ -72,8 +74,9 @@ def _encipher(values: Keys, size: Keys, key: Keys) -> Keys:
 
 
 def multiset_digest(ids: Ids) -> int:
-    """A 64-bit digest of a multiset of sample ids: the sum modulo 2^64 of a mix of each.
+    """Return a 64-bit digest of a multiset of sample ids: the sum of `mix64` of each id, modulo 2^64.
 
-    Sums add up over ranks in any order, and a missing, a repeated or another sample changes them.
+    The digests of several ranks add up to the digest of all their samples, in any order. A missing, repeated or different sample changes
+    the digest.
     """
     return int(mix64(ids.astype(np.uint64)).sum(dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Which data set each sample of a mix comes from: a fixed pattern, so that the mix of any stretch is known without those before it."""
+"""Data set that each sample of a mix comes from. The pattern is fixed, so it can be evaluated at any position of a stream."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,15 +9,15 @@ from undula.errors import SpecError
 from undula.plan.keys import Ids, key64
 
 PERIOD = 2**16
-"""Samples after which a mix repeats; weights are rounded to its fractions."""
+"""Number of samples after which a mix repeats. Weights are rounded to multiples of 1 / PERIOD."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Data sets by weight. A virtual worker's n-th sample comes from data set `sources(v, n, 1)`, whatever was read before.
+    """Several data sets mixed by weight. Sample n of virtual worker v comes from data set `sources(v, n, 1)[0]`, whatever was read before.
 
-    Within a period each data set has its share of places, by largest remainder, spread as evenly as they go; each virtual worker
-    begins at a place of its own, keyed by the seed, so that a step whose shares are small does not draw on one data set alone.
+    Each data set has a share of the places of a period, rounded by the largest remainder method and spread as evenly as possible. Each
+    virtual worker starts at a different place, keyed by the seed. Otherwise all virtual workers would draw the same data set at once.
     """
 
     weights: tuple[float, ...]
@@ -27,16 +27,16 @@ class Mix:
         for number, share in enumerate(self._shares):
             if share == 0:
                 raise SpecError(
-                    f"data.mix has weight {self.weights[number]} of {sum(self.weights)} for its data set {number + 1}, "
-                    f"less than one sample in {PERIOD}: give it more, or leave it out"
+                    f"data.mix: the weight of data set {number + 1} is {self.weights[number]} of {sum(self.weights)}, "
+                    f"less than one sample in {PERIOD}; raise the weight or remove the data set"
                 )
 
     def sources(self, virtual_worker: int, position: int, count: int) -> Ids:
-        """Number of the data set of each sample at positions [position, position + count) of a stream; shape [count]."""
+        """Return the index of the data set of each sample at positions [position, position + count) of a stream; shape [count]."""
         return self._pattern[(self._phase(virtual_worker) + position + np.arange(count)) % PERIOD]
 
     def counts(self, virtual_worker: int, position: int) -> Ids:
-        """How many of a stream's first `position` samples come from each data set; shape [data sets]."""
+        """Return how many of a stream's first `position` samples come from each data set; shape [data sets]."""
         phase = self._phase(virtual_worker)
         return self._counts_to(phase + position) - self._counts_to(phase)
 
@@ -50,7 +50,7 @@ class Mix:
 
     @cached_property
     def _shares(self) -> Ids:
-        """Places of each data set in a period; shape [data sets]."""
+        """Number of places of each data set in a period; shape [data sets]."""
         exact = np.array(self.weights) / sum(self.weights) * PERIOD
         shares: Ids = np.floor(exact).astype(np.int64)
         shares[np.argsort(shares - exact, kind="stable")[: PERIOD - shares.sum()]] += 1
@@ -58,7 +58,7 @@ class Mix:
 
     @cached_property
     def _pattern(self) -> Ids:
-        """Data set of each place of a period, each one's places evenly apart; shape [PERIOD]."""
+        """Index of the data set at each place of a period. The places of a data set are evenly spaced; shape [PERIOD]."""
         numbers = np.repeat(np.arange(len(self.weights)), self._shares)
         times = np.concatenate([(np.arange(share) + 0.5) / share for share in self._shares])
         pattern: Ids = numbers[np.argsort(times, kind="stable")]
@@ -66,7 +66,7 @@ class Mix:
 
     @cached_property
     def _before(self) -> Ids:
-        """Places of each data set before each place of a period; shape [PERIOD, data sets]."""
+        """Number of places of each data set before each place of a period; shape [PERIOD, data sets]."""
         is_of = self._pattern[:, None] == np.arange(len(self.weights))
         before: Ids = np.cumsum(is_of, axis=0) - is_of
         return before

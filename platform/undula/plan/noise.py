@@ -1,29 +1,34 @@
-"""The gradient noise scale, from norms of gradients over batches of two sizes: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1."""
+"""Gradient noise scale, estimated from gradient norms at two batch sizes: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1."""
 
 from dataclasses import dataclass
 from math import inf, isfinite
 
 DECAY = 0.99
-"""Of the averages, by measurement: they are over about the last hundred."""
+"""Decay of the exponential averages per measurement. They cover roughly the last hundred measurements."""
 
 
 @dataclass(frozen=True)
 class StepNorms:
-    """What a step's gradients were."""
+    """Gradient norms of a step."""
 
     small_squared: float
-    """Mean over its micro-batches of the squared norms of their gradients, weighted by samples."""
+    """Mean of the squared gradient norms of the step's micro-batches, weighted by samples."""
     whole_squared: float
-    """Squared norm of the gradient over all of its samples."""
+    """Squared norm of the gradient of the whole step."""
     micro_batches: int
+    """Number of micro-batches in the step."""
     samples: int
+    """Number of samples in the step."""
 
     def estimates(self) -> tuple[float, float] | None:
-        """Unbiased estimates of tr(Sigma), the variance of one sample's gradient, and of |G|^2, the expected gradient's squared norm.
+        """Estimate tr(Sigma), the variance of one sample's gradient, and |G|^2, the squared norm of the expected gradient.
 
-        Each may be negative. With micro-batches of b_i samples each, B together, E|g_i|^2 = |G|^2 + tr(Sigma) / b_i, so that their mean
-        weighted by b_i / B is one over batches of B / n samples, even where they are not equally large. None where there is but one
-        micro-batch, or a norm is not finite.
+        Both estimates are unbiased and can be negative. For n micro-batches of b_i samples, B samples in total,
+        E|g_i|^2 = |G|^2 + tr(Sigma) / b_i. The mean weighted by b_i / B is therefore |G|^2 + tr(Sigma) / (B / n), also when the
+        micro-batches differ in size.
+
+        Returns:
+            The estimates of tr(Sigma) and |G|^2, or None if the step has a single micro-batch or a norm is not finite.
         """
         others = self.micro_batches - 1
         if others < 1 or not isfinite(self.small_squared + self.whole_squared):
@@ -35,15 +40,17 @@ class StepNorms:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Exponential averages of both estimates, apart, as the mean of their ratios would be biased."""
+    """Exponential averages of both estimates. They are averaged separately because the mean of their ratios would be biased."""
 
     variance: float = 0.0
+    """Exponential average of the estimates of tr(Sigma)."""
     squared: float = 0.0
+    """Exponential average of the estimates of |G|^2."""
     weight: float = 0.0
-    """What the average of ones would be: the others, over this, are not biased towards their zero at the start."""
+    """Exponential average of ones. Dividing the other averages by it corrects their bias towards the initial zero."""
 
     def after(self, norms: StepNorms) -> "NoiseScale":
-        """With one more step."""
+        """Return the averages after one more step."""
         estimates = norms.estimates()
         if estimates is None:
             return self
@@ -55,9 +62,9 @@ class NoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """tr(Sigma) / |G|^2, the batch in samples at which noise and signal are equal; None before it was measured.
+        """Noise scale tr(Sigma) / |G|^2: the batch size in samples at which noise and signal are equal.
 
-        Infinite where no gradient stands out of the noise.
+        It is None before the first measurement, and infinite if the gradient cannot be distinguished from the noise.
         """
         if not self.weight:
             return None
@@ -68,16 +75,17 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has measured up to a step."""
+    """Measurements of a run up to a step."""
 
     noise: NoiseScale = NoiseScale()
     clock: float = 0.0
-    """Of a schedule whose steps count by their gain, in samples of the base batch."""
+    """Position of the schedule in samples, for a rule whose steps advance the schedule by their gain (AdaScale)."""
 
     def values(self) -> tuple[float, ...]:
-        """For a checkpoint; `Measured.of(*values)` is the way back."""
+        """Return the numbers to save in a checkpoint; `Measured.of(*values)` restores them."""
         return (self.noise.variance, self.noise.squared, self.noise.weight, self.clock)
 
     @classmethod
     def of(cls, variance: float, squared: float, weight: float, clock: float) -> "Measured":
+        """Restore measurements from the numbers that `values` returned."""
         return cls(NoiseScale(variance, squared, weight), clock)

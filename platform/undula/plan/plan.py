@@ -1,4 +1,4 @@
-"""The plan of a run: which samples each step consumes, cut into virtual workers. It never mentions the world size."""
+"""The plan of a run: the samples that each step consumes, divided among virtual workers. It never mentions the world size."""
 
 import itertools
 from dataclasses import asdict, dataclass
@@ -18,53 +18,56 @@ Positive = Annotated[int, Gt(0)]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PlanSpec:
-    """What a step consumes."""
+    """Samples that a run's steps consume, and in which order."""
 
     global_batch: Positive = 64
-    """Samples per optimizer step; must be a multiple of virtual_workers."""
+    """Number of samples per optimizer step; must be a multiple of virtual_workers."""
     batch: Literal["fixed", "elastic"] = "fixed"
-    """Whether a step's samples stay the same, whatever the cluster, or follow the number of workers; the learning rate then follows by
-    schedule.batch_rule."""
+    """Whether the number of samples per step is fixed, or follows the number of workers. With an elastic batch, the learning rate follows
+    by schedule.batch_rule."""
     batch_workers: Positive = 1
-    """Workers that one global_batch is for, where the batch is elastic: twice as many take twice as many samples in a step, and fewer
-    than this no fewer."""
+    """Number of workers that share one global_batch when the batch is elastic. Twice as many workers take two global batches per step; with
+    fewer workers a step still takes one."""
     virtual_workers: Positive = 4
-    """Logical data-parallel shards of a step. At most this many workers can share the work."""
+    """Number of logical data-parallel shards of a step. At most this many workers can share the work."""
     micro_batch: Positive | None = None
-    """Most samples that run through the model at once; by default a virtual worker's whole share."""
+    """Maximum number of samples that run through the model at once; by default a virtual worker's whole share of a step."""
     epochs: Positive = 1
-    """Times that the run goes through the training data."""
+    """Number of passes over the training data."""
     max_steps: Positive | None = None
-    """Ends the run after so many steps, where the epochs would make more."""
+    """Maximum number of steps; the run ends after them even if its epochs have more."""
     seed: int = 0
-    """Seeds the order of the samples, the weights at the start, dropout and augmentation."""
+    """Seed for the order of the samples, the initial weights, dropout and augmentation."""
     shuffle: Literal["none", "row_groups", "window"] = "window"
-    """Order of an epoch: as stored; row groups permuted; or also rows permuted within a window of row groups."""
+    """Order of an epoch: as stored (none), with the row groups permuted (row_groups), or also with the rows permuted within windows of
+    row groups (window)."""
     window: Positive = 4
-    """Row groups in a shuffle window. A reader holds that many in memory for each of its virtual workers."""
+    """Number of row groups in a shuffle window. A reader holds this many row groups in memory for each of its virtual workers."""
     last_step: Literal["short", "drop", "wrap"] = "short"
-    """An epoch's last step, where the global batch does not divide the samples: short, its gradient the mean over what it has;
-    dropped, so that an epoch leaves some samples out, others each time; or filled up with samples from the epoch's beginning."""
+    """Last step of an epoch when the global batch does not divide the number of samples. `short` takes the remaining samples, and its
+    gradient is the mean over them. `drop` leaves them out; these are different samples in each epoch. `wrap` fills the step up with
+    samples from the beginning of the epoch."""
 
     def __post_init__(self) -> None:
         if self.global_batch % self.virtual_workers:
             below = self.global_batch // self.virtual_workers * self.virtual_workers
             nearest = f"{below} or {below + self.virtual_workers}" if below else str(self.virtual_workers)
             raise ValueError(
-                f"global_batch is {self.global_batch}, which virtual_workers ({self.virtual_workers}) does not divide: "
-                f"give {nearest}"
+                f"global_batch is {self.global_batch}, which is not a multiple of virtual_workers ({self.virtual_workers}); "
+                f"set it to {nearest}"
             )
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """How many samples a step has, and from where in its epoch."""
+    """Position and size of a step."""
 
     epoch: int
     step_in_epoch: int
     samples: int
+    """Number of samples in the step."""
     samples_before: int
-    """Samples of the whole run that the steps before consumed."""
+    """Number of samples that all earlier steps of the run consume."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,9 @@ class MicroBatch:
     step: int
     virtual_worker: int
     number: int
-    """Among those of its virtual worker in its step."""
+    """Index among the virtual worker's micro-batches in the step."""
     samples: int
+    """Number of samples in the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -89,51 +93,52 @@ class Plan:
         if self.spec.virtual_workers > self.num_rows:
             raise SpecError(
                 f"plan.virtual_workers is {self.spec.virtual_workers}, more than the {self.num_rows} samples of the "
-                "training data: give fewer virtual workers, or more data"
+                "training data; set fewer virtual workers or train on more data"
             )
         if not self.steps_per_epoch:
             raise SpecError(
-                f"plan.global_batch is {self.spec.global_batch}, more than the {self.num_rows} samples of the training data, "
-                "and plan.last_step drops what does not fill a batch: give a smaller batch, or another last_step"
+                f"plan.global_batch is {self.spec.global_batch}, more than the {self.num_rows} samples of the training data, and "
+                "plan.last_step=drop leaves out steps that are not full; set a smaller global_batch or plan.last_step=short"
             )
 
     @property
     def virtual_worker_batch(self) -> int:
-        """Samples that a virtual worker has in a full step."""
+        """Number of samples of a virtual worker in a full step."""
         return self.spec.global_batch // self.spec.virtual_workers
 
     @property
     def full_steps(self) -> int:
-        """Full steps of an epoch."""
+        """Number of full steps in an epoch."""
         return self.num_rows // self.spec.global_batch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch, with the one at its end that takes what is left, unless that is dropped."""
+        """Number of steps in an epoch, including the last step that is not full unless it is dropped."""
         return self.full_steps + bool(self._rest and self.spec.last_step != "drop")
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that an epoch's steps consume."""
+        """Number of samples that the steps of an epoch consume."""
         return self.steps_per_epoch * self.spec.global_batch if self.spec.last_step != "short" else self.num_rows
 
     @property
     def _rest(self) -> int:
-        """Rows that do not fill a step."""
+        """Number of rows that remain after the full steps of an epoch."""
         return self.num_rows % self.spec.global_batch
 
     @property
     def total_steps(self) -> int:
+        """Number of steps in the run."""
         steps = self.spec.epochs * self.steps_per_epoch
         return min(steps, self.spec.max_steps) if self.spec.max_steps else steps
 
     @property
     def total_samples(self) -> int:
-        """Samples that the whole run consumes."""
+        """Number of samples that the run consumes."""
         return self.step(self.total_steps).samples_before
 
     def step(self, index: int) -> StepShape:
-        """The shape of step `index`, counted from 0 over the whole run."""
+        """Return the shape of step `index`, counted from 0 over the whole run."""
         epoch, step_in_epoch = divmod(index, self.steps_per_epoch)
         first = step_in_epoch * self.spec.global_batch
         return StepShape(
@@ -144,32 +149,35 @@ class Plan:
         )
 
     def batch_factor(self, world_size: int) -> int:
-        """Global batches that a step takes with so many workers."""
+        """Return the number of global batches that an optimizer step takes with `world_size` workers."""
         return max(world_size // self.spec.batch_workers, 1) if self.spec.batch == "elastic" else 1
 
-    def span(self, index: int, world_size: int) -> int:
-        """Steps of the plan from `index` on that so many workers take in one step of the optimizer: none beyond an epoch or the run."""
+    def merged_steps(self, index: int, world_size: int) -> int:
+        """Return how many steps of the plan, from `index` on, `world_size` workers merge into one optimizer step.
+
+        The number is 1 unless the batch is elastic. Merged steps never extend beyond the end of an epoch or of the run.
+        """
         left = min(self.steps_per_epoch - index % self.steps_per_epoch, self.total_steps - index)
         return min(self.batch_factor(world_size), left)
 
     def share(self, step_in_epoch: int, virtual_worker: int) -> int:
-        """Samples of one virtual worker in a step. A short step is shared as evenly as it goes, so some may get none."""
+        """Return a virtual worker's number of samples in a step. A short step is shared as evenly as possible, so it can be zero."""
         is_short = step_in_epoch == self.full_steps and self.spec.last_step == "short"
         return self._share_of_rest(virtual_worker) if is_short else self.virtual_worker_batch
 
     def stream_length(self, virtual_worker: int) -> int:
-        """Rows of an epoch that belong to a virtual worker."""
+        """Return the number of rows of an epoch that belong to a virtual worker."""
         rest = 0 if self.spec.last_step == "drop" else self._share_of_rest(virtual_worker)
         return self.full_steps * self.virtual_worker_batch + rest
 
     def consumed(self, virtual_worker: int) -> int:
-        """Samples that a virtual worker consumes in an epoch: its rows, and those that it takes again to fill the last step."""
+        """Return how many samples a virtual worker consumes in an epoch: its rows, plus those it repeats to fill the last step."""
         if self.spec.last_step == "wrap":
             return self.steps_per_epoch * self.virtual_worker_batch
         return self.stream_length(virtual_worker)
 
     def position(self, step: int, virtual_worker: int) -> int:
-        """Samples of the whole run that a virtual worker consumes before step `step`."""
+        """Return how many samples of the run a virtual worker consumes before step `step`."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         return epoch * self.consumed(virtual_worker) + step_in_epoch * self.virtual_worker_batch
 
@@ -177,13 +185,13 @@ class Plan:
         return self._rest // self.spec.virtual_workers + (virtual_worker < self._rest % self.spec.virtual_workers)
 
     def micro_batches(self, step_in_epoch: int, virtual_worker: int) -> tuple[int, ...]:
-        """Sizes of the micro-batches of one virtual worker in a step."""
+        """Return the sizes of a virtual worker's micro-batches in a step."""
         share = self.share(step_in_epoch, virtual_worker)
         size = self.spec.micro_batch or max(share, 1)
         return tuple(min(size, share - start) for start in range(0, share, size))
 
     def work(self, steps: range, virtual_workers: range) -> list[MicroBatch]:
-        """The micro-batches of some virtual workers in some steps, in order."""
+        """Return the micro-batches of some virtual workers in some steps, in order."""
         return [
             MicroBatch(step, virtual_worker, number, samples)
             for step in steps
@@ -192,16 +200,16 @@ class Plan:
         ]
 
     def rounds(self, steps: range, world_size: int) -> int:
-        """The most micro-batches that a rank of so many has in some steps."""
+        """Return the largest number of micro-batches that any of `world_size` ranks has in some steps."""
         return max(len(self.work(steps, of_rank)) for of_rank in assign(self.spec.virtual_workers, world_size))
 
     def digest(self, manifest_digest: str) -> str:
-        """Identity of the logical run: equal digests consume the same samples at the same steps."""
+        """Return the identity of the logical run: runs with equal digests consume the same samples at the same steps."""
         text = dumps({"plan": asdict(self.spec), "manifest": manifest_digest}, sort_keys=True)
         return sha256(text.encode()).hexdigest()
 
 
 def assign(virtual_workers: int, world_size: int) -> tuple[range, ...]:
-    """The virtual workers of each rank: contiguous, and as even as it goes. The only place where V meets W."""
+    """Assign virtual workers to ranks in contiguous ranges, as evenly as possible. Nothing else relates V to the world size."""
     cuts = [rank * virtual_workers // world_size for rank in range(world_size + 1)]
     return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))

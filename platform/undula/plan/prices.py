@@ -1,4 +1,4 @@
-"""What a machine costs an hour: lists of prices by type and market, each with its date, and how one is found in them. Pure."""
+"""Hourly prices of machines: price lists by machine type and market, each with its date, and the lookup of a price. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,36 +11,42 @@ MARKETS = (SPOT, ON_DEMAND)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a worker ran on, as its node's labels say; None where they do not."""
+    """Machine that a worker ran on, according to its node's labels. A value is None if the node lacks the label."""
 
     type: str | None
-    """The cloud's name of it, such as g6.xlarge."""
+    """Cloud's name of the machine type, such as g6.xlarge."""
     market: str | None
-    """One of MARKETS."""
+    """Market that the machine was bought on, one of MARKETS."""
     region: str | None = None
     zone: str | None = None
 
     @classmethod
     def of(cls, worker: Mapping[str, Any]) -> "Machine":
-        """From a worker's entry in the data of an event."""
+        """Return the machine of a worker, given the worker's entry in an event's data."""
         return cls(worker.get("machine"), worker.get("market"), worker.get("region"), worker.get("zone"))
 
 
 @dataclass(frozen=True)
 class PriceList:
-    """Prices from one source, as they were at one time, in US dollars an hour by type of machine."""
+    """Prices from one source at one date."""
 
     name: str
     date: str
-    """The day, month or year of the prices."""
+    """Day, month or year of the prices."""
     source: str
+    """Where the prices come from, such as a URL."""
     regions: tuple[str, ...]
-    """Where they hold; empty: everywhere."""
+    """Regions in which the prices apply; empty if they apply everywhere."""
     on_demand: Mapping[str, float]
+    """On-demand price in US dollars per hour, by machine type."""
     spot: Mapping[str, float]
+    """Spot price in US dollars per hour, by machine type."""
 
     def hourly(self, machine: Machine, market: str) -> float | None:
-        """The price of such a machine on one of MARKETS, in US dollars; None where the list has none, or holds elsewhere."""
+        """Return the machine's price on one of MARKETS in US dollars per hour.
+
+        The result is None if the list does not have the machine type or does not apply in its region.
+        """
         if self.regions and machine.region and machine.region not in self.regions:
             return None
         prices = {SPOT: self.spot, ON_DEMAND: self.on_demand}.get(market, {})
@@ -48,33 +54,36 @@ class PriceList:
 
     @property
     def title(self) -> str:
+        """Name, date and regions of the list, as reports show them."""
         where = f" ({', '.join(self.regions)})" if self.regions else ""
         return f"{self.name} of {self.date}{where}"
 
 
 @dataclass(frozen=True)
 class Quote:
-    """A price, and who says so."""
+    """Price of a machine and its source."""
 
     hourly: float
-    """US dollars an hour of the whole machine."""
+    """Price of the whole machine in US dollars per hour."""
     title: str
+    """Title of the price list that the price comes from."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """All that is known of prices."""
+    """All known prices."""
 
     lists: tuple[PriceList, ...]
-    """The first one that has a price is right."""
+    """Price lists in order of precedence: the first list that has a price wins."""
     seen: Mapping[Machine, float] = field(default_factory=dict)
-    """Spot prices that the cloud remembers of the time of a run; they go before those of any list."""
+    """Spot prices in US dollars per hour during the run, from the cloud's price history. They take precedence over all lists."""
     seen_title: str = ""
+    """Title of the cloud's price history, as reports show it."""
     notes: tuple[str, ...] = ()
-    """What is to be told of them, in sentences."""
+    """Sentences about the prices that reports show."""
 
     def quote(self, machine: Machine, market: str) -> Quote | None:
-        """The price of such a machine on a market; None where nobody knows one."""
+        """Return the machine's price on a market, or None if no source has one."""
         if market == SPOT and machine in self.seen:
             return Quote(self.seen[machine], self.seen_title)
         found = ((each.hourly(machine, market), each) for each in self.lists)

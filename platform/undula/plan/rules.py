@@ -1,7 +1,7 @@
-"""How the learning rate follows the batch: rules, for which optimizers each holds, and the way from one batch to the next. Pure.
+"""Rules by which the learning rate follows the batch size, the optimizers that each rule is known for, and the re-warmup. Pure.
 
-A rule is given the batch in base batches (`kappa`: the batch that base_lr was tuned for is 1), and, where it measures, the gradient
-noise scale in base batches; it says what changes.
+A rule is a function of `kappa`, the batch size as a multiple of the base batch that base_lr was tuned for, and, if the rule uses it, the
+gradient noise scale in base batches. It returns what changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,84 +16,85 @@ RuleName = Literal["none", "linear", "sqrt", "legw", "adam_sde", "adascale", "no
 
 @dataclass(frozen=True)
 class Scaled:
-    """What changes with the batch."""
+    """Changes to a step because of its batch size."""
 
     lr: float = 1.0
     """Factor on the learning rate."""
-    forgetting: float | None = None
-    """Factor on 1 - beta of each of the optimizer's averages; None where they stay as the script made them."""
+    one_minus_beta: float | None = None
+    """Factor on 1 - beta of each of the optimizer's exponential averages; None keeps them as the script set them."""
     eps: float = 1.0
-    """Factor on the eps of an optimizer whose averages change."""
+    """Factor on the optimizer's eps; only used together with `one_minus_beta`."""
     warmup: float = 1.0
-    """Factor on the samples of a warmup."""
+    """Factor on the length of the warmup."""
     gain: float | None = None
-    """Base batches by which the step moves the schedule; None for the samples that it has."""
+    """Number of base batches by which the step advances the schedule; None advances it by the step's samples."""
 
 
 def none(kappa: float, noise: float | None = None) -> Scaled:
-    """The learning rate stays."""
+    """Keep the learning rate."""
     return Scaled()
 
 
 def linear(kappa: float, noise: float | None = None) -> Scaled:
-    """In proportion to the batch: Goyal et al. 2017, arXiv:1706.02677, section 2.1. For SGD, with their gradual warmup.
+    """Scale the learning rate in proportion to the batch: Goyal et al. 2017, arXiv:1706.02677, section 2.1, for SGD with gradual warmup.
 
-    With LARS in Chen et al. 2020, arXiv:2002.05709; You et al. 2017, arXiv:1708.03888, tuned the rate of each batch.
+    Chen et al. 2020, arXiv:2002.05709, use it with LARS; You et al. 2017, arXiv:1708.03888, tuned the rate for each batch size instead.
 
-    Their momentum correction (remark 3, equation 10) is for updates that have the learning rate in the momentum buffer. Torch's SGD
-    keeps gradients alone there and multiplies by the present rate, as their equation 9 does, which needs none.
+    Goyal et al.'s momentum correction (remark 3, equation 10) applies to updates whose momentum buffer contains the learning rate.
+    PyTorch's SGD accumulates plain gradients and multiplies them by the current rate, as in their equation 9, so it needs no correction.
     """
     return Scaled(kappa)
 
 
 def square_root(kappa: float, noise: float | None = None) -> Scaled:
-    """With the square root of the batch, which keeps the variance of an update.
+    """Scale the learning rate with the square root of the batch, which preserves the variance of an update.
 
-    Krizhevsky 2014, arXiv:1404.5997, section 5; Hoffer et al. 2017, arXiv:1705.08741. With LAMB in You et al. 2020, arXiv:1904.00962,
-    section 4; with LARS in Chen et al. 2020, arXiv:2002.05709, appendix B.1.
+    The rule is from Krizhevsky 2014, arXiv:1404.5997, section 5, and Hoffer et al. 2017, arXiv:1705.08741. You et al. 2020,
+    arXiv:1904.00962, section 4, use it with LAMB, and Chen et al. 2020, arXiv:2002.05709, appendix B.1, with LARS.
     """
     return Scaled(sqrt(kappa))
 
 
 def legw(kappa: float, noise: float | None = None) -> Scaled:
-    """The square root, and warmup for `kappa` times as many epochs: You et al. 2019, arXiv:1901.08256.
+    """Scale with the square root and warm up for `kappa` times as many epochs: You et al. 2019, arXiv:1901.08256.
 
-    With LARS in their table 4, with LAMB in You et al. 2020, arXiv:1904.00962, section 4.
+    Their table 4 covers LARS; You et al. 2020, arXiv:1904.00962, section 4, covers LAMB.
     """
     return Scaled(sqrt(kappa), warmup=kappa)
 
 
 def adam_sde(kappa: float, noise: float | None = None) -> Scaled:
-    """The square root, with averages over as many samples as before: Malladi et al. 2022, arXiv:2205.10287, for Adam and RMSprop.
+    """Scale with the square root and keep the averages' length in samples: Malladi et al. 2022, arXiv:2205.10287, for Adam and RMSprop.
 
-    lr * sqrt(kappa), 1 - kappa * (1 - beta) for each beta, eps / sqrt(kappa): the same stochastic differential equation.
+    The settings lr * sqrt(kappa), 1 - kappa * (1 - beta) for each beta, and eps / sqrt(kappa) preserve the optimizer's stochastic
+    differential equation.
     """
-    return Scaled(sqrt(kappa), forgetting=kappa, eps=1 / sqrt(kappa))
+    return Scaled(sqrt(kappa), one_minus_beta=kappa, eps=1 / sqrt(kappa))
 
 
 def adascale(kappa: float, noise: float | None = None) -> Scaled:
-    """The gain r of a step, as a factor and as the schedule's clock: Johnson et al. 2020, arXiv:2007.05105. For SGD.
+    """Multiply the learning rate and the schedule's progress by the gain r of a step: Johnson et al. 2020, arXiv:2007.05105, for SGD.
 
-    r = (v + m) / (v / kappa + m), between 1 and kappa: v the variance of a base batch's gradient, m the squared norm of the expected
-    one, so that v / m is the noise scale in base batches. Before there is a measurement r is 1.
+    The gain is r = (v + m) / (v / kappa + m), which lies between 1 and kappa. Here v is the variance of a base batch's gradient and m the
+    squared norm of the expected gradient, so v / m is the noise scale in base batches. Before the first measurement, r is 1.
     """
     gain = _saturating(kappa, noise)
     return Scaled(gain, gain=gain)
 
 
 def noise_scale(kappa: float, noise: float | None = None) -> Scaled:
-    """In proportion to 1 / (1 + B_noise / B): McCandlish et al. 2018, arXiv:1812.06162, the best rate of SGD on a quadratic.
+    """Scale in proportion to 1 / (1 + B_noise / B), the best rate of SGD on a quadratic: McCandlish et al. 2018, arXiv:1812.06162.
 
-    As a factor on the base batch's it is AdaScale's gain; the schedule's clock stays in samples.
+    Relative to the base batch, this factor is AdaScale's gain; the schedule still advances by samples.
     """
     return Scaled(_saturating(kappa, noise))
 
 
 def surge(kappa: float, noise: float | None = None) -> Scaled:
-    """In proportion to 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)): Li et al. 2024, arXiv:2405.14578. For Adam and its like.
+    """Scale in proportion to 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)): Li et al. 2024, arXiv:2405.14578, for Adam-style optimizers.
 
-    It rises with the square root up to B_noise, and falls beyond. The noise scale measured here, McCandlish's simple one, stands in
-    for theirs, which weighs coordinates as the signs of gradients do.
+    The factor rises with the square root of the batch up to B_noise and falls beyond it. We use McCandlish's simple noise scale in place
+    of theirs, which weights coordinates as the signs of the gradients do.
     """
     if noise is None:
         return Scaled()
@@ -101,7 +102,7 @@ def surge(kappa: float, noise: float | None = None) -> Scaled:
 
 
 def _saturating(kappa: float, noise: float | None) -> float:
-    """(1 + noise) / (1 + noise / kappa): no factor without noise, `kappa` where there is nothing else."""
+    """Return (1 + noise) / (1 + noise / kappa): 1 without noise, and `kappa` for infinite noise."""
     if noise is None:
         return 1.0
     return kappa if noise == inf else kappa * (1 + noise) / (kappa + noise)
@@ -109,13 +110,14 @@ def _saturating(kappa: float, noise: float | None) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and what is known of it."""
+    """A rule and its properties."""
 
     scaled: Callable[[float, float | None], Scaled]
+    """Function of kappa and the noise scale, in base batches, that returns what changes."""
     holds_for: frozenset[str] | None
-    """Optimizers that its derivation or its experiments cover, by their classes in torch.optim and pytorch_optimizer; None for all."""
+    """Class names of the optimizers in torch.optim and undula.optim that the rule's derivation or experiments cover; None for all."""
     is_measured: bool = False
-    """Whether it needs the gradient noise scale."""
+    """Whether the rule needs the gradient noise scale."""
 
 
 _SGD = frozenset({"SGD"})
@@ -133,63 +135,66 @@ RULES: Mapping[RuleName, Rule] = {
 
 
 def warning(name: RuleName, optimizer: Sequence[str]) -> str | None:
-    """One sentence where a rule is not known to hold.
+    """Return a warning if the rule is not known to hold for an optimizer, else None.
 
     Args:
-        optimizer: the name of its class, and those of the classes that this derives from, nearest first.
+        name: name of the rule.
+        optimizer: names of the optimizer's class and its base classes, in method resolution order.
     """
     holds_for = RULES[name].holds_for
-    # torch's AdamW derives from Adam: the nearest class that any rule knows is the one that counts.
+    # torch's AdamW derives from Adam, so the first class that any rule knows decides.
     known = {each for rule in RULES.values() for each in rule.holds_for or ()}
     kind = next((each for each in optimizer if each in known), optimizer[0])
     if holds_for is None or kind in holds_for:
         return None
     others = [other for other, rule in RULES.items() if rule.holds_for and kind in rule.holds_for]
-    mend = f"for {kind} there are {', '.join(others)}" if others else "compare the run with one at the base batch"
-    return f"schedule.batch_rule {name} is known to hold for {', '.join(sorted(holds_for))}, and the optimizer is {kind}: {mend}"
+    fix = f"for {kind}, use one of {', '.join(others)}" if others else "compare the run with one at the base batch"
+    return f"schedule.batch_rule={name} is only known to hold for {', '.join(sorted(holds_for))}, but the optimizer is {kind}; {fix}"
 
 
-def scaled_beta(beta: float, forgetting: float) -> float:
-    """The decay of an average that forgets `forgetting` times as much in a step.
+def scaled_beta(beta: float, factor: float) -> float:
+    """Return the decay of an exponential average after multiplying 1 - beta by `factor`.
 
     Raises:
-        SpecError: it would forget more than there is.
+        SpecError: The new decay would not be positive.
     """
-    if forgetting * (1 - beta) >= 1:
+    if factor * (1 - beta) >= 1:
         raise SpecError(
-            f"schedule.batch_rule adam_sde is for batches below {1 / (1 - beta):g} times schedule.base_batch where a beta is {beta:g}, and "
-            f"this run can have {forgetting:g} times: raise schedule.base_batch, plan.batch_workers or that beta"
+            f"schedule.batch_rule=adam_sde with a beta of {beta:g} requires batches below {1 / (1 - beta):g} times schedule.base_batch, "
+            f"but this run can reach {factor:g} times; raise schedule.base_batch, plan.batch_workers or the beta"
         )
-    return 1 - forgetting * (1 - beta)
+    return 1 - factor * (1 - beta)
 
 
 def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
-    """Whether a training with the rule is one without it at another learning rate, so that both are points of one curve."""
+    """Whether training with the rule equals training without it at another learning rate, so that both lie on one curve."""
     scaled = RULES[rule].scaled(2.0, None)
     return not RULES[rule].is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """A batch, in base batches, on its way from one size to another as the rule is to see it."""
+    """Transition of the batch size that the rule sees, in base batches. It rises linearly and falls at once."""
 
     begin: float
+    """Batch size before the transition, in base batches."""
     end: float
+    """Batch size after the transition, in base batches."""
     since: int = 0
-    """Samples of the run when it set out."""
+    """Number of samples that the run had consumed when the transition began."""
     length: float = 0.0
-    """Samples that the way up takes."""
+    """Length of a rise in samples."""
 
     def at(self, samples: int) -> float:
-        """What the step that brings the run to `samples` is taken for: in a straight line up, and down at once."""
+        """Return the batch size, in base batches, for the step after which the run has consumed `samples` samples."""
         if self.end <= self.begin or samples >= self.since + self.length:
             return self.end
         return self.begin + (self.end - self.begin) * (samples - self.since) / self.length
 
     def towards(self, end: float, samples: int, length: float) -> "Ramp":
-        """Set out for another size, from where it is after `samples`; the same where it is on its way there."""
+        """Return a transition to another batch size from the current one after `samples`, or this one if it already ends there."""
         return self if end == self.end else Ramp(self.at(samples), end, samples, length)
 
     def values(self) -> dict[str, Any]:
-        """For a checkpoint; `Ramp(**values)` is the way back."""
+        """Return the fields to save in a checkpoint; `Ramp(**values)` restores them."""
         return {"begin": self.begin, "end": self.end, "since": self.since, "length": self.length}

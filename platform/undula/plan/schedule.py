@@ -1,4 +1,4 @@
-"""Learning-rate schedules, clocked in samples so that they mean the same at any batch size."""
+"""Learning-rate schedules. They advance by samples, so they mean the same at any batch size."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,87 +17,92 @@ LENGTHS: tuple[Length, ...] = ("warmup_samples", "warmup_epochs", "warmup_steps"
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ScheduleSpec:
-    """How the learning rate moves over the run."""
+    """Learning rate over the course of the run."""
 
     base_lr: Annotated[float, Gt(0)] = 1e-3
-    """Learning rate at the top of the schedule for a step of base_batch samples; the script reads it as run.base_lr."""
+    """Peak learning rate for a step of base_batch samples; the script reads it as run.base_lr."""
     base_batch: Positive | None = None
-    """Samples of a step that base_lr was tuned for; by default plan.global_batch. For steps of other sizes it follows by batch_rule."""
+    """Number of samples per step that base_lr was tuned for; by default plan.global_batch. For other batch sizes, the learning rate is
+    scaled by batch_rule."""
     warmup: Literal["constant", "linear", "exponential"] = "linear"
-    """How the rate gets from warmup_begin to the top: it stays and then jumps, or climbs by equal differences, or by equal ratios."""
+    """Shape of the warmup from warmup_begin to the peak: `constant` holds the initial rate and then jumps, `linear` and `exponential` rise
+    by equal differences and by equal ratios."""
     warmup_samples: Annotated[int, Ge(0)] | None = None
-    """Length of the warmup in samples; by default there is none."""
+    """Length of the warmup in samples; by default there is no warmup."""
     warmup_epochs: Annotated[float, Gt(0)] | None = None
-    """The same in epochs."""
+    """Length of the warmup in epochs."""
     warmup_steps: Positive | None = None
-    """The same in steps of base_batch samples."""
+    """Length of the warmup in steps of base_batch samples."""
     warmup_begin: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Where the warmup begins, as a fraction of the top rate."""
+    """Learning rate at the start of the warmup, as a fraction of the peak."""
     decay: Literal["cosine", "constant", "step", "polynomial", "inverse_sqrt", "wsd"] = "cosine"
-    """What follows the warmup: half a cosine down; the top rate held; a fall at each of decay_at; a power of what is left; the square
-    root of warmup over samples; or the top rate held until the last decay_fraction of the run, which falls (warmup-stable-decay)."""
+    """Shape of the decay after the warmup: `cosine` is half a cosine; `constant` holds the peak; `step` drops at each of decay_at;
+    `polynomial` is a power of the fraction that is left; `inverse_sqrt` is the square root of warmup over samples; `wsd`
+    (warmup-stable-decay) holds the peak until the last decay_fraction of the run."""
     decay_at: tuple[float, ...] = ()
-    """Where `step` falls, as fractions of the run."""
+    """Points at which `step` drops, as fractions of the run."""
     decay_factor: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """What `step` multiplies the rate by at each fall."""
+    """Factor by which `step` multiplies the learning rate at each drop."""
     decay_power: Annotated[float, Gt(0)] = 1.0
-    """Power of `polynomial` and of the fall of `wsd`; 1 is a straight line."""
+    """Exponent of `polynomial` and of the decay of `wsd`; 1 is a straight line."""
     decay_fraction: Annotated[float, Gt(0), Le(1)] = 0.1
-    """Last part of the run, in which `wsd` falls."""
+    """Fraction of the run, at its end, over which `wsd` decays."""
     decay_samples: Positive | None = None
-    """Samples of the run after which the decay has ended; by default all of them."""
+    """Number of samples after which the decay has ended; by default all samples of the run."""
     final_fraction: Annotated[float, Ge(0), Le(1)] = 0.1
-    """Where `cosine`, `polynomial` and `wsd` end, as a fraction of the top rate."""
+    """Learning rate at the end of `cosine`, `polynomial` and `wsd`, as a fraction of the peak."""
     batch_rule: RuleName = "linear"
-    """How the learning rate follows from base_batch to the batch of the run, and to that of an elastic one (plan.batch). What each rule
-    changes, and for which optimizers it holds, is in docs/learning_rate.md."""
+    """Rule that scales the learning rate from base_batch to the batch size of the run, and to each size of an elastic batch (plan.batch).
+    docs/learning_rate.md describes what each rule changes and for which optimizers it holds."""
     rewarm_samples: Annotated[int, Ge(0)] = 0
-    """Samples over which it climbs where an elastic batch has grown; it falls at once."""
+    """Number of samples over which the learning rate rises after an elastic batch has grown; it falls at once when the batch shrinks."""
 
     def __post_init__(self) -> None:
         lengths = [key for key in LENGTHS if getattr(self, key) is not None]
         if len(lengths) > 1:
-            raise ValueError(f"{lengths[1]} and {lengths[0]} both give the length of the warmup: leave out one of them")
+            raise ValueError(f"{lengths[1]} and {lengths[0]} both set the length of the warmup; remove one of them")
         has_warmup = any(getattr(self, key) for key in LENGTHS)
         if has_warmup and self.warmup != "linear" and not self.warmup_begin:
             raise ValueError(
-                f"warmup is {self.warmup}, which does not leave the 0 that warmup_begin is: give a fraction, "
-                "such as base_batch over plan.global_batch"
+                f"warmup is {self.warmup}, which cannot start from a learning rate of 0; set warmup_begin to a fraction of the peak, "
+                "such as base_batch / plan.global_batch"
             )
         if self.warmup_begin and not has_warmup:
-            raise ValueError(f"warmup_begin is {self.warmup_begin:g}, and there is no warmup: give warmup_epochs")
+            raise ValueError(
+                f"warmup_begin is {self.warmup_begin:g}, but the schedule has no warmup; set warmup_epochs"
+            )
         if self.decay == "inverse_sqrt" and not has_warmup:
-            raise ValueError("decay is inverse_sqrt, which counts in warmups, and there is none: give warmup_epochs")
+            raise ValueError("decay is inverse_sqrt, which depends on the length of the warmup; set warmup_epochs")
         if self.decay == "step" and not self.decay_at:
             raise ValueError(
-                "decay_at is missing, which says where decay: step falls: give fractions, such as [0.5, 0.75]"
+                "decay_at is missing, but decay=step needs it; set it to fractions of the run, such as [0.5, 0.75]"
             )
         if any(later <= earlier for earlier, later in pairwise((0.0, *self.decay_at, 1.0))):
-            raise ValueError(f"decay_at is {list(self.decay_at)}: give ascending fractions of the run, between 0 and 1")
+            raise ValueError(
+                f"decay_at is {list(self.decay_at)}; set it to ascending fractions of the run, each between 0 and 1"
+            )
         for key, (default, owners) in _OWNERS.items():
             if getattr(self, key) != default and self.decay not in owners:
-                raise ValueError(
-                    f"{key} is given, which decay: {self.decay} does not have: leave it out, or give decay: {owners[0]}"
-                )
+                raise ValueError(f"{key} has no effect with decay={self.decay}; remove it or set decay={owners[0]}")
 
     def follows_batch(self, plan: PlanSpec) -> bool:
-        """Whether steps may have other sizes than base_lr is for."""
+        """Whether steps can have another batch size than the one that base_lr was tuned for."""
         return plan.batch == "elastic" or self.base_batch not in (None, plan.global_batch)
 
     def is_measured(self, plan: PlanSpec) -> bool:
-        """Whether the learning rate needs the gradient noise scale."""
+        """Whether the learning rate depends on the gradient noise scale."""
         return self.follows_batch(plan) and RULES[self.batch_rule].is_measured
 
     def base_of(self, plan: PlanSpec) -> int:
-        """Samples of a base batch."""
+        """Return the number of samples in a base batch."""
         return self.base_batch or plan.global_batch
 
     def scaled(self, plan: PlanSpec) -> Scaled:
-        """What the rule changes for steps of one global batch, before anything is measured."""
+        """Return what the rule changes for steps of one global batch, before the first measurement."""
         return RULES[self.batch_rule].scaled(plan.global_batch / self.base_of(plan), None)
 
     def over(self, plan: Plan) -> "Schedule":
-        """The schedule of a run."""
+        """Return the schedule of a run, with all lengths in samples."""
         warmup = (
             (self.warmup_samples or 0)
             + (self.warmup_epochs or 0) * plan.samples_per_epoch
@@ -112,7 +117,7 @@ _OWNERS = {
     "decay_power": (1.0, ("polynomial", "wsd")),
     "decay_fraction": (0.1, ("wsd",)),
 }
-"""Keys that some decays alone have: default, decays."""
+"""Keys that apply to some decays only: the key's default, and the decays that use it."""
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,14 @@ class Schedule:
     total_samples: float
 
     def multiplier(self, samples: float) -> float:
-        """Factor on the learning rate of the step that brings the run to `samples` samples, in [0, 1]."""
+        """Return the factor in [0, 1] on the learning rate of the step after which the run has consumed `samples` samples."""
         return self._warmup(samples / self.warmup_samples) if samples < self.warmup_samples else self._decay(samples)
 
     def _warmup(self, done: float) -> float:
-        """Goyal et al. 2017's constant and gradual ones (arXiv:1706.02677, section 2.2), and a geometric one."""
+        """Return the factor in a warmup of which the fraction `done` is over.
+
+        The constant and linear shapes are from Goyal et al. 2017 (arXiv:1706.02677, section 2.2).
+        """
         begin = self.spec.warmup_begin
         if self.spec.warmup == "constant":
             return begin
@@ -137,10 +145,10 @@ class Schedule:
         return float(begin ** (1 - done))
 
     def _decay(self, samples: float) -> float:
-        """After the warmup.
+        """Return the factor after the warmup.
 
-        The cosine is Loshchilov & Hutter 2017's (arXiv:1608.03983), without restarts; the inverse square root Vaswani et al. 2017's
-        (arXiv:1706.03762); warmup-stable-decay Hu et al. 2024's (arXiv:2404.06395), with a polynomial fall.
+        The cosine is from Loshchilov & Hutter 2017 (arXiv:1608.03983), without restarts. The inverse square root is from Vaswani et al.
+        2017 (arXiv:1706.03762). Warmup-stable-decay is from Hu et al. 2024 (arXiv:2404.06395), with a polynomial decay.
         """
         spec = self.spec
         if spec.decay == "step":

@@ -10,7 +10,7 @@ UNFINISHED = 2
 
 
 @dataclass
-class SnapshotKeeper:
+class ReplicaStore:
     """Keeps the newest state that is whole, and what has come of newer ones."""
 
     _snapshots: dict[Age, dict[str, Snapshot]] = field(default_factory=dict)
@@ -38,4 +38,4 @@ class SnapshotKeeper:
         return everything[rank::world_size]
 
     def _is_whole(self, age: Age) -> bool:
-        return is_complete([snapshot.sharding for snapshot in self._snapshots[age].values()])
+        return is_complete([snapshot.holding for snapshot in self._snapshots[age].values()])

@@ -1,28 +1,27 @@
-"""Where a worker group begins: at the newest state that its ranks have together, else at the newest whole checkpoint, else at step 0."""
+"""Where a worker group begins: at the newest state that its ranks have together, else the newest whole checkpoint, else step 0."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from undula.errors import RunError
-from undula.parallel.engines.torch_engines import is_sharded
-from undula.recovery.handover import Kept, process
+from undula.parallel.layout import Layout
+from undula.recovery.live_state import LiveState, Targets
 from undula.recovery.snapshot import NEVER, Age, Snapshot
+from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import Commit
-from undula.state.model_state import beside_model_and_optimizer, load_state, model_and_optimizer_state
-from undula.state.pieces import Box, Part, RankState, Sharding, copy_overlap, is_complete, part_of
+from undula.state.model_state import beside_model_and_optimizer
+from undula.state.pieces import Box, Holding, Piece, RankState, copy_overlap, is_complete
 from undula.state.records import StepRow
 
 BUCKET_BYTES = 32 * 2**20
-Offer: TypeAlias = Kept | Snapshot
-Told: TypeAlias = list[list[tuple[Age, Sharding | None]]]
-"""By rank: what it has, of which age."""
+Offer: TypeAlias = HeldState | Snapshot
+Answers: TypeAlias = list[list[tuple[Age, Holding | None]]]
+"""By rank: age and extent of each state that it has."""
 
 
 @dataclass(frozen=True)
@@ -30,173 +29,169 @@ class Restored:
     """What a group began with."""
 
     step: int = 0
-    """Steps that are in the state."""
+    """Number of steps that are in the state."""
     origin: str = ""
-    """In words, for "resumed from {origin} of step 12"; empty for a fresh start."""
+    """Where the state was, as in "resumed from {origin} of step 12"; empty for a fresh start."""
     rows: tuple[StepRow, ...] = ()
     """Rows of the ledger that may not have reached storage."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What else was in the state, and is no tensor."""
+    """Values of the state that are no tensors and belong to neither the model nor the optimizer."""
     is_checkpoint: bool = False
     damaged: dict[str, str] = field(default_factory=dict)
     """What is wrong with newer checkpoints, by folder."""
 
 
-def restore(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    checkpoints: Checkpointer,
-    plan_digest: str,
-    kept: Kept | None,
-    find: Callable[[], Sequence[Snapshot]],
-    begin: Callable[[int], None],
-    attempt: int,
-    group: dist.ProcessGroup,
-    beside: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Restored:
-    """Bring model and optimizer to the newest state there is, the same on every rank. All ranks call it.
+@dataclass(frozen=True)
+class Restorer:
+    """Brings the live state of a run to the newest state there is, the same on every rank.
 
     Args:
-        kept: what this process has of the run.
-        find: looks for the snapshots that this rank can read; called where they are needed.
+        live: the state to be restored, in place.
+        checkpoints: of the run.
+        plan_digest: identity of the run's plan.
+        attempt: number of this attempt.
+        layout: the ranks of the group.
+        find: looks for the snapshots that this rank can read; called only if they are needed.
         begin: called with the step as soon as it is known, for what can be done while the state is on its way.
-        attempt: of this group.
-        beside: what else is in the state, and is changed in place: tensors that each rank has whole.
-
-    Raises:
-        RunError: the newest checkpoint is of another plan.
+        enter: called with the name of the phase before each part of an exchange between ranks.
     """
-    offers: list[Offer] = [kept] if kept and kept.plan_digest == plan_digest else []
-    told = _told(offers, group)
-    newest = _newest_complete(told)
-    if newest > NEVER and newest[0] >= attempt - 1:  # of the last group: nobody has anything newer
-        return _from_ranks(model, optimizer, beside, offers, told, newest, begin, group)
-    offers += find()
-    told = _told(offers, group)
-    newest = _newest_complete(told)
-    commit, damaged = _newest_checkpoint(checkpoints, group)
-    if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
-        return _from_ranks(model, optimizer, beside, offers, told, newest, begin, group)
-    if commit is None:
-        begin(0)
-        return Restored(damaged=damaged)
-    if commit.plan_digest != plan_digest:
-        raise RunError(
-            f"{checkpoints.url}/{commit.folder} is of another plan or other data than this job's: "
-            "restore them, give another name, or start over with --fresh"
-        )
-    begin(commit.step)
-    state = {**model_and_optimizer_state(model, optimizer), **beside}
-    values = checkpoints.load(commit, state)
-    load_state(model, optimizer, {**state, **values})
-    return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
+
+    live: LiveState
+    checkpoints: Checkpointer
+    plan_digest: str
+    attempt: int
+    layout: Layout
+    find: Callable[[], Sequence[Snapshot]]
+    begin: Callable[[int], None] = lambda step: None
+    enter: Callable[[str], None] = lambda phase: None
+
+    def restore(self, held: HeldState | None) -> Restored:
+        """Restore. All ranks call it.
+
+        Args:
+            held: what this process has of the run.
+
+        Raises:
+            RunError: the newest checkpoint is of another plan.
+        """
+        offers: list[Offer] = [held] if held and held.plan_digest == self.plan_digest else []
+        answers = self._exchange(offers)
+        newest = _newest_complete(answers)
+        if newest > NEVER and newest[0] >= self.attempt - 1:  # of the last group: no rank has anything newer
+            return self._from_ranks(offers, answers, newest)
+        offers += self.find()
+        answers = self._exchange(offers)
+        newest = _newest_complete(answers)
+        commit, damaged = self._newest_checkpoint()
+        if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
+            return self._from_ranks(offers, answers, newest)
+        if commit is None:
+            self.begin(0)
+            return Restored(damaged=damaged)
+        return self._from_checkpoint(commit, damaged)
+
+    def _exchange(self, offers: Sequence[Offer]) -> Answers:
+        answers: Answers = [[] for _ in range(self.layout.world_size)]
+        own = [(offer.age, offer.holding) for offer in offers]
+        dist.all_gather_object(answers, own, group=self.layout.control)
+        return answers
+
+    def _newest_checkpoint(self) -> tuple[Commit | None, dict[str, str]]:
+        if self.layout.is_first:
+            self.checkpoints.remove_uncommitted()
+        return self.checkpoints.newest_whole()
+
+    def _from_checkpoint(self, commit: Commit, damaged: dict[str, str]) -> Restored:
+        if commit.plan_digest != self.plan_digest:
+            raise RunError(
+                f"{self.checkpoints.url}/{commit.folder} is of another plan or other data than this job's: "
+                "restore them, give another name, or start over with --fresh"
+            )
+        self.begin(commit.step)
+        targets = self.live.targets(self.checkpoints.table(commit))
+        values = self.checkpoints.load(commit, targets.pieces)
+        targets.load(values)
+        return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
+
+    def _from_ranks(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
+        self.begin(age[1])
+        holdings = [[holding for each, holding in of_rank if each == age] for of_rank in answers]
+        source = next(rank for rank, of_rank in enumerate(holdings) if of_rank)
+        mine = [offer for offer in offers if offer.age == age]
+        whole = next((offer for offer in mine if offer.holding is None), None)
+        held = [whole.load()] if whole else [offer.load() for offer in mine]
+        common: list[Any] = [None, None, None, None]
+        if self.layout.rank == source:
+            common = [held[0].values, mine[0].rows, mine[0].origin, held[0].expected]
+        dist.broadcast_object_list(common, group=self.layout.control, group_src=source)
+        values, rows, origin, expected = common
+        targets = self.live.targets(expected)
+        if all(None in of_rank for of_rank in holdings):
+            targets.copy_whole(held[0])
+        else:
+            self._share(targets, held, holdings)
+        targets.load(values)
+        return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
+
+    def _share(self, targets: Targets, held: Sequence[RankState], holdings: Sequence[Sequence[Holding | None]]) -> None:
+        """Give every rank its pieces of a state that the ranks hold together."""
+        layout, pieces = self.layout, targets.pieces
+        own = {(name, piece.box): piece.tensor for each in held for name, piece in each.pieces.items()}
+        for source, bucket in _buckets(_sources(pieces, holdings), pieces):
+            example = pieces[bucket[0][0]].tensor
+            sizes = [torch.Size(box[1]).numel() for _, box in bucket]
+            self.enter("other")
+            flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
+            parts = torch.split(flat, sizes)
+            if layout.rank == source:
+                for (name, box), part in zip(bucket, parts, strict=True):
+                    part.view(box[1]).copy_(own[name, box])
+            group = layout.control if flat.device.type == "cpu" else layout.everyone
+            dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+            for (name, box), part in zip(bucket, parts, strict=True):
+                copy_overlap(box, part.view(box[1]), pieces[name])
 
 
-def _told(offers: Sequence[Offer], group: dist.ProcessGroup) -> Told:
-    told: Told = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(told, [(offer.age, offer.sharding) for offer in offers], group=group)
-    return told
+def _newest_complete(answers: Answers) -> Age:
+    """The age of the newest state that the ranks have all of.
+
+    Survivors may stand one step apart: one of them may have committed a step before the group broke.
+    """
+    by_age: dict[Age, list[Holding | None]] = {}
+    for age, holding in (each for of_rank in answers for each in of_rank):
+        by_age.setdefault(age, []).append(holding)
+    return max((age for age, holdings in by_age.items() if is_complete(holdings)), default=NEVER)
 
 
-def _newest_complete(told: Told) -> Age:
-    """Survivors may stand one step apart, where one had committed a step before the group broke: the newest counts that is whole."""
-    by_age: dict[Age, list[Sharding | None]] = {}
-    for age, sharding in (each for of_rank in told for each in of_rank):
-        by_age.setdefault(age, []).append(sharding)
-    return max((age for age, shardings in by_age.items() if is_complete(shardings)), default=NEVER)
-
-
-def _from_ranks(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    beside: Mapping[str, Tensor],
-    offers: Sequence[Offer],
-    told: Told,
-    age: Age,
-    begin: Callable[[int], None],
-    group: dist.ProcessGroup,
-) -> Restored:
-    begin(age[1])
-    shardings = [[sharding for each, sharding in of_rank if each == age] for of_rank in told]
-    source = next(rank for rank, of_rank in enumerate(shardings) if of_rank)
-    mine = [offer for offer in offers if offer.age == age]
-    whole = next((offer for offer in mine if offer.sharding is None), None)
-    held = [whole.load()] if whole else [offer.load() for offer in mine]
-    is_source = dist.get_rank(group) == source
-    common: list[Any] = [held[0].values, mine[0].rows, mine[0].origin] if is_source else [None, None, None]
-    dist.broadcast_object_list(common, src=source, group=group)
-    values, rows, origin = common
-    if whole and not is_sharded(model):
-        load_state(model, optimizer, held[0].whole())
-        for name, tensor in beside.items():
-            tensor.copy_(held[0].parts[name].tensor)
-    if is_sharded(model) or not all(None in of_rank for of_rank in shardings):
-        _share(model, optimizer, beside, held, shardings, values, group)
-    return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
-
-
-def _share(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    beside: Mapping[str, Tensor],
-    held: Sequence[RankState],
-    shardings: Sequence[Sequence[Sharding | None]],
-    values: Mapping[str, Any],
-    group: dist.ProcessGroup,
-) -> None:
-    """Give every rank its parts of a state that the ranks hold together."""
-    state = {**model_and_optimizer_state(model, optimizer), **beside}
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    targets = {name: part_of(value) for name, value in sorted(tensors.items())}
-    own = {(name, part.box): part.tensor for each in held for name, part in each.parts.items()}
-    for source, pieces in _buckets(_pieces(targets, shardings), targets):
-        example = targets[pieces[0][0]].tensor
-        sizes = [torch.Size(box[1]).numel() for _, box in pieces]
-        process.enter("other")
-        flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
-        parts = torch.split(flat, sizes)
-        if dist.get_rank(group) == source:
-            for (name, box), part in zip(pieces, parts, strict=True):
-                part.view(box[1]).copy_(own[name, box])
-        dist.broadcast(flat, src=source, group=group if flat.device.type == "cpu" else None)
-        for (name, box), part in zip(pieces, parts, strict=True):
-            copy_overlap(box, part.view(box[1]), targets[name])
-    load_state(model, optimizer, {**tensors, **values})
-
-
-def _pieces(targets: Mapping[str, Part], shardings: Sequence[Sequence[Sharding | None]]) -> list[tuple[int, str, Box]]:
-    """(source, name, box) that make up all tensors, the same on every rank: from the first that has a tensor whole, else from all."""
-    for source, of_rank in enumerate(shardings):
+def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding | None]]) -> list[tuple[int, str, Box]]:
+    """(source, name, box) that make up all tensors, the same on every rank: from a rank that has all of the state, else from all."""
+    for source, of_rank in enumerate(holdings):
         if None in of_rank:
-            return [(source, name, ((0,) * len(part.shape), part.shape)) for name, part in targets.items()]
+            return [(source, name, ((0,) * len(piece.shape), piece.shape)) for name, piece in sorted(targets.items())]
     found: dict[tuple[str, Box], int] = {}
-    for source, of_rank in enumerate(shardings):
-        for sharding in of_rank:
-            for name, (_, box) in (sharding or {}).items():
+    for source, of_rank in enumerate(holdings):
+        for holding in of_rank:
+            for name, box in (holding.boxes if holding else {}).items():
                 found.setdefault((name, box), source)
     return sorted((source, name, box) for (name, box), source in found.items())
 
 
 def _buckets(
-    pieces: Iterable[tuple[int, str, Box]], targets: Mapping[str, Part]
+    sources: Iterable[tuple[int, str, Box]], targets: Mapping[str, Piece]
 ) -> list[tuple[int, list[tuple[str, Box]]]]:
-    """Pieces of one source, type and device together, up to BUCKET_BYTES or one piece in each; the same on every rank."""
+    """Boxes of one source, type and device together, up to BUCKET_BYTES or one box in each; the same on every rank."""
     buckets: list[tuple[int, list[tuple[str, Box]]]] = []
     sizes: dict[tuple[int, torch.dtype, str], int] = {}
     last: dict[tuple[int, torch.dtype, str], list[tuple[str, Box]]] = {}
-    for source, name, box in pieces:
+    for source, name, box in sources:
         tensor = targets[name].tensor
         kind = (source, tensor.dtype, tensor.device.type)
         num_bytes = torch.Size(box[1]).numel() * tensor.itemsize
+        if not num_bytes:
+            continue
         if kind not in last or sizes[kind] + num_bytes > BUCKET_BYTES:
             last[kind], sizes[kind] = [], 0
             buckets.append((source, last[kind]))
         last[kind].append((name, box))
         sizes[kind] += num_bytes
     return buckets
-
-
-def _newest_checkpoint(checkpoints: Checkpointer, group: dist.ProcessGroup) -> tuple[Commit | None, dict[str, str]]:
-    if dist.get_rank(group) == 0:
-        checkpoints.remove_uncommitted()
-    return checkpoints.newest_whole()

@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -19,15 +19,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
-from undula.state.pieces import Part, RankState, Sharding
+from undula.state.pieces import Holding, Piece, RankState, TensorSpec, dtype_named
 from undula.state.records import StepRow
 
 MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
 """A file system in memory; for each of several nodes on one machine another one."""
-FORMAT = 2
+FORMAT = 3
 Age = tuple[int, int]
 """(attempt, steps): what a later attempt has is the run, even where an earlier one had come further."""
 NEVER: Age = (-1, -1)
@@ -41,22 +42,27 @@ CONTROL_GROUPS = (
 """Where versions 2 and 1 say what a container may have, what it has, and which files of that could go."""
 
 
-class Layout:
+class Arrangement:
     """Where a rank's tensors lie in a snapshot's bytes.
 
     Attributes:
-        places: by name: dtype, shape of the whole tensor, offsets and sizes of the part that is held, byte at which it begins.
-        bytes: of all.
+        places: by name: type, shape of the whole tensor, offsets and sizes of the piece, whether all ranks have it, first byte.
+        bytes: size of all together.
     """
 
-    def __init__(self, parts: Mapping[str, Part]):
+    def __init__(self, pieces: Mapping[str, Piece]):
         self.places: dict[str, dict[str, Any]] = {}
         self.bytes = 0
-        for name, part in parts.items():
-            dtype = str(part.tensor.dtype).removeprefix("torch.")
-            box = {"offsets": list(part.offsets), "sizes": list(part.tensor.shape)}
-            self.places[name] = {"dtype": dtype, "shape": list(part.shape), **box, "at": self.bytes}
-            self.bytes += -(-part.tensor.nbytes // 64) * 64
+        for name, piece in pieces.items():
+            self.places[name] = {
+                "dtype": str(piece.tensor.dtype).removeprefix("torch."),
+                "shape": list(piece.shape),
+                "offsets": list(piece.offsets),
+                "sizes": list(piece.tensor.shape),
+                "replicated": piece.is_replicated,
+                "at": self.bytes,
+            }
+            self.bytes += -(-piece.tensor.nbytes // 64) * 64
 
     def views(self, buffer: mmap.mmap | bytearray) -> list[Tensor]:
         """Tensors over a buffer's bytes, in the same order."""
@@ -91,14 +97,11 @@ class Snapshot:
         return tuple(StepRow(**row) for row in self.meta["rows"])
 
     @property
-    def sharding(self) -> Sharding | None:
-        """None where every tensor is whole."""
-        places = self.meta["tensors"].items()
-        if all(place["sizes"] == place["shape"] for _, place in places):
-            return None
-        return {
-            name: (tuple(place["shape"]), (tuple(place["offsets"]), tuple(place["sizes"]))) for name, place in places
-        }
+    def holding(self) -> Holding | None:
+        """What the rank had; None where it had all of the state."""
+        return self._state(
+            lambda place: torch.empty(place["sizes"], dtype=dtype_named(place["dtype"]), device="meta")
+        ).holding
 
     def load_bytes(self) -> bytearray:
         return bytearray(self.data.read_bytes()) if isinstance(self.data, Path) else self.data
@@ -106,11 +109,15 @@ class Snapshot:
     def load(self) -> RankState:
         """What the rank had; the tensors are copies of a file's bytes, and views of others."""
         buffer = self.load_bytes()
-        parts = {
-            name: Part(_view(buffer, place), tuple(place["shape"]), tuple(place["offsets"]))
+        return self._state(lambda place: _view(buffer, place))
+
+    def _state(self, tensor_at: Callable[[Mapping[str, Any]], Tensor]) -> RankState:
+        pieces = {
+            name: Piece(tensor_at(place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
             for name, place in self.meta["tensors"].items()
         }
-        return RankState(parts, self.meta["values"])
+        elsewhere = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in self.meta["elsewhere"].items()}
+        return RankState(pieces, self.meta["values"], elsewhere)
 
 
 def folder_of(run_url: str, run_id: str) -> Path:
@@ -133,10 +140,8 @@ def is_private(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of memory that a process can still have here: the machine's, or its control group's where that has less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    found = [int(kib) * 2**10]
+    """Memory in bytes that a process can still allocate: that of the machine, or of its control group if that is less."""
+    found = [int(psutil.virtual_memory().available)]
     for folder, limit, used, cached in CONTROL_GROUPS:
         with suppress(OSError, ValueError):  # another version's, or without a limit
             (reclaimable,) = re.findall(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
@@ -166,18 +171,25 @@ def parsed(meta: bytes, data: Path | bytearray, origin: str = "the memory of a n
 
 
 def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow]) -> tuple[bytes, bytearray]:
-    """A snapshot's meta and bytes, to be sent."""
-    layout = Layout(held.parts)
-    data = bytearray(layout.bytes)
-    for view, part in zip(layout.views(data), held.parts.values(), strict=True):
-        view.copy_(part.tensor)
-    return encoded(fixed_meta(plan_digest, age[0], layout, held.values), age[1], rows), data
+    """The meta and the bytes of a snapshot, to be sent."""
+    arrangement = Arrangement(held.pieces)
+    data = bytearray(arrangement.bytes)
+    for view, piece in zip(arrangement.views(data), held.pieces.values(), strict=True):
+        view.copy_(piece.tensor)
+    return encoded(fixed_meta(plan_digest, age[0], arrangement, held), age[1], rows), data
 
 
-def fixed_meta(plan_digest: str, attempt: int, layout: Layout, values: Mapping[str, Any]) -> bytes:
+def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, held: RankState) -> bytes:
     """What the snapshots of a worker group have in common, as JSON."""
-    fixed = {"format": FORMAT, "plan_digest": plan_digest, "attempt": attempt, "values": values}
-    return json.dumps({**fixed, "tensors": layout.places}).encode()
+    fixed = {
+        "format": FORMAT,
+        "plan_digest": plan_digest,
+        "attempt": attempt,
+        "values": held.values,
+        "elsewhere": {name: [spec.dtype, spec.shape] for name, spec in held.elsewhere.items()},
+        "tensors": arrangement.places,
+    }
+    return json.dumps(fixed).encode()
 
 
 def encoded(fixed: bytes, step: int, rows: Sequence[StepRow]) -> bytes:
@@ -191,7 +203,7 @@ def _as_json(row: StepRow) -> bytes:
 
 
 def _view(buffer: mmap.mmap | bytearray, place: Mapping[str, Any]) -> Tensor:
-    dtype, sizes = getattr(torch, place["dtype"]), place["sizes"]
+    dtype, sizes = dtype_named(place["dtype"]), place["sizes"]
     count = prod(sizes)
     if not count:
         return torch.empty(sizes, dtype=dtype)

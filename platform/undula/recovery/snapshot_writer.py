@@ -16,7 +16,7 @@ from torch import Tensor
 from undula.recovery.snapshot import (
     FREE_SHARE,
     MEMORY,
-    Layout,
+    Arrangement,
     available_memory,
     encoded,
     find_snapshots,
@@ -26,26 +26,26 @@ from undula.recovery.snapshot import (
 from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
-MirrorTo = Callable[[bytes, memoryview], None]
+Send = Callable[[bytes, memoryview], None]
 COST = 0.01
-"""Share of a step's time that snapshots may take."""
+"""Largest share of a step's time that snapshots take."""
 SETTLED = 8
-"""Snapshots after which their cost is known."""
+"""Number of snapshots after which their cost is known."""
 KEPT_S = 86_400.0
-"""A run that is not finished may be gone on with for so long after its last snapshot."""
+"""Seconds after its last snapshot at which the memory of an unfinished run is freed."""
 
 
 class SnapshotWriter:
     """Takes snapshots of what one rank holds, in a thread, while the next step computes its gradients.
 
-    Between two steps of the optimizer nothing changes the tensors, but for buffers, which the caller copies.
+    Between two steps of the optimizer nothing changes the tensors except buffers, which the caller copies.
 
     Args:
-        folder: of this run, on this node.
-        plan_digest: identity of its plan.
-        attempt: of this group.
-        local_rank: of this worker on its node.
-        every_steps: interval; by default by what they cost.
+        folder: folder of the run on this node.
+        plan_digest: identity of the run's plan.
+        attempt: number of the attempt.
+        local_rank: number of this worker on its node.
+        every_steps: steps between snapshots; by default as many as keep their cost below COST.
     """
 
     def __init__(
@@ -69,29 +69,27 @@ class SnapshotWriter:
         self._steps_since: int | None = None
         self._taken = 0
         self.problem: str | None = None
-        """Why there are no snapshots."""
+        """Why there are no snapshots; None while there are."""
 
     @property
     def bytes(self) -> int:
-        """Memory that this rank's snapshots take on its node."""
+        """Bytes of memory that this rank's snapshots take on its node."""
         return sum(slot.bytes for slot in self._slots)
 
     @property
     def every_steps(self) -> int:
-        """Steps between snapshots, so many that they cost less than COST of the time."""
+        """Steps between snapshots."""
         if self._fixed_interval is not None:
             return self._fixed_interval
         if not self._cost_s or not self._step_s:
             return 1
         return max(math.ceil(self._cost_s / (COST * self._step_s)), 1)
 
-    def words(self) -> str | None:
-        """How often they are taken and what they cost; None before that is known, as the first ones fault their memory in."""
+    def cost(self) -> tuple[int, float] | None:
+        """Number of steps between two snapshots and the share of the time that they take; None before the first ones have settled."""
         if self._taken < SETTLED or not self._step_s:
             return None
-        steps = "after every step" if self.every_steps == 1 else f"every {self.every_steps} steps"
-        share = self._cost_s / (self.every_steps * self._step_s)
-        return f"snapshots {steps}, {self.bytes / 2**20:.0f} MiB of each node's memory, {share:.1%} of the time"
+        return self.every_steps, self._cost_s / (self.every_steps * self._step_s)
 
     def is_due(self, step_s: float) -> bool:
         """Whether a snapshot is to be taken after a step that took `step_s`; called at each."""
@@ -106,16 +104,16 @@ class SnapshotWriter:
         held: RankState,
         copies: Mapping[str, Tensor],
         rows: Sequence[StepRow],
-        mirror: MirrorTo | None = None,
+        send: Send | None = None,
     ) -> None:
         """Begin to copy; `wait()` comes before the tensors change.
 
         Args:
-            step: steps that are in the state.
-            held: the tensors; the same object as before, as long as they are the same tensors.
-            copies: of those that change before the next `wait()`.
-            rows: of the ledger, which may not have reached storage.
-            mirror: gets the snapshot's meta and bytes, in the thread, and copies what it wants of them.
+            step: number of steps that are in the state.
+            held: the state; the same object as before for as long as its tensors are the same.
+            copies: copies of the tensors that change before the next `wait()`, by name.
+            rows: rows of the ledger that may not have reached storage.
+            send: called in the thread with the snapshot's meta and bytes, which it copies before it returns.
         """
         self.wait()
         began = time.perf_counter()
@@ -125,8 +123,8 @@ class SnapshotWriter:
         slot, self._next = self._slots[self._next], 1 - self._next
         sources = list({**self._sources, **copies}.values())
         self._taking = self._thread.submit(slot.write, sources, _ready(sources), encoded(self._fixed_meta, step, rows))
-        if mirror:
-            self._thread.submit(slot.give, mirror)
+        if send:
+            self._thread.submit(slot.give, send)
         self._held_up_s += time.perf_counter() - began
 
     def wait(self) -> None:
@@ -144,40 +142,40 @@ class SnapshotWriter:
             self._taken += 1
             self._cost_s = 0.7 * self._cost_s + 0.3 * cost_s if self._cost_s else cost_s
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         """Free the memory: the run is over."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Leave the snapshots for whoever comes."""
+        """Leave the snapshots for a later group."""
         self.wait()
         self._thread.shutdown()
         self._slots = []
 
     def _lay_out(self, held: RankState) -> bool:
-        """Make place for other tensors than before; whether there is some."""
-        layout = Layout(held.parts)
+        """Make room for other tensors than before; False where there is none."""
+        arrangement = Arrangement(held.pieces)
         self._held = held
-        self._sources = {name: part.tensor for name, part in held.parts.items()}
-        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, layout, held.values)
+        self._sources = {name: piece.tensor for name, piece in held.pieces.items()}
+        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held)
         self._slots = []
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(self._folder):
                 self.problem = f"{self._folder.parent} can be written to by others: remove it"
                 return False
-            _forget_old(self._folder.parent)
+            _delete_old(self._folder.parent)
             room = os.statvfs(MEMORY)
             own = sum(file.stat().st_size for file in self._own.glob("*/data"))
             free = min(room.f_bavail * room.f_frsize, available_memory()) + own
-            if 2 * layout.bytes > FREE_SHARE * free:
-                two, half = f"two copies of {layout.bytes / 2**20:.0f} MiB", f"half of the {free / 2**20:.0f} MiB"
+            if 2 * arrangement.bytes > FREE_SHARE * free:
+                two, half = f"two copies of {arrangement.bytes / 2**20:.0f} MiB", f"half of the {free / 2**20:.0f} MiB"
                 self.problem = f"{two} are more than {half} that {MEMORY} has free"
                 return False
             newest = max(find_snapshots(self._own, self._plan_digest), key=lambda each: each.age, default=None)
             self._next = int(newest is not None and newest.data == self._own / "a" / "data")
-            self._slots = [_Slot(self._own / name, layout) for name in ("a", "b")]
+            self._slots = [_Slot(self._own / name, arrangement) for name in ("a", "b")]
         except OSError as error:
             self.problem = str(error)
             return False
@@ -185,14 +183,14 @@ class SnapshotWriter:
 
 
 class _Slot:
-    """One of the two places for a snapshot."""
+    """One of the two places in memory for a snapshot."""
 
-    def __init__(self, folder: Path, layout: Layout):
+    def __init__(self, folder: Path, arrangement: Arrangement):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._meta: bytes | None = None
-        self.bytes = layout.bytes
-        size = max(layout.bytes, 1)
+        self.bytes = arrangement.bytes
+        size = max(arrangement.bytes, 1)
         descriptor = os.open(folder / "data", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(descriptor).st_size != size:  # of another model
@@ -203,10 +201,10 @@ class _Slot:
             self._map = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        self._views = layout.views(self._map)
+        self._views = arrangement.views(self._map)
 
     def write(self, sources: Sequence[Tensor], ready: torch.cuda.Event | None, meta: bytes) -> float:
-        """Copy the tensors; the seconds of processor time that it took, which the training may have missed."""
+        """Copy the tensors. Returns the seconds of processor time that this took, which the training may have missed."""
         self._meta = None
         began = time.thread_time()
         (self._folder / "meta.json").unlink(missing_ok=True)
@@ -223,14 +221,14 @@ class _Slot:
         self._meta = meta
         return time.thread_time() - began
 
-    def give(self, mirror: MirrorTo) -> None:
-        """Let a mirror have what was written."""
+    def give(self, send: Send) -> None:
+        """Send what was written."""
         if self._meta is not None and self.bytes:
-            mirror(self._meta, memoryview(self._map))
+            send(self._meta, memoryview(self._map))
 
 
 def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
-    """When tensors of a GPU are what the kernels that are under way make of them."""
+    """An event after the GPU kernels that are under way, which may still write the tensors; None for tensors on the host."""
     if not any(tensor.is_cuda for tensor in tensors):
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -238,8 +236,8 @@ def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     return event
 
 
-def _forget_old(folder: Path) -> None:
-    """Free the memory of runs that nobody went on with."""
+def _delete_old(folder: Path) -> None:
+    """Free the memory of runs that were not resumed for KEPT_S."""
     for slot in folder.glob("*/*/*") if folder.name.startswith("undula-") else []:
         with suppress(OSError):  # its run may be removing it
             if time.time() - slot.stat().st_mtime > KEPT_S:

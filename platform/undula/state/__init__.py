@@ -1,1 +1,1 @@
-"""What outlives a worker: durable checkpoints and the ledger."""
+"""State that outlives a worker: durable checkpoints and the ledger."""

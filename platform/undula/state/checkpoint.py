@@ -1,37 +1,36 @@
-"""Durable checkpoints: torch.distributed.checkpoint plans who writes what; the bytes are safetensors and JSON, never a pickle.
+"""Durable checkpoints: the bytes are safetensors and JSON, never a pickle.
 
-A checkpoint is a folder `checkpoints/step-00000100-a3/` (step, attempt) with one safetensors file a rank and `commit.json`, which
-is written last: without it the folder is invisible. `commit.json` names every tensor's shape and place, the values that are no
-tensors, and the size and SHA-256 of every file, so that damage is found before it is loaded.
+A checkpoint is a folder `checkpoints/step-00000100-a3/` (step, attempt) with one safetensors file for each rank and `commit.json`,
+which is written last: without it the folder is invisible. `commit.json` names the type, shape and place of every tensor, the values
+that are no tensors, and the size and SHA-256 of every file, so that damage is found before it is loaded.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from undula.errors import CheckpointError
-from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, attempt_of, find_commits
+from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, table_of, tensors_entry, write_share
+from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, attempt_of, commit_json, find_commits
+from undula.state.pieces import Box, Piece, RankState, Table
 from undula.state.retention import superseded
 from undula.storage import Store
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 Found = TypeVar("Found")
 
 
 class Checkpointer:
-    """Saves and restores the state of a run in its directory. Every rank holds one and makes the same calls.
+    """Saves and restores the state of a run in its directory. Every rank has one and makes the same calls.
 
     Args:
         store: the run directory.
-        group: the ranks, for what is agreed on between saves; must reach CPU tensors.
+        group: the ranks, for what they agree on between saves; must reach CPU tensors.
         attempt: number of this attempt, so that two attempts never write to one folder.
-        keep: committed checkpoints that stay.
+        keep: number of committed checkpoints that stay.
         before_commit: called by rank 0 before a checkpoint becomes visible; flushes the ledger.
         after_commit: called by rank 0 with the step and the seconds that the save took.
 
@@ -52,7 +51,7 @@ class Checkpointer:
         self._keep = keep
         self._before_commit = before_commit
         self._after_commit = after_commit
-        self._saving: Future[Metadata] | None = None
+        self._saving: Future[None] | None = None
         self._group = group
         self._saving_step = 0
         self._damaged: set[str] = set()
@@ -60,42 +59,84 @@ class Checkpointer:
 
     @property
     def url(self) -> str:
-        """Of the run directory."""
+        """URL of the run directory."""
         return self._store.url
 
-    def save(self, step: int, plan_digest: str, state: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint; the state is copied before this returns, the rest happens in a thread.
+    def save(self, step: int, plan_digest: str, state: RankState) -> None:
+        """Begin to write a checkpoint. The state is copied before this returns; the rest happens in a thread.
 
         Args:
-            step: steps that are in the state.
+            step: number of steps that are in the state.
             plan_digest: identity of the run's plan.
-            state: tensors, sharded ones too, and JSON values, by name.
+            state: what this rank holds; the ranks hold all of it together. Its values are JSON.
         """
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        from undula.state.safetensors_io import SafetensorsWriter
-
         assert self._saving is None, "wait() for the former save first"
         began = time.monotonic()
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        values = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        writer = SafetensorsWriter(
-            self._store,
-            folder=f"{CHECKPOINTS}/step-{step:08d}-a{self._attempt}",
-            header={"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": values},
-            before_commit=self._before_commit,
-            after_commit=lambda: self._committed(step, time.monotonic() - began),
-        )
+        claims: list[Any] = [None] * dist.get_world_size(self._group)
+        own: list[Claim] = [(name, piece.box, piece.tensor.nbytes) for name, piece in state.pieces.items()]
+        dist.all_gather_object(claims, own, group=self._group)
+        share = {
+            name: (_copied(state.pieces[name].tensor), state.pieces[name].box)
+            for name in shares(claims)[dist.get_rank(self._group)]
+        }
         # A group of its own, as it works in a thread beside the training's collectives; and only for as long as it is needed,
         # as gloo's threads look around a hundred times a second.
         self._saving_group = dist.new_group(backend="gloo")
-        saving = async_save(tensors, storage_writer=writer, process_group=self._saving_group)
-        assert isinstance(saving, Future)
-        self._saving, self._saving_step = saving, step
+        header = {"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": state.values}
+        thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
+        self._saving_step = step
+        self._saving = thread.submit(self._write, step, header, state.expected, share, self._saving_group, began)
+        thread.shutdown(wait=False)
+
+    def _write(
+        self,
+        step: int,
+        header: dict[str, Any],
+        table: Table,
+        share: Mapping[str, tuple[Tensor, Box]],
+        group: dist.ProcessGroup,
+        began: float,
+    ) -> None:
+        """Write this rank's share; rank 0 commits when all have written theirs. Fails on every rank if it fails on one."""
+        rank, folder = dist.get_rank(group), f"{CHECKPOINTS}/step-{step:08d}-a{self._attempt}"
+        written: WrittenFile | Exception | None
+        try:
+            written = write_share(self._store, folder, rank, share)
+        except Exception as error:
+            written = error
+        answers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, written if not isinstance(written, Exception) else str(written), group=group)
+        if isinstance(written, Exception):
+            raise written
+        if failed := [answer for answer in answers if isinstance(answer, str)]:
+            raise CheckpointError(failed[0])
+        outcome: list[str | None] = [None]
+        if rank == 0:
+            try:
+                self._commit(step, folder, header, table, [file for file in answers if file is not None], began)
+            except Exception as error:
+                outcome = [str(error)]
+                dist.broadcast_object_list(outcome, group=group, group_src=0)
+                raise
+        dist.broadcast_object_list(outcome, group=group, group_src=0)
+        if outcome[0] is not None:
+            raise CheckpointError(outcome[0])
+
+    def _commit(
+        self, step: int, folder: str, header: dict[str, Any], table: Table, files: list[WrittenFile], began: float
+    ) -> None:
+        body = {
+            **header,
+            "tensors": tensors_entry(table, files),
+            "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
+        }
+        self._before_commit()
+        self._store.write(f"{folder}/{COMMIT}", commit_json(body))
+        self._committed(step, time.monotonic() - began)
 
     @property
     def has_finished_here(self) -> bool:
-        """Whether there is a save to collect with `wait()` that this rank is done with."""
+        """Whether this rank is done with a save that is to be collected with `wait()`."""
         return self._saving is not None and self._saving.done()
 
     @property
@@ -132,23 +173,17 @@ class Checkpointer:
         self._damaged = set(damaged)
         return next((commit for commit in commits if commit.folder not in damaged), None), damaged
 
-    def load(self, commit: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Load into the tensors of `state`, in place; returns the values that are no tensors."""
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load
+    def table(self, commit: Commit) -> Table:
+        """The tensors of a checkpoint."""
+        return table_of(commit)
 
-        from undula.state.safetensors_io import SafetensorsReader
+    def load(self, commit: Commit, targets: Mapping[str, Piece]) -> dict[str, Any]:
+        """Fill pieces with what a checkpoint has of them; returns the values of its state that are no tensors.
 
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        for name, tensor in tensors.items():
-            saved = commit.tensors.get(name)
-            if saved is None or tuple(saved["shape"]) != tuple(tensor.shape):
-                raise CheckpointError(f"{commit.folder} does not fit: {name!r} is missing or has another shape")
-        try:
-            load(tensors, storage_reader=SafetensorsReader(self._store, commit), process_group=self._group)
-        except CheckpointException as error:  # torch's, and not an Exception
-            reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-            raise CheckpointError(f"{self._store.url}/{commit.folder} cannot be loaded: {reason}") from error
+        Raises:
+            CheckpointError: the checkpoint lacks a tensor, has it in another shape, or cannot be read.
+        """
+        read_pieces(self._store, commit, targets)
         return dict(commit.values)
 
     def remove_uncommitted(self) -> None:
@@ -174,5 +209,11 @@ class Checkpointer:
 
     def _from_rank_0(self, find: Callable[[], Found]) -> Found:
         box: list[Any] = [find() if dist.get_rank(self._group) == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
         return cast(Found, box[0])
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy in host memory that shares none with others, as safetensors wants it."""
+    copy = tensor.detach().contiguous().cpu()
+    return copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy

@@ -1,4 +1,4 @@
-"""A committed checkpoint as its `commit.json` describes it: what it holds, where, and whether it is whole and fits a model."""
+"""Description of a committed checkpoint in its `commit.json`, and the checks that the checkpoint is complete and fits a model."""
 
 import json
 import re
@@ -12,50 +12,55 @@ from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
 COMMIT = "commit.json"
-FORMAT = 1
+FORMAT = 2
+_FIX = "restore the previous settings, set another name, or start over with --fresh"
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed checkpoint: what its `commit.json` says."""
+    """A committed checkpoint, as its `commit.json` describes it."""
 
     folder: str
+    """Folder of the checkpoint, relative to the run directory."""
     step: int
-    """Steps that are in it."""
+    """Number of committed steps that the checkpoint includes."""
     plan_digest: str
     tensors: Mapping[str, Any]
-    """By name: {"dtype", "shape", "chunks": [{"offsets", "sizes", "file", "key"}]}."""
+    """Tensors by name, each {"dtype", "shape", "chunks": [{"offsets", "sizes", "file", "key"}]}."""
     values: Mapping[str, Any]
-    """State that is no tensor, by name."""
+    """State other than tensors, by name."""
     files: Mapping[str, Any]
-    """By name: {"bytes", "sha256"}."""
+    """Files by name, each {"bytes", "sha256"}."""
 
     @property
     def attempt(self) -> int:
-        """The attempt that wrote it."""
+        """Number of the attempt that wrote the checkpoint."""
         return attempt_of(self.folder)
 
     def damage(self, store: Store, names: Sequence[str]) -> str | None:
-        """What is wrong with the first damaged of these files; None where all are whole."""
+        """Describe the first of these files that is damaged, or return None if all are intact."""
         for name in names:
             if not store.exists(f"{self.folder}/{name}"):
-                return f"{store.url}/{self.folder}/{name} is gone"
+                return f"{store.url}/{self.folder}/{name} is missing"
             data = store.read(f"{self.folder}/{name}")
             if len(data) != self.files[name]["bytes"] or sha256(data).hexdigest() != self.files[name]["sha256"]:
-                return f"{store.url}/{self.folder}/{name} is not what its checkpoint says (size or SHA-256)"
+                return f"{store.url}/{self.folder}/{name} is damaged: its size or SHA-256 does not match the checkpoint's {COMMIT}"
         return None
 
 
 def commit_json(body: dict[str, Any]) -> bytes:
-    """The content of a `commit.json`: the body, and a SHA-256 of it."""
+    """Return the content of a `commit.json`: the body and its SHA-256."""
     return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
 
 def find_commits(store: Store) -> tuple[list[Commit], dict[str, str]]:
-    """The committed checkpoints of a run, newest first; and what is wrong with those of an unreadable `commit.json`, by folder.
+    """Find the committed checkpoints of a run.
+
+    Returns:
+        The checkpoints, newest first, and the damage to each unreadable `commit.json`, by folder.
 
     Raises:
-        CheckpointError: one is of another version of this library.
+        CheckpointError: A checkpoint has the format of another version of this library.
     """
     commits, damaged = [], {}
     for entry in store.list(CHECKPOINTS):
@@ -64,12 +69,12 @@ def find_commits(store: Store) -> tuple[list[Commit], dict[str, str]]:
             try:
                 commits.append(_read_commit(store, folder))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                damaged[folder] = f"{store.url}/{entry.name} is not what was written ({error})"
+                damaged[folder] = f"{store.url}/{entry.name} is damaged ({error})"
     return sorted(commits, key=lambda commit: (commit.step, commit.attempt), reverse=True), damaged
 
 
 def attempt_of(folder: str) -> int:
-    """The attempt in the name of a checkpoint's folder."""
+    """Return the attempt's number from the name of a checkpoint's folder; 0 if the name has none."""
     match = re.search(r"-a(\d+)$", folder)
     return int(match[1]) if match else 0
 
@@ -77,11 +82,11 @@ def attempt_of(folder: str) -> int:
 def _read_commit(store: Store, folder: str) -> Commit:
     body = json.loads(store.read(f"{folder}/{COMMIT}"))
     if body.pop("sha256") != _digest(body):
-        raise ValueError("SHA-256")
+        raise ValueError("its SHA-256 does not match")
     if body["format"] != FORMAT:
         raise CheckpointError(
-            f"{store.url}/{folder} is of format {body['format']}, and this version reads {FORMAT}: "
-            "use the version that wrote it, give another name, or start over with --fresh"
+            f"{store.url}/{folder} has checkpoint format {body['format']}, but this version of Undula reads format {FORMAT}; "
+            "use the version that wrote it, set another name, or start over with --fresh"
         )
     return Commit(folder=folder, **{key: body[key] for key in ("step", "plan_digest", "tensors", "values", "files")})
 
@@ -91,19 +96,30 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def check_shapes(commit: Commit, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:
-    """Raise CheckpointError at the first tensor of the model that the checkpoint lacks, or has in another shape."""
+    """Check that a checkpoint has the tensors of a model, in the same shapes.
+
+    Args:
+        commit: the checkpoint.
+        shapes: shape of each tensor of the model, by name.
+        prefix: prefix of the model's tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: A tensor is missing on either side or has another shape.
+    """
     for name, shape in shapes.items():
         saved = commit.tensors.get(prefix + name)
         if saved is None:
-            raise CheckpointError(f"{commit.folder} has no {name!r}, which the model has: it is of another model")
+            raise CheckpointError(
+                f"{commit.folder} is from another model: it lacks {name!r}, which the model has; {_FIX}"
+            )
         if tuple(saved["shape"]) != tuple(shape):
             raise CheckpointError(
-                f"{commit.folder} has {name!r} with shape {tuple(saved['shape'])}, the model has {tuple(shape)}: "
-                "it is of another model; restore the former settings, give another name, or start over with --fresh"
+                f"{commit.folder} is from another model: its {name!r} has shape {tuple(saved['shape'])}, but the model's has "
+                f"shape {tuple(shape)}; {_FIX}"
             )
     if extra := [
         name for name in commit.tensors if name.startswith(prefix) and name.removeprefix(prefix) not in shapes
     ]:
         raise CheckpointError(
-            f"{commit.folder} has {extra[0].removeprefix(prefix)!r}, which the model lacks: it is of another model"
+            f"{commit.folder} is from another model: it has {extra[0].removeprefix(prefix)!r}, which the model lacks; {_FIX}"
         )

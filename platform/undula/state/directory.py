@@ -1,4 +1,4 @@
-"""The run directory: what lies in it, who may write to it, and how it is emptied."""
+"""The run directory: the names of its files, its lock, and the deletion of a run."""
 
 import json
 import os
@@ -17,16 +17,16 @@ from undula.storage import Store
 
 JOB_FILE = "job.json"
 STUDY_FILE = "study.json"
-"""In a directory of runs that a study makes."""
+"""File in the directory that holds the runs of a study."""
 TENSORBOARD = "tensorboard"
 RAY = "ray"
-"""Ray Train's own notes."""
+"""Folder of Ray Train's own files."""
 REPORT = "report.html"
 _LOCK = ".lock"
 
 
 def job_record(store: Store) -> dict[str, Any]:
-    """What job.json of a run directory says; nothing where there is none, or one that is damaged."""
+    """Read job.json of a run directory. The result is empty if the file is missing or damaged."""
     try:
         return dict(json.loads(store.read(JOB_FILE)))
     except (StorageError, ValueError, TypeError):
@@ -34,16 +34,22 @@ def job_record(store: Store) -> dict[str, Any]:
 
 
 def identity(store: Store) -> dict[str, Any]:
-    """`id` of the run in a directory, and when it `began`, in seconds since the epoch; new ones where there is none."""
+    """Return the `id` of the run in a directory and its start time `began` in seconds since the epoch.
+
+    If the directory has no run, the id is new and the start time is now.
+    """
     record = job_record(store)
     return {"id": str(record.get("id") or secrets.token_hex(8)), "began": float(record.get("began") or time.time())}
 
 
 @contextmanager
 def held(store: Store) -> Iterator[None]:
-    """Hold a local run directory for this block, against jobs on other clusters of this machine; RunError where another holds it.
+    """Lock a local run directory for this block, so that a job on another cluster of this machine cannot train in it.
 
-    On S3 there is no such lock: there one cluster's jobs are kept apart, and no others.
+    S3 has no such lock. There, only jobs of the same cluster are kept apart.
+
+    Raises:
+        RunError: Another job holds the lock.
     """
     if store.is_s3 or sys.platform == "win32":
         yield
@@ -57,21 +63,23 @@ def held(store: Store) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise RunError(
-            f"{store.url} is being trained by another job: wait for it, stop it, or give another name"
-        ) from None
+        raise RunError(f"another job is training in {store.url}; wait for it, stop it, or set another name") from None
     try:
         yield
     finally:
         os.close(descriptor)
 
 
-def forget(store: Store) -> None:
-    """Delete a run: what we put into its directory, and nothing else. RunError where the directory holds other things alone."""
+def delete_run(store: Store) -> None:
+    """Delete a run: the files that Undula wrote into its directory, and no others.
+
+    Raises:
+        RunError: The directory holds other files but no run.
+    """
     names = {entry.name.partition("/")[0] for entry in store.list()} - {_LOCK}
     if names and JOB_FILE not in names and LEDGER not in names:
         raise RunError(
-            f"{store.url} holds {sorted(names)[0]!r} and no run: --fresh deletes runs alone; give another name"
+            f"{store.url} holds {sorted(names)[0]!r} but no run, so --fresh does not delete it; set another name"
         )
     for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, RAY, REPORT):
         store.delete(name)

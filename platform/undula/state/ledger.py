@@ -1,17 +1,16 @@
-"""The ledger: one row per committed step and one per event, append-only Parquet in the run directory.
+"""The ledger of a run: append-only Parquet files with one row per committed step and one row per event.
 
-Every start of a worker group is an *attempt*. An attempt that resumes at step c replaces the rows of earlier attempts from c on;
-`committed` says which rows make up the run. Rows reach storage before the checkpoint that covers them is committed, so no step
-between two checkpoints that survive is ever without its row.
+Every start of a worker group is an *attempt*. An attempt that resumes at step c replaces the rows of earlier attempts from step c on;
+`committed` selects the rows that make up the run. Rows reach storage before the checkpoint that covers them is committed, so every
+step before a committed checkpoint has its row.
 """
 
-import json
 import re
 import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +18,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from undula.errors import StorageError
-from undula.state.records import Event, StepRow
+from undula.state.events import Event, read_event
+from undula.state.records import StepRow
 from undula.storage import Store
+
+E = TypeVar("E", bound=Event)
 
 LEDGER = "ledger"
 SEGMENT_ROWS = 10_000
@@ -29,43 +31,44 @@ FLUSH_INTERVAL_S = 5.0
 STEP_SCHEMA = pa.schema(
     [
         ("attempt", pa.int32()),
-        ("step", pa.int64()),  # of the plan, from 0; the first of `span`
-        (
-            "span",
-            pa.int32(),
-        ),  # steps of the plan that the optimizer took as one; more than 1 where the batch is elastic
+        ("step", pa.int64()),  # index of the first step of the plan in this optimizer step, from 0
+        # number of steps of the plan that the optimizer merged into this one; more than 1 only if the batch is elastic
+        ("merged_steps", pa.int32()),
         ("epoch", pa.int32()),
-        ("samples", pa.int64()),  # of the whole run, this step included
+        ("samples", pa.int64()),  # samples that the run has consumed, this step included
         ("step_samples", pa.int32()),
-        ("world_size", pa.int32()),
+        ("world_size", pa.int32()),  # number of ranks
+        # number of cells, the smallest sets of ranks that run a micro-batch; equals world_size unless a model spans several ranks
+        ("cells", pa.int32()),
         ("loss", pa.float64()),  # mean over the step's samples
         ("lr", pa.float64()),
-        ("data_s", pa.float64()),  # seconds, mean over ranks; the first four add up to the step
+        # duration of the step by class, in seconds, mean over the ranks; the four classes add up to the step
+        ("data_s", pa.float64()),
         ("compute_s", pa.float64()),
         ("communication_s", pa.float64()),
         ("other_s", pa.float64()),
         ("sample_digest", pa.uint64()),  # undula.plan.keys.multiset_digest of the step's sample ids
-        ("time", pa.float64()),  # seconds since the epoch, at the commit
+        ("time", pa.float64()),  # time of the commit in seconds since the epoch
         ("logged", pa.string()),  # JSON object of step.log(...)
-        ("weights_digest", pa.uint64()),  # after the step, every few steps of a deterministic run; else null
-        ("blocked_s", pa.float64()),  # before the step, while a checkpoint held the training up
+        ("weights_digest", pa.uint64()),  # digest after the step, every few steps of a deterministic run; else null
+        ("blocked_s", pa.float64()),  # seconds before the step for which a checkpoint blocked training
+        ("grad_norm", pa.float64()),  # norm of the step's gradient before clipping
+        ("applied", pa.bool_()),  # whether the optimizer changed the weights
     ]
 )
 EVENT_SCHEMA = pa.schema(
     [
         ("time", pa.float64()),
-        # group, start, lost, node, batch, validation, loss, snapshot, checkpoint, resize, crash, notice, waiting, fleet, idle, fault,
-        # stop, end
-        ("kind", pa.string()),
-        ("step", pa.int64()),  # steps committed when it happened; null where that is not known
+        ("kind", pa.string()),  # of a class of undula.state.events
+        ("step", pa.int64()),  # number of committed steps when the event happened; null if unknown
         ("message", pa.string()),
-        ("data", pa.string()),  # JSON object
+        ("data", pa.string()),  # JSON object of the fields of that class
     ]
 )
 
 
 class SegmentWriter:
-    """Appends rows to a series of Parquet files; the newest is rewritten whole at each flush until it is full."""
+    """Writer of rows to a series of Parquet files. Each flush rewrites the newest file until it has SEGMENT_ROWS rows."""
 
     def __init__(self, store: Store, prefix: str, schema: pa.Schema):
         self._store = store
@@ -84,7 +87,7 @@ class SegmentWriter:
 
     def flush(self) -> None:
         with self._flushing:
-            with self._lock:  # not while the storage takes its time: who appends is training
+            with self._lock:  # released before the write: `append` is called by training and must not wait for storage
                 rows = list(self._rows)
             if self._flushed == len(rows):
                 return
@@ -100,7 +103,7 @@ class SegmentWriter:
 
 
 class LedgerWriter:
-    """The ledger of one attempt, kept by rank 0: steps are flushed every few seconds by a thread, events at once."""
+    """Writer of one attempt's ledger, on rank 0. A thread flushes steps every few seconds; events are flushed at once."""
 
     def __init__(self, store: Store, attempt: int):
         self._steps = SegmentWriter(store, f"steps-{attempt:06d}", STEP_SCHEMA)
@@ -114,22 +117,26 @@ class LedgerWriter:
 
     def event(self, event: Event) -> None:
         self._events.append(event.row())
-        with suppress(StorageError):  # a full disk ends no training; the next flush writes it too
+        with suppress(StorageError):  # a full disk must not end training; the next flush writes this row too
             self._events.flush()
 
     @property
     def stored_steps(self) -> int:
-        """Steps whose rows have reached storage."""
+        """Number of steps whose rows have reached storage."""
         last = self._steps.last_flushed
-        return int(last["step"] + last["span"]) if last else 0
+        return int(last["step"] + last["merged_steps"]) if last else 0
 
     def flush(self) -> None:
-        """Bring all rows to storage; StorageError where it takes none."""
+        """Write all rows to storage.
+
+        Raises:
+            StorageError: The storage cannot be written to.
+        """
         self._steps.flush()
         self._events.flush()
 
     def close(self) -> None:
-        """Flush once more, where the storage takes it: what a checkpoint covers is there since its commit."""
+        """Flush once more, ignoring errors: the rows that a checkpoint covers have been stored since its commit."""
         self._closed.set()
         self._thread.join()
         with suppress(StorageError):
@@ -137,14 +144,12 @@ class LedgerWriter:
 
     def _flush_regularly(self) -> None:
         while not self._closed.wait(FLUSH_INTERVAL_S):
-            with suppress(
-                StorageError
-            ):  # the next flush writes these rows too, and the one before a commit must succeed
+            with suppress(StorageError):  # the next flush writes these rows too; the flush before a commit must succeed
                 self.flush()
 
 
 class EventWriter:
-    """Events of a process that is no worker: the controller's or the driver's."""
+    """Writer of the events of the controller or the driver."""
 
     def __init__(self, store: Store, writer: str):
         self._events = SegmentWriter(store, f"events-{writer}-{time.time_ns()}", EVENT_SCHEMA)
@@ -157,18 +162,18 @@ class EventWriter:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a run's ledger says."""
+    """Content of a run's ledger."""
 
     steps: pa.Table
-    """One row per committed step, in order of steps."""
+    """Committed steps, one row each, ordered by step."""
     replaced: pa.Table
-    """Rows of steps that were lost to a crash or a resize and done again."""
+    """Rows of steps that a crash or a resize lost and that a later attempt repeated."""
     events: pa.Table
-    """In order of time."""
+    """Events, ordered by time."""
 
 
 def read_ledger(store: Store) -> Ledger:
-    """The ledger of the run whose directory is `store`; empty tables where it has none yet."""
+    """Read the ledger of the run in the directory `store`. The tables are empty if the run has no ledger yet."""
     names = [entry.name for entry in store.list(LEDGER)]
     rows = _once(_concat(store, [name for name in names if name.startswith(f"{LEDGER}/steps-")], STEP_SCHEMA))
     events = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/events-")], EVENT_SCHEMA)
@@ -181,14 +186,17 @@ def read_ledger(store: Store) -> Ledger:
 
 
 def _once(rows: pa.Table) -> pa.Table:
-    """Without rows that a later attempt has written again, for an earlier one whose rank 0 was lost with them."""
+    """Drop duplicate rows. A later attempt can write the rows of an earlier one again whose rank 0 was lost before its flush."""
     keys = np.stack([rows["attempt"].to_numpy(), rows["step"].to_numpy()])
     _, first = np.unique(keys, axis=1, return_index=True)
     return rows.take(pa.array(np.sort(first)))
 
 
 def committed(attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which rows make up the run: those that no later attempt began at or before. Shapes [rows] -> [rows]."""
+    """Select the rows that make up the run: those whose step comes before the first step of every later attempt.
+
+    The arguments and the result have shape [rows].
+    """
     keep = np.zeros(len(steps), dtype=bool)
     limit = np.iinfo(np.int64).max
     for attempt in sorted(set(attempts.tolist()), reverse=True):
@@ -199,20 +207,31 @@ def committed(attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np
 
 
 def next_attempt(store: Store) -> int:
-    """A number larger than that of every attempt in the ledger."""
+    """Return the number of the next attempt: one more than the largest in the ledger."""
     found = [re.match(rf"{LEDGER}/events-(\d{{6}})-", entry.name) for entry in store.list(LEDGER)]
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
 def steps_done(steps: pa.Table) -> int:
-    """Steps of the plan that committed rows, in order, come to."""
-    return int(steps["step"][-1].as_py() + steps["span"][-1].as_py()) if len(steps) else 0
+    """Return the number of steps of the plan that ordered rows of committed steps cover."""
+    return int(steps["step"][-1].as_py() + steps["merged_steps"][-1].as_py()) if len(steps) else 0
 
 
-def last_event(events: pa.Table, kind: str) -> dict[str, Any] | None:
-    """The newest event of a kind, its data decoded."""
-    rows = events.filter(pc.equal(events["kind"], kind)).to_pylist()
-    return {**rows[-1], "data": json.loads(rows[-1]["data"])} if rows else None
+def decode_events(table: pa.Table) -> tuple[Event, ...]:
+    """The events of rows of EVENT_SCHEMA, in the same order."""
+    return tuple(map(read_event, table.to_pylist()))
+
+
+def events_of(table: pa.Table, event_type: type[E]) -> list[E]:
+    """The events of one type among rows of EVENT_SCHEMA, in the same order."""
+    rows = table.filter(pc.equal(table["kind"], event_type.KIND)).to_pylist()
+    return [event for event in map(read_event, rows) if isinstance(event, event_type)]
+
+
+def last_event(table: pa.Table, event_type: type[E]) -> E | None:
+    """The newest event of one type; None where there is none."""
+    found = events_of(table, event_type)
+    return found[-1] if found else None
 
 
 def _concat(store: Store, names: list[str], schema: pa.Schema) -> pa.Table:

@@ -1,14 +1,11 @@
-"""What the ledger records of a run: its committed steps, and what happened to it. Plain data, without the library that stores it."""
+"""A row of the ledger for each committed step, as plain data without the library that stores it."""
 
-import json
-import time
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A committed step; fields and units are those of STEP_SCHEMA."""
+    """A committed step. undula.state.ledger.STEP_SCHEMA documents the fields and their units."""
 
     attempt: int
     step: int
@@ -27,28 +24,17 @@ class StepRow:
     logged: str = "{}"
     weights_digest: int | None = None
     blocked_s: float = 0.0
-    span: int = 1
+    merged_steps: int = 1
+    grad_norm: float | None = None
+    applied: bool = True
+    cells: int = 1
 
     @property
     def done(self) -> int:
-        """Steps of the plan that are committed with it."""
-        return self.step + self.span
+        """Number of steps of the plan that are committed after this step."""
+        return self.step + self.merged_steps
 
     @property
     def seconds(self) -> float:
-        """That the step took."""
+        """Duration of the step in seconds."""
         return self.data_s + self.compute_s + self.communication_s + self.other_s
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to the run, in words for a person and in data for a program."""
-
-    kind: str
-    message: str
-    step: int | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    time: float = field(default_factory=time.time)
-
-    def row(self) -> dict[str, Any]:
-        return {**asdict(self), "data": json.dumps(self.data)}

@@ -1,4 +1,4 @@
-"""The part of a job's spec that says what is kept of its state."""
+"""Specification of a job's checkpoints and snapshots."""
 
 from typing import Annotated
 
@@ -10,12 +10,12 @@ from undula.plan.plan import STRICT
 
 @checked_dataclass(frozen=True, config=STRICT)
 class CheckpointSpec:
-    """When checkpoints are taken and how many are kept."""
+    """Interval of checkpoints and snapshots, and the number of checkpoints to keep."""
 
     every_steps: Annotated[int, Gt(0)] = 100
-    """Steps between checkpoints; one more is taken at the end of the run."""
+    """Number of steps between checkpoints. The run also takes a checkpoint at its end."""
     snapshot_every_steps: Annotated[int, Ge(0)] | None = None
-    """Steps between snapshots in the memory of the workers' nodes, from which a run goes on when all its workers were lost; by default
-    as many as keep their cost under 1 % of the time; 0 for none."""
+    """Number of steps between snapshots in the memory of the workers' nodes, from which a run resumes after it has lost all workers. By
+    default, the interval is chosen so that snapshots take less than 1 % of the time; 0 disables snapshots."""
     keep: Annotated[int, Gt(0)] = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""

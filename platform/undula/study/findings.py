@@ -179,7 +179,7 @@ def find(spec: StudySpec, records: Sequence[TrialRecord]) -> Findings:
         for optimizer, rule in spec.pairs()
         if optimizer in CLASSES and len(spec.batches) > 1 and (text := warning(rule, (CLASSES[optimizer],)))
     }
-    warnings = tuple(text.removeprefix("schedule.batch_rule ") for text in told)
+    warnings = tuple(text.removeprefix("schedule.batch_rule=") for text in told)
     return Findings(spec, tuple(records), groups, warnings)
 
 

@@ -1,4 +1,4 @@
-"""A study with its job: what each trial is trained with, and what can be known to be wrong before anything starts."""
+"""A study with its job: the job of each trial, and the checks before anything starts."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,18 +17,22 @@ from undula.study.trials import Trial
 
 
 class Study:
-    """A study and its job, with everything that the job decides where the study is silent."""
+    """A study and its job. The job decides what the study leaves open.
+
+    Raises:
+        UndulaError: the job's data cannot be read, or does not fit its plan.
+    """
 
     def __init__(self, loaded: LoadedStudy):
         self._loaded = loaded
         self.base = loaded.job
-        """With the study's overrides."""
+        """The job with the study's overrides."""
         job = loaded.job.spec
         try:
             self.rows = load_data(job.data).num_rows
         except (StorageError, ManifestError) as error:
             key = "data.mix" if job.data.mix else "data.train"
-            raise type(error)(f"{loaded.job.origins.get(key, 'default')}: {key}: {error}") from error
+            raise type(error)(f"{loaded.job.origin(key)}: {key}: {error}") from error
         plan = Plan(job.plan, self.rows)
         samples = loaded.spec.samples or plan.total_samples
         warmups = loaded.spec.warmups or (round(job.schedule.over(plan).warmup_samples),)
@@ -37,20 +41,20 @@ class Study:
         self.store = open_store(self.url)
 
     def job(self, trial: Trial) -> LoadedSpec:
-        """The job of a trial: `undula run` with the same values trains the same."""
+        """The job of a trial. `undula run` with the same values trains the same model."""
         return self._loaded.job_with(self.values(trial))
 
     def plan(self, batch: int) -> Plan:
-        """Of a trial with such a batch, without its end."""
+        """The plan of a trial with such a batch, without an end."""
         spec = replace(self.base.spec.plan, global_batch=batch, epochs=2**40, max_steps=None)
         return Plan(spec, self.rows)
 
     def samples_at(self, trial: Trial, step: int) -> int:
-        """That a trial has consumed after so many steps."""
+        """Samples that a trial has consumed after a number of steps."""
         return self.plan(trial.batch).step(step).samples_before
 
     def values(self, trial: Trial) -> dict[str, Any]:
-        """What a trial has in place of the job's values, by dotted key."""
+        """Values of a trial that replace the job's, by dotted key."""
         spec, job, plan = self.spec, self.base.spec, self.plan(trial.batch)
         assert spec.samples is not None
         epochs, rest = divmod(spec.samples, plan.samples_per_epoch)
@@ -80,27 +84,27 @@ class Study:
         return values
 
     def begin(self) -> None:
-        """study.json says from now on what is asked for."""
+        """Write study.json, the study as it is requested now."""
         write_study(self.store, {"spec": as_tree(self.spec), "job": self.base.tree()})
 
     def check(self, trials: Iterable[Trial], fresh: bool = False, knows_defaults: bool = True) -> None:
-        """What can be known to be wrong with trials. Those that are there must be what they were begun as; axes may become longer.
+        """Check trials before they start. A study may get more trials, but a trial that has begun cannot change.
 
         Args:
-            trials: which.
-            fresh: what is there will be forgotten.
-            knows_defaults: whether the job's `config` has the script's own defaults; else its keys are compared that are given.
+            trials: The trials.
+            fresh: Whether the study will be deleted first, so that former trials do not matter.
+            knows_defaults: Whether the job's `config` includes the script's defaults. If not, only the given keys are compared.
 
         Raises:
-            SpecError: the job refuses a trial's values.
-            RunError: the first key that has another value than in a trial that is there.
+            SpecError: the values of a trial are not valid in the job.
+            RunError: the directory is a run's, or a key has another value than in the study or the trial that was begun.
         """
         if self.store.exists(JOB_FILE):
             raise RunError(f"{self.url} is a run's directory: give the study another name")
         first, samples = self.spec.first_rung, self.spec.samples or 0
         if first and first > samples:
             raise SpecError(
-                f"{self._loaded.where(['first_rung'])}: first_rung is {first:,}, and a training has {samples:,} samples: give a smaller one"
+                f"{self._loaded.where(['first_rung'])}: first_rung is {first:,}, and a training has {samples:,} samples; lower first_rung"
             )
         if not fresh:
             self._refuse_other_study()
@@ -108,7 +112,7 @@ class Study:
             try:
                 loaded = self.job(trial)
             except SpecError as error:
-                raise SpecError(f"{error} (this is of the trial {trial.name})") from None
+                raise SpecError(f"{error} (in the trial {trial.name})") from None
             self._refuse_long_warmup(trial, loaded)
             record, now = {} if fresh else job_record(self.store / TRIALS / trial.name), loaded.tree()
             if record and not knows_defaults:
@@ -117,7 +121,7 @@ class Study:
                 raise RunError(self._changed(f"has trained {trial.name} with", *change))
 
     def _refuse_other_study(self) -> None:
-        """A study may become longer, and what its trials are compared by stays."""
+        """Refuse another value of a key by which the trials of the study are compared."""
         if not self.store.exists(STUDY_FILE):
             return
         before, now = read_spec(self.store), self.spec
@@ -126,27 +130,29 @@ class Study:
             "metric": (before.metric, now.metric),
             "measurements": (before.measurements, now.measurements),
             "batches": (before.batches[:1], now.batches[:1]),
-            "rules": (before.rules[:1], now.rules[:1]),  # under which alone the first batch is trained
+            "rules": (before.rules[:1], now.rules[:1]),  # the first batch is trained under the first rule only
         }
         for key, (old, new) in pairs.items():
             if old != new:
                 raise RunError(f"{self._loaded.where([key])}: {self._changed('was begun with', key, old, new)}")
 
     def _refuse_long_warmup(self, trial: Trial, loaded: LoadedSpec) -> None:
+        """Refuse a warmup that is longer than the training."""
         plan = Plan(loaded.spec.plan, self.rows)
         warmup = loaded.spec.schedule.over(plan).warmup_samples
         if warmup > plan.total_samples:
             where = self._loaded.where
-            origin, mend = where(["warmups"]), "give smaller warmups, or more samples"
+            origin, fix = where(["warmups"]), "give smaller warmups or more samples"
             if not self._loaded.spec.warmups:
                 origin = f"{where(['job'])}: {self._loaded.file}"
-                mend = "give warmups, as its schedule's is too long here, or more samples"
+                fix = "give warmups in the study, since the job's warmup is too long here, or give more samples"
             raise SpecError(
-                f"{origin}: {trial.name} would warm up for {warmup:,.0f} samples and train for {plan.total_samples:,}, so that it never "
-                f"had its learning rate: {mend}"
+                f"{origin}: {trial.name} would warm up for {warmup:,.0f} samples and train for {plan.total_samples:,}, and never reach "
+                f"its learning rate; {fix}"
             )
 
     def _changed(self, verb: str, key: str, before: object, now: object) -> str:
+        """The message about a key whose value has changed."""
         return (
             f"{self.url} {verb} {key} {json.dumps(before)}, and it is {json.dumps(now)} now: restore it, give the study another name, "
             "or start over with --fresh"
@@ -154,7 +160,7 @@ class Study:
 
 
 def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree with what it leaves out as in another."""
+    """A tree in which missing keys are filled from another tree."""
     filled = dict(defaults)
     for key, value in given.items():
         below = filled.get(key)

@@ -1,4 +1,4 @@
-"""A study's progress in the terminal: a line as each trial ends, and a table that is drawn anew."""
+"""A study's progress in the terminal: a line for each trial that ends, and a table that is redrawn."""
 
 import io
 import sys
@@ -17,20 +17,24 @@ from undula.study.trials import State, Trial, TrialRecord
 from undula.telemetry.messages import clock
 
 INTERVAL_S = 5.0
+"""Seconds between two drawings of the table."""
 MIN_WIDTH, MAX_WIDTH = 80, 200
-ROWS = 24
+"""Widths of the table in characters."""
+MAX_ROWS = 24
 COMPARED: tuple[State, ...] = ("complete", "stopped", "diverged")
+"""States of the trials by which learning rates are compared."""
 LOST: tuple[State, ...] = ("stopped", "diverged", "failed")
-_BAR = 8
+"""States that have a column of their own, if a trial is in them."""
+_BAR_WIDTH = 8
 
 
 def share_done(spec: StudySpec, record: TrialRecord) -> float:
-    """Of a trial's samples, in [0, 1]."""
+    """Share of a trial's samples that are consumed, in [0, 1]."""
     return 1.0 if record.has_ended else min(record.samples / (spec.samples or inf), 1.0)
 
 
 def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | None:
-    """Until the trials that are wanted so far have ended, at the pace of those with the same batch; None before there is a pace."""
+    """Estimated seconds until all trials have ended, from the pace of trials with the same batch; None before any trial has a pace."""
     by_batch: dict[int, list[float]] = {}
     for record in records:
         if record.samples and record.seconds:
@@ -47,12 +51,12 @@ def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | Non
     return left / max(sum(record.state == "running" for record in records), 1)
 
 
-def summary(spec: StudySpec, records: Sequence[TrialRecord], is_under_way: bool = True) -> str:
-    """`34 of 96 trials, 2 running, 12:07 left`, or `34 of 96 trials, not under way`"""
+def summary(spec: StudySpec, records: Sequence[TrialRecord], is_running: bool = True) -> str:
+    """A line such as `34 of 96 trials, 2 running, 12:07 left`, or `34 of 96 trials, not running`."""
     ended, running = sum(record.has_ended for record in records), sum(record.state == "running" for record in records)
     parts = [f"{ended} of {len(records)} trials"]
-    if not is_under_way and ended < len(records):
-        return f"{parts[0]}, not under way"
+    if not is_running and ended < len(records):
+        return f"{parts[0]}, not running"
     if running:
         parts.append(f"{running} running")
     if (left := seconds_left(spec, records)) is not None and ended < len(records):
@@ -60,10 +64,15 @@ def summary(spec: StudySpec, records: Sequence[TrialRecord], is_under_way: bool 
     return ", ".join(parts)
 
 
-def study_table(
-    spec: StudySpec, records: Iterable[TrialRecord], is_last: bool = False, is_under_way: bool = True
-) -> str:
-    """Lines of text, a row for each batch with each optimizer, rule and warmup: how far it is, and its best learning rate so far."""
+def study_table(spec: StudySpec, records: Iterable[TrialRecord], is_last: bool = False, is_running: bool = True) -> str:
+    """The table as text, with a row for each batch with each optimizer, rule and warmup.
+
+    Args:
+        spec: The study.
+        records: Records of its trials.
+        is_last: Whether the table is final, and must not be drawn over.
+        is_running: Whether a driver conducts the study now.
+    """
     records = list(records)
     shown_states = [state for state in LOST if any(record.state == state for record in records)]
     cells: dict[tuple[Any, ...], list[TrialRecord]] = {}
@@ -78,21 +87,22 @@ def study_table(
     steps = [f"steps to {spec.target:g}"] if spec.target is not None else []
     for name in ("batch", "", "trials", "running", "best rate", "loss", *steps, *shown_states):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for key, group in list(cells.items())[:ROWS]:
+    for key, group in list(cells.items())[:MAX_ROWS]:
         shown = [str(value) for value, is_shown in zip(key[:3], varying, strict=True) if is_shown]
         table.add_row(*shown, str(key[3]), *_row(spec, group, shown_states))
     text = io.StringIO()
     Console(file=text, width=MAX_WIDTH, no_color=True).print(table)
     *lines, bottom = text.getvalue().rstrip("\n").split("\n")
-    more = f", {len(cells) - ROWS} rows are not shown" if len(cells) > ROWS else ""
-    foot = f"{'┗' if is_last else '└'}─ {spec.name}: {summary(spec, records, is_under_way)}{more} "
+    more = f", {len(cells) - MAX_ROWS} rows are not shown" if len(cells) > MAX_ROWS else ""
+    foot = f"{'┗' if is_last else '└'}─ {spec.name}: {summary(spec, records, is_running)}{more} "
     return "\n".join([*lines, foot + bottom[len(foot) :]])
 
 
 def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[State]) -> list[str]:
+    """The cells of a row from the bar on."""
     count = {state: sum(record.state == state for record in group) for state in (*shown_states, "running")}
     done = sum(share_done(spec, record) for record in group) / len(group)
-    bar = "█" * round(done * _BAR) + "░" * (_BAR - round(done * _BAR))
+    bar = "█" * round(done * _BAR_WIDTH) + "░" * (_BAR_WIDTH - round(done * _BAR_WIDTH))
     best = best_of(group)
     row = [
         bar,
@@ -108,7 +118,7 @@ def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[S
 
 
 def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
-    """The learning rate with the lowest loss, a mean over seeds, and that loss; None where none is complete and below where it began."""
+    """The learning rate with the lowest loss, as a mean over seeds, and that loss; None if no learning rate has lowered its loss."""
     means = []
     for records in _by_rate(group):
         ended = [each for each in records if each.state in COMPARED and each.curve]
@@ -119,7 +129,7 @@ def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
 
 
 def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
-    """To the target, over learning rates, the mean over seeds; None where no rate has come to it with every seed that has ended."""
+    """Fewest steps to the target over learning rates, as a mean over seeds; None if no rate has reached it with every seed that ended."""
     means = []
     for records in _by_rate(group):
         judged = [each for each in records if each.state in COMPARED or each.samples_to(target) < inf]
@@ -129,7 +139,7 @@ def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
 
 
 def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
-    """Trials that differ in their seed alone; a rule that measures gives each its own rate."""
+    """Groups of trials that differ in their seed only. They share the base rate; a rule that measures gives each its own rate."""
     by_rate: dict[float, list[TrialRecord]] = {}
     for record in group:
         by_rate.setdefault(record.trial.base_lr, []).append(record)
@@ -137,17 +147,23 @@ def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
 
 
 def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str:
-    """`12/96  sgd-none-b64-lr0.1-w0-s0  complete  loss 0.1234  0:12`"""
+    """The line of a trial that has ended, such as `12/96  sgd-none-b64-lr0.1-w0-s0  complete  loss 0.1234  0:12`."""
     ended = sum(each.has_ended for each in records.values())
-    told: dict[State, str] = {"complete": f"loss {record.loss:.4f}", "stopped": f"after {record.samples:,} samples"}
-    text = told.get(record.state, record.message)
+    results: dict[State, str] = {"complete": f"loss {record.loss:.4f}", "stopped": f"after {record.samples:,} samples"}
+    result = results.get(record.state, record.message)
     name = record.trial.name
-    return f"{ended}/{len(records)}  {name}  {record.state}  {text}  {clock(record.seconds)}".rstrip()
+    return f"{ended}/{len(records)}  {name}  {record.state}  {result}  {clock(record.seconds)}".rstrip()
 
 
 class StudyScreen:
-    """Prints lines, and the table every few seconds where it has changed. A table's lines begin with box drawing, by which who follows
-    the job knows that the last one can be drawn over.
+    """Prints a line for each trial that ends, and the table whenever it has changed.
+
+    The client that follows a submitted study recognizes a table by its frame of box-drawing characters, and draws over the last one.
+
+    Args:
+        spec: The study.
+        records: Records of its trials, which the driver updates.
+        out: Stream to print to.
     """
 
     def __init__(self, spec: StudySpec, records: Mapping[Trial, TrialRecord], out: TextIO = sys.stdout):
@@ -156,8 +172,8 @@ class StudyScreen:
         self._shown = ""
         self._thread = threading.Thread(target=self._draw_regularly, name="undula-study", daemon=True)
 
-    def tell(self, record: TrialRecord) -> None:
-        """A trial's record has changed."""
+    def show(self, record: TrialRecord) -> None:
+        """Print the line of a trial if it has ended."""
         if record.has_ended:
             self._print(ended_line(self._records, record))
 

@@ -1,4 +1,4 @@
-"""The YAML of a study, with its job: both are checked whole before anything starts."""
+"""The YAML of a study: it is loaded together with the YAML of its job, and both are checked before anything starts."""
 
 import dataclasses
 import json
@@ -15,24 +15,25 @@ from undula.study.spec import StudySpec
 
 @dataclass(frozen=True)
 class LoadedStudy:
-    """A study, and the job that it trains."""
+    """A study and its job, as their YAML files give them."""
 
     spec: StudySpec
     job: LoadedSpec
-    """With the study's overrides."""
+    """The job with the study's overrides."""
     file: Path
-    """Of the job."""
+    """YAML of the job."""
     where: Where
-    """The study's values were given: the place of each key."""
+    """Origins of the study's values."""
     values: Mapping[str, Any]
-    """Of the job, by dotted key, that are the study's."""
+    """Values of the job that the study overrides, by dotted key."""
     config_type: type | None = None
+    """Dataclass of the script's own settings, if it has one."""
 
     def job_with(self, values: Mapping[str, Any]) -> LoadedSpec:
-        """The job with the study's overrides and further values, by dotted key.
+        """The job with the study's overrides and with further values, by dotted key.
 
         Raises:
-            SpecError: they do not go together.
+            SpecError: the values are not valid together.
         """
         sets = self.spec.sets
 
@@ -43,73 +44,74 @@ class LoadedStudy:
 
 
 def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | None = None) -> LoadedStudy:
-    """The study in a YAML file, with `key.sub=value` overrides on top, and its job.
+    """Load a study and its job from their YAML files, with overrides on top.
 
     Args:
         file: YAML of a StudySpec.
-        overrides: of the study; `overrides.plan.epochs=2` is one of its job.
-        config_type: as of `load_spec`, for the job.
+        overrides: Overrides of the study as `key.sub=value`; `overrides.plan.epochs=2` overrides a value of the job.
+        config_type: Dataclass of the script's settings. Without it the job's `config` stays a mapping.
 
     Raises:
-        SpecError: one sentence, as of `load_spec`, about the study or about its job.
+        SpecError: the study or its job is not valid.
     """
-    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches", mend=_mend_of_study)
+    spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches", fix=_fix_of_unknown_key)
     job_file = file.parent / spec.job
     if not job_file.is_file():
         raise SpecError(
-            f"{where(['job'])}: job is {json.dumps(spec.job)}, and there is no file {job_file}: give a job's YAML"
+            f"{where(['job'])}: job is {json.dumps(spec.job)}, and there is no file {job_file}; give a job's YAML, relative to the study's"
         )
-    # A packed training is one process, whatever the job's workers are.
+    # A packed trial is one process, however many workers the job has.
     given = flatten(spec.overrides)
     values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(given)}
     for key in values:
         if [each for each, _ in given].count(key) > 1:
-            raise SpecError(f"{where(['overrides'])}: overrides has {key} twice: keep one")
+            raise SpecError(f"{where(['overrides'])}: overrides has {key} twice; keep one")
         if key in spec.sets:
             origin = where(["overrides", key])
-            raise SpecError(f"{origin}: overrides has {key}, which a study sets, by {spec.sets[key]}: leave it out")
+            raise SpecError(f"{origin}: overrides has {key}, which the study sets from {spec.sets[key]}; remove it")
     job = load_spec(job_file, as_overrides(values), config_type, lambda key: where(["overrides", key]))
     _check_job(spec, job.spec, job_file, where)
     return LoadedStudy(spec, job, job_file, where, values, config_type)
 
 
-def _mend_of_study(tree: Mapping[str, Any], key: str) -> str | None:
+def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
+    """The fix for a file that is a job's YAML, or for a key of the job; None for any other key."""
     if "data" in tree and "batches" not in tree:
-        return "this is a job's YAML, which `undula run` trains; a study's names it with the key job"
+        return "this is a job's YAML; start it with `undula run`, or write a study that names it with the key job"
     if key in {each.name for each in dataclasses.fields(JobSpec)}:
-        return f"it is the job's: write overrides.{key}, or below overrides"
+        return f"it is a key of the job; write overrides.{key}, or put it below overrides"
     return None
 
 
 def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> None:
-    """What a study needs of its job.
+    """Check that a study can train its job.
 
     Raises:
-        SpecError: it does not have it.
+        SpecError: it cannot.
     """
     virtual_workers = job.plan.virtual_workers
     for batch in spec.batches:
         if batch % virtual_workers:
             raise SpecError(
                 f"{where(['batches'])}: batches has {batch}, which plan.virtual_workers ({virtual_workers}) of {job_file} "
-                "does not divide: give multiples of it"
+                "does not divide; give multiples of it"
             )
     if spec.metric == "validation_loss" and job.data.validation is None:
         raise SpecError(
-            f"{where(['metric'])}: metric is validation_loss, and {job_file} has no data.validation: give it, or metric: training_loss"
+            f"{where(['metric'])}: metric is validation_loss, and {job_file} has no data.validation; add it, or give metric: training_loss"
         )
     if job.plan.batch == "elastic":
         raise SpecError(
-            f"{where(['overrides'])}: plan.batch of {job_file} is elastic, and a study gives each training a batch: "
-            "leave it out, or give overrides: {plan.batch: fixed}"
+            f"{where(['overrides'])}: plan.batch of {job_file} is elastic, and a study sets the batch of each training; "
+            "remove it, or give overrides: {plan.batch: fixed}"
         )
     if spec.packed and job.engine == "horovod":
         raise SpecError(
-            f"{where(['packed'])}: packed is {spec.packed}, which makes each training one process, and {job_file} has engine: horovod, "
-            "which is about several: leave out one of them"
+            f"{where(['packed'])}: packed={spec.packed} trains in single processes and cannot be combined with engine=horovod of "
+            f"{job_file}; remove one of them"
         )
     if spec.packed and not (job.workers.cpus or job.workers.gpus or any(job.workers.resources.values())):
         raise SpecError(
-            f"{where(['packed'])}: packed is {spec.packed}, which shares what a worker has, and workers of {job_file} has neither cpus "
-            "nor gpus nor resources: give overrides: {workers.cpus: 1}"
+            f"{where(['packed'])}: packed={spec.packed} shares the resources of a worker, and workers of {job_file} has neither cpus "
+            "nor gpus nor resources; give overrides: {workers.cpus: 1}"
         )

@@ -1,4 +1,4 @@
-"""The process of a trial under Ray Tune: it trains in a thread, and tells each measurement of the study's metric."""
+"""The process of a trial under Ray Tune: it trains in a thread, and reports each measurement of the study's metric to Tune."""
 
 import os
 import threading
@@ -14,150 +14,161 @@ import ray
 from ray.train import TrainingFailedError
 from ray.tune import Trainable
 
-from undula.elastic.pure.fleet import Work
-from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
+from undula.driver.launch import LaunchSpec, launch
+from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
-from undula.elastic.ray.horovod import HorovodConfig
-from undula.elastic.ray.trainer import elastic_trainer
-from undula.elastic.worker import Worker, open_data
 from undula.errors import StorageError
-from undula.state.records import Event
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
-from undula.telemetry.hub import HubPublisher, TellEverywhere, start_hub
+from undula.telemetry.follower import HubFollower
+from undula.telemetry.hub import start_hub
 from undula.telemetry.messages import Message, Status
-from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.single_process import Alone
+from undula.train.single_process import SingleProcess
 
 HUB_INTERVAL_S = 0.25
+"""Seconds between two reads of the hub of a trial with workers of its own."""
 LEAVE_LIMIT_S = 30.0
-"""In which a training that is not wanted any more leaves at its next step; after it the process ends."""
+"""Maximum time in seconds for a training to leave at its next step when it is no longer wanted. After that its process exits."""
 STORAGE_PAUSES_S = (2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0)
-"""Before a training whose storage failed goes on from its newest checkpoint; a trial that has failed is not run again."""
+"""Pauses in seconds before a training whose storage failed resumes from its newest checkpoint. After the last one the trial fails."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a trial's process is told to train."""
+class TrialSpec:
+    """A trial as its process needs it."""
 
-    job: Job
-    workers: WorkersSpec
-    horovod: HorovodSpec | None
-    """None with torch's engine."""
+    launch: LaunchSpec
     metric: str
+    """Metric of the study."""
     is_packed: bool
-    """Whether it trains in the trial's process itself, and not with workers of its own."""
-    work: Work
+    """Whether the trial trains in its own process, without workers."""
 
 
 @dataclass(frozen=True)
-class News:
-    """Of a training, for its trial: a measurement, its end, or both."""
+class TrialUpdate:
+    """A result of a trial for Ray Tune: a measurement, the end of the training, or both."""
 
     step: int
+    """Committed steps."""
     loss: float
+    """Last value of the study's metric."""
     is_measured: bool
-    """Whether `loss` was measured just now."""
+    """Whether `loss` is a new measurement."""
     state: State = "running"
     message: str = ""
+    """Reason of a failure or a divergence; else empty."""
 
 
 class TrialProcess(Trainable):
-    """A trial for Ray Tune; each of its results is a measurement, and the last says how it ended."""
+    """A trial of Ray Tune. Each of its results is a TrialUpdate; the last one says how the training ended."""
 
     def setup(self, config: dict[str, Any], train: Callable[[Run], None] | None = None) -> None:
         assert train is not None
         self._train = train
         self._thread: threading.Thread | None = None
-        self._take(config)
+        self._here: SingleProcess | None = None
+        self._read_spec(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Another trial in the same process: its imports and its memory stay."""
-        Alone.leave()
-        self._take(new_config)
-        return True  # Tune would take any other answer for the new trial's failure
+        """Take another trial in the same process, which keeps its imports and its memory."""
+        self._leave()
+        self._read_spec(new_config)
+        return True  # Tune would count any other answer as a failure of the new trial
 
     def step(self) -> dict[str, Any]:
+        """Wait for the next update."""
         if not self._has_begun:
             self._begin()
-        news = self._news.get()
-        return {**asdict(news), "done": news.state != "running"}
+        update = self._updates.get()
+        return {**asdict(update), "done": update.state != "running"}
 
     def cleanup(self) -> None:
-        if self._thread and self._order.is_packed:  # one with workers of its own ends with this process
-            Alone.leave()
+        """Wait until a packed training has left. A training with workers of its own ends with this process."""
+        if self._thread and self._spec.is_packed:
+            self._leave()
             self._thread.join(LEAVE_LIMIT_S)
 
-    def _take(self, config: dict[str, Any]) -> None:
-        self._order: Order = ray.cloudpickle.loads(config["order"])
+    def _leave(self) -> None:
+        """End a training in this process at its next step."""
+        if self._here:
+            self._here.leave()
+
+    def _read_spec(self, config: dict[str, Any]) -> None:
+        self._spec: TrialSpec = ray.cloudpickle.loads(config["spec"])
         self._has_begun = False
 
     def _begin(self) -> None:
-        """At the first step, as Tune drops a process that is still starting where a former one has come free for its trial."""
+        """Start the training. The first step does so and not setup: Tune drops a process that is still starting if another becomes free."""
         self._has_begun = True
-        self._news: SimpleQueue[News] = SimpleQueue()
-        order, after = self._order, self._thread
-        listener = Listener(order.metric, self._news.put, Alone.leave if order.is_packed else None)
-        start = train_here if order.is_packed else train_with_workers
-        training = partial(start, self._train, order, listener)
+        self._updates: SimpleQueue[TrialUpdate] = SimpleQueue()
+        spec, former = self._spec, self._thread
+        listener = Listener(spec.metric, self._updates.put, self._leave if spec.is_packed else None)
+        training: Callable[[], None]
+        if spec.is_packed:
+            self._here = SingleProcess(self._train, spec.launch.job, listener)
+            training = partial(train_in_process, self._here)
+        else:
+            training = partial(train_with_workers, self._train, spec.launch, listener)
         self._thread = threading.Thread(
-            target=_trained, args=(training, listener, after), name="undula-trial", daemon=True
+            target=_run_training, args=(training, listener, former), name="undula-trial", daemon=True
         )
         self._thread.start()
 
 
 class Listener:
-    """Makes a trial's news of what its training tells; a loss that is not finite ends the trial.
+    """Turns the messages of a training into updates of its trial. A loss that is not finite ends the trial.
 
     Args:
-        metric: of the study.
-        tell: called with the news.
-        leave: ends a training in this process at its next step. Its trial ends when it has left, so that nothing is written after.
+        metric: Metric of the study.
+        report: Receives the updates.
+        leave: Makes a training in this process leave at its next step. The trial then ends when the training has left, so that
+            nothing is written after the trial's end. None for a training with workers of its own.
     """
 
-    def __init__(self, metric: str, tell: Callable[[News], None], leave: Callable[[], None] | None = None):
-        self._kind = EVENT_OF[metric]
-        self._tell = tell
+    def __init__(self, metric: str, report: Callable[[TrialUpdate], None], leave: Callable[[], None] | None = None):
+        self._event_type = EVENT_OF[metric]
+        self._report = report
         self._leave = leave
-        self._last = News(0, inf, is_measured=False)
+        self._last = TrialUpdate(0, inf, is_measured=False)
 
     def __call__(self, message: Message) -> None:
         if self._last.state != "running":
             return
         if isinstance(message, Status) and not isfinite(message.loss):
-            self._diverged(News(message.step, message.loss, False, message=f"its training loss was {message.loss}"))
-        elif isinstance(message, Event) and message.kind == self._kind:
-            news = News(message.step or 0, loss := float(message.data["loss"]), is_measured=True)
-            if isfinite(loss):
-                self._last = news
-                self._tell(news)
+            update = TrialUpdate(message.step, message.loss, is_measured=False)
+            self._end_as_diverged(replace(update, message=f"its training loss was {message.loss}"))
+        elif isinstance(message, self._event_type):
+            update = TrialUpdate(message.step, message.loss, is_measured=True)
+            if isfinite(message.loss):
+                self._last = update
+                self._report(update)
             else:
-                self._diverged(replace(news, message=f"its loss was {loss}"))
+                self._end_as_diverged(replace(update, message=f"its loss was {message.loss}"))
 
     def ended(self, error: str | None) -> None:
-        """The training is over: by itself, or with an error in words."""
+        """Report that the training has ended, with an error's message if it failed."""
         if self._last.state == "running":
             state: State = "failed" if error else "complete"
-            self._tell(replace(self._last, is_measured=False, state=state, message=error or ""))
+            self._report(replace(self._last, is_measured=False, state=state, message=error or ""))
         elif self._leave:
-            self._tell(self._last)
+            self._report(self._last)
 
-    def _diverged(self, news: News) -> None:
-        self._last = replace(news, state="diverged")
+    def _end_as_diverged(self, update: TrialUpdate) -> None:
+        self._last = replace(update, state="diverged")
         if self._leave:
             self._leave()
         else:
-            self._tell(self._last)
+            self._report(self._last)
 
 
-def _trained(training: Callable[[], None], listener: Listener, after: threading.Thread | None) -> None:
-    """Train once the process's former training has left; whatever comes of it is told, as its trial waits for that."""
-    if after is not None:
-        after.join(LEAVE_LIMIT_S)
-        if after.is_alive():
-            os._exit(1)  # Tune begins the trial again, in another process
+def _run_training(training: Callable[[], None], listener: Listener, former: threading.Thread | None) -> None:
+    """Train as soon as the process's former training has left, and report the end in any case, since the trial waits for it."""
+    if former is not None:
+        former.join(LEAVE_LIMIT_S)
+        if former.is_alive():
+            os._exit(1)  # Tune starts the trial again, in another process
     try:
         training()
     except BaseException as error:
@@ -167,59 +178,46 @@ def _trained(training: Callable[[], None], listener: Listener, after: threading.
 
 
 def _in_one_line(error: BaseException) -> str:
-    """`KeyError: 'width'`."""
+    """An error's type and message, such as `KeyError: 'width'`."""
     if isinstance(error, TrainingFailedError) and (story := whole_story(error).strip()):
         return story.splitlines()[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
-def train_here(train: Callable[[Run], None], order: Order, listener: Listener) -> None:
-    """In this process, alone."""
+def train_in_process(training: SingleProcess) -> None:
+    """Train in this process, without workers. A training whose storage failed resumes after a pause."""
     for pause_s in STORAGE_PAUSES_S:
         try:
-            return Alone(train, order.job, listener)()
+            return training()
         except StorageError:
             sleep(pause_s)
-    return Alone(train, order.job, listener)()
+    return training()
 
 
-def train_with_workers(train: Callable[[Run], None], order: Order, listener: Listener) -> None:
-    """As an elastic run of its own."""
-    store = open_store(order.job.run_url)
+def train_with_workers(train: Callable[[Run], None], spec: LaunchSpec, listener: Listener) -> None:
+    """Train with elastic workers of the trial's own."""
+    store = open_store(spec.job.run_url)
     hub = start_hub(store)
-    publish = HubPublisher(hub)
-    horovod = HorovodConfig(**vars(order.horovod)) if order.horovod else None
-    trainer = elastic_trainer(
-        Worker(train, order.job, publish),
-        horovod,
-        order.workers,
-        order.work,
-        store,
-        TellEverywhere(store, publish),
-        prepare=partial(open_data, order.job),
-    )
-    over = threading.Event()
-    follower = threading.Thread(target=_follow, args=(hub, listener, over), name="undula-hub", daemon=True)
-    follower.start()
-    try:
-        trainer.fit()
-    finally:
-        over.set()
-        follower.join()
-        ray.kill(hub)
 
-
-def _follow(hub: Any, listener: Listener, over: threading.Event) -> None:
-    position, is_last = 0, False
-    while not is_last:
-        is_last = over.wait(HUB_INTERVAL_S)  # after the end once more, for the last messages
-        position, messages = ray.get(hub.read.remote(position))
+    def handle(messages: list[Message]) -> None:
         for message in messages:
             listener(message)
 
+    try:
+        with HubFollower(hub, handle, HUB_INTERVAL_S):
+            launch(train, spec, store, hub)
+    finally:
+        ray.kill(hub)
+
 
 def resources(workers: WorkersSpec, packed: int | None) -> Mapping[str, float]:
-    """What Ray reserves for a trial: a share of what a worker has, or a place beside the driver, whose workers have theirs."""
+    """Resources that Ray reserves for a trial's process.
+
+    Args:
+        workers: The job's workers.
+        packed: Number of trials that share the resources of one worker; None if each has workers of its own. The process of such a
+            trial runs on the head node and reserves next to nothing.
+    """
     if packed is None:
         return {"CPU": 0.0, "node:__internal_head__": 0.001}
     own = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}

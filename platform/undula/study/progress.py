@@ -1,4 +1,4 @@
-"""What is known of a study while it runs, and how that is read from its directory."""
+"""The progress of a study: the records of its trials, as they are read from its directory and kept while it runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from undula.study.trials import Trial, TrialRecord
 
 
 @dataclass
-class Progress:
-    """What is known of a study's trials while they run."""
+class StudyProgress:
+    """Records of a study's trials. The driver updates them while the trials run."""
 
     spec: StudySpec
     records: dict[Trial, TrialRecord] = field(default_factory=dict)
 
     def losses(self) -> Mapping[Trial, float]:
-        """Of those that have ended: what the search decides by. A trial that failed says nothing, and the search waits for it there."""
+        """Losses of the trials that have ended, by which the search decides. The search waits for a trial that failed."""
         return {
             trial: record.loss if record.state == "complete" else inf
             for trial, record in self.records.items()
@@ -27,7 +27,7 @@ class Progress:
         }
 
     def firsts(self) -> Mapping[Trial, float]:
-        """The first losses of those that were not lost to an error or to divergence: without falling below them, nothing was learned."""
+        """First losses of the trials that are complete or were stopped. A trial that stays above its first loss has learned nothing."""
         return {
             trial: record.curve[0].loss
             for trial, record in self.records.items()
@@ -36,17 +36,23 @@ class Progress:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to train, nor to try again."""
+        """Whether no trial is left to train or to try again."""
         records = [self.records.get(trial) for trial in self.wanted()]
         return all(record and record.has_ended and record.state != "failed" for record in records)
 
     def wanted(self) -> tuple[Trial, ...]:
+        """Trials that the study wants, given the losses so far."""
         return wanted(self.spec, self.losses(), self.firsts())
 
 
-def known(study: Store, spec: StudySpec) -> Progress:
-    """What a study's directory says of the trials that are wanted, and of those that these make wanted."""
-    progress = Progress(spec)
+def read_progress(study: Store, spec: StudySpec) -> StudyProgress:
+    """Read the records of the trials that the study wants, and of those that the former make it want.
+
+    Args:
+        study: Directory of the study.
+        spec: The study.
+    """
+    progress = StudyProgress(spec)
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         progress.records |= {trial: read_record(study / TRIALS / trial.name, spec, trial) for trial in todo}
     return progress

@@ -1,40 +1,53 @@
-"""What has come of a study's trials, read from their run directories, and what the study itself writes there."""
+"""The files of a study: the study's spec, the outcomes of its trials, and the records that are read from the trials' ledgers."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from math import inf
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
 from undula.plan.rules import RULES
 from undula.state.commit import CHECKPOINTS
 from undula.state.directory import STUDY_FILE
-from undula.state.ledger import Ledger, read_ledger
+from undula.state.events import LossEvent, StartEvent, ValidationEvent
+from undula.state.ledger import Ledger, events_of, read_ledger
 from undula.storage import Store
+from undula.study.heartbeat import HEARTBEAT_FILE
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord
-from undula.study.under_way import UNDER_WAY_FILE
 
 TRIALS = "trials"
+"""Folder of the run directories of a study's trials."""
 REPORT = "report"
+"""Folder of a study's report."""
 OUTCOME = "outcome.json"
-EVENT_OF = {"validation_loss": "validation", "training_loss": "loss"}
+"""File in the run directory of a trial that has ended."""
+EVENT_OF: Mapping[str, type[ValidationEvent | LossEvent]] = {
+    "validation_loss": ValidationEvent,
+    "training_loss": LossEvent,
+}
+"""Type of the ledger's events that measure a metric."""
 
 
 def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None:
-    """Say in a trial's run directory that it has ended, and how; its checkpoints go where nobody wants them."""
+    """Write how a trial ended.
+
+    Args:
+        store: Run directory of the trial.
+        record: The trial that has ended.
+        keeps_models: Whether to keep the trial's checkpoints.
+    """
     store.write(OUTCOME, json.dumps(asdict(record), indent=1).encode())
     if not keeps_models:
         store.delete(CHECKPOINTS)
 
 
 def read_outcome(store: Store) -> TrialRecord | None:
-    """A trial that has ended; None where it has not.
+    """The record of a trial that has ended; None if the trial has not ended.
 
     Raises:
         RunError: the file is damaged.
@@ -45,11 +58,17 @@ def read_outcome(store: Store) -> TrialRecord | None:
         return TypeAdapter(TrialRecord).validate_json(store.read(OUTCOME))
     except ValueError as error:
         text = " ".join(str(error).split())
-        raise RunError(f"{store.url}/{OUTCOME} is damaged ({text}): delete it, and the trial goes on") from error
+        raise RunError(f"{store.url}/{OUTCOME} is damaged ({text}): delete it, and the trial resumes") from error
 
 
 def read_record(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
-    """A trial from its run directory, which may not be there yet; while it trains, from its ledger."""
+    """The record of a trial: its outcome if it has ended, or else what its ledger holds so far.
+
+    Args:
+        store: Run directory of the trial, which may not exist yet.
+        spec: The study.
+        trial: The trial.
+    """
     if outcome := read_outcome(store):
         return outcome
     ledger = read_ledger(store)
@@ -62,7 +81,7 @@ def read_record(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
 
 
 def top_rate(spec: StudySpec, trial: Trial) -> float | None:
-    """The learning rate at the top of a trial's schedule; None where the rule measures, so that the ledger has to tell."""
+    """Learning rate at the top of a trial's schedule; None if the rule measures its factor, which is then known from the ledger only."""
     rule = RULES[trial.rule]
     if rule.is_measured and trial.batch != spec.batches[0]:
         return None
@@ -70,18 +89,22 @@ def top_rate(spec: StudySpec, trial: Trial) -> float | None:
 
 
 def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
-    """The metric where it was measured. The training loss is the mean since the last place, whatever group of workers told of it."""
-    events = ledger.events.filter(pc.equal(ledger.events["kind"], EVENT_OF[spec.metric])).to_pylist()
-    told = {int(event["step"]): json.loads(event["data"])["loss"] for event in events}  # the newest, where done again
+    """Measurements of the metric.
+
+    A training loss is the mean over the steps since the last measurement. It is computed from the rows of the steps, since an event
+    holds the losses of one group of workers only.
+    """
+    events: list[ValidationEvent | LossEvent] = events_of(ledger.events, EVENT_OF[spec.metric])
+    measured = {event.step: event.loss for event in events}  # the newest of a repeated step
     steps = ledger.steps
-    done = np.asarray(steps["step"]) + np.asarray(steps["span"])
-    curve, begin = [Measurement(0, 0, told[0])] if 0 in told else [], 0
-    for step in sorted(told.keys() - {0}):
+    done = np.asarray(steps["step"]) + np.asarray(steps["merged_steps"])
+    curve, begin = [Measurement(0, 0, measured[0])] if 0 in measured else [], 0
+    for step in sorted(measured.keys() - {0}):
         end = int(np.searchsorted(done, step, side="right"))
-        if end == begin or done[end - 1] != step:  # the rows of its steps have not reached storage
+        if end == begin or done[end - 1] != step:  # the rows of the last steps have not reached storage
             continue
         samples = int(steps["samples"][end - 1].as_py())
-        loss = float(told[step])
+        loss = float(measured[step])
         if spec.metric == "training_loss":
             part = slice(begin, end)
             loss = float(np.average(np.asarray(steps["loss"])[part], weights=np.asarray(steps["step_samples"])[part]))
@@ -91,64 +114,73 @@ def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
 
 
 def _noise(ledger: Ledger) -> tuple[tuple[int, float], ...]:
+    """Samples consumed and gradient noise scale, for each step that measured the scale."""
     rows = zip(ledger.steps["samples"].to_pylist(), ledger.steps["logged"].to_pylist(), strict=True)
-    told = [(samples, json.loads(logged).get("noise_scale")) for samples, logged in rows if "noise_scale" in logged]
-    return tuple((int(samples), float(scale)) for samples, scale in told if scale is not None)
+    found = [(samples, json.loads(logged).get("noise_scale")) for samples, logged in rows if "noise_scale" in logged]
+    return tuple((int(samples), float(scale)) for samples, scale in found if scale is not None)
 
 
 def _seconds(ledger: Ledger) -> tuple[float, float]:
-    """On the wall clock, and times the workers, from each group's start to its last step or event."""
+    """Seconds of wall time, and seconds times workers, from the start of each group of workers to its last step or event."""
     wall = work = 0.0
-    starts: list[dict[str, Any]] = ledger.events.filter(pc.equal(ledger.events["kind"], "start")).to_pylist()
+    starts = events_of(ledger.events, StartEvent)
     rows = np.concatenate([np.asarray(part["time"]) for part in (ledger.steps, ledger.replaced, ledger.events)])
     for number, start in enumerate(starts):
-        until = starts[number + 1]["time"] if number + 1 < len(starts) else inf
-        within = rows[(rows >= start["time"]) & (rows < until)]
-        seconds = float(within.max(initial=start["time"]) - start["time"])  # nodes' clocks may differ
+        until = starts[number + 1].time if number + 1 < len(starts) else inf
+        within = rows[(rows >= start.time) & (rows < until)]
+        seconds = float(within.max(initial=start.time) - start.time)  # the clocks of nodes may differ
         wall += seconds
-        work += seconds * json.loads(start["data"])["world_size"]
+        work += seconds * start.world_size
     return wall, work
 
 
 def write_study(study: Store, body: dict[str, Any]) -> None:
-    """study.json: what was asked for."""
+    """Write study.json, the study as it was requested."""
     study.write(STUDY_FILE, json.dumps(body, indent=1).encode())
 
 
 def read_spec(study: Store) -> StudySpec:
-    """What a study's directory says that was asked for.
+    """Read a study's spec from its directory.
 
     Raises:
-        RunError: there is no study, or the file is damaged.
+        RunError: there is no study in the directory, or the file is damaged.
     """
     try:
         return TypeAdapter(StudySpec).validate_python(json.loads(study.read(STUDY_FILE))["spec"])
     except StorageError:
         raise RunError(
-            f"{study.url} holds no study: give the directory of one, or the name of one in ~/undula/runs"
+            f"{study.url} holds no study: give the directory of one, or its name, and the folder that it lies in with --runs"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())
         raise RunError(
-            f"{study.url}/{STUDY_FILE} is damaged ({text}): run the study again, which writes it anew"
+            f"{study.url}/{STUDY_FILE} is damaged ({text}): run the study again to rewrite the file"
         ) from None
 
 
-def forget_failures(study: Store, records: Iterable[TrialRecord]) -> int:
-    """Let trials that failed go on, as whoever submits a study again may have mended the script; how many there are."""
+def reset_failures(study: Store, records: Iterable[TrialRecord]) -> int:
+    """Delete the outcomes of failed trials, so that they resume: the script may have been fixed since.
+
+    Returns:
+        Number of failed trials.
+    """
     failed = [record.trial.name for record in records if record.state == "failed"]
     for name in failed:
         (study / TRIALS / name).delete(OUTCOME)
     return len(failed)
 
 
-def forget_study(study: Store) -> None:
-    """Delete a study: what was put into its directory, and nothing else. RunError where the directory holds other things alone."""
+def delete_study(study: Store) -> None:
+    """Delete the files that a study has put into its directory, and no others.
+
+    Raises:
+        RunError: the directory holds other files and no study.
+    """
     names = {entry.name.partition("/")[0] for entry in study.list()} - {".lock"}
     if names and STUDY_FILE not in names:
         raise RunError(
-            f"{study.url} holds {sorted(names)[0]!r} and no study: --fresh deletes studies alone; give another name"
+            f"{study.url} holds {sorted(names)[0]!r} and no study, and --fresh deletes studies only: give another name"
         )
-    # By the last it is still known for a study where this is cut short.
-    for name in (TRIALS, REPORT, UNDER_WAY_FILE, STUDY_FILE):
+    # The last file marks the directory as a study's, should the deletion be interrupted.
+    for name in (TRIALS, REPORT, HEARTBEAT_FILE, STUDY_FILE):
         study.delete(name)

@@ -38,7 +38,7 @@ KNOWN_NOISE_SCALE = 108.21
 
 
 @dataclass(frozen=True)
-class Check:
+class SelfTestResult:
     """A number that is known, and what came out."""
 
     topic: str
@@ -53,14 +53,14 @@ class Check:
         return bool(abs(self.got - self.expected) <= self.tolerance * abs(self.expected))
 
 
-def self_test() -> Iterator[Check]:
+def self_test() -> Iterator[SelfTestResult]:
     """All checks, one at a time as they are done; seconds in all."""
     for topic, checks in TOPICS.items():
         for what, expected, got, tolerance in checks():
-            yield Check(topic, what, float(expected), float(got), tolerance)
+            yield SelfTestResult(topic, what, float(expected), float(got), tolerance)
 
 
-def table(checks: Sequence[Check]) -> str:
+def table(checks: Sequence[SelfTestResult]) -> str:
     """The checks as aligned text."""
     rows = [("", "expected", "got", "within", "")]
     rows += [

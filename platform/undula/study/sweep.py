@@ -1,4 +1,4 @@
-"""A study under Ray Tune: which trial starts next, which are stopped, and what is known of each meanwhile."""
+"""A study under Ray Tune: the trial that starts next, the trials that are stopped, and the record of each while it trains."""
 
 import logging
 import os
@@ -16,18 +16,19 @@ from ray.tune.search import Searcher
 
 from undula.elastic.pure.spec import WorkersSpec
 from undula.storage import Store
-from undula.study.process import Order, TrialProcess, resources
-from undula.study.progress import Progress
+from undula.study.process import TrialProcess, TrialSpec, resources
+from undula.study.progress import StudyProgress
 from undula.study.records import TRIALS, read_record, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, State, Trial, TrialRecord
 from undula.train.run import Run
 
-LOST_PROCESSES = 10
-"""Times that a trial's process may be lost; nodes that Ray knows to have been preempted do not count."""
-MANY = 10**6
-ASKED_FOR = 16
-"""Trials at least that Ray knows to be waiting, so that a cluster which can grow does, and several of their processes start at once."""
+MAX_LOST_PROCESSES = 10
+"""Maximum number of processes that a trial may lose. Processes on nodes that Ray knows to be preempted do not count."""
+UNLIMITED = 10**6
+"""Number of trials at once where the study gives no maximum."""
+MIN_PENDING_TRIALS = 16
+"""Minimum number of trials that Ray may have waiting, so that an autoscaler sees the demand and several processes start at once."""
 TUNE = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -35,38 +36,39 @@ TUNE = {
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
-"""Tune's own notes of a study are not what it goes on from; and after a SIGINT it would return as if the study were done."""
+"""Environment variables of Tune. A study resumes from its run directories and not from Tune's checkpoints, and Tune's own handler of
+SIGINT would let an interrupted study return as if it were done."""
 
 
 def sweep(
     study: Store,
-    progress: Progress,
+    progress: StudyProgress,
     train: Callable[[Run], None],
-    order: Callable[[Trial], Order],
+    spec_of: Callable[[Trial], TrialSpec],
     workers: WorkersSpec,
     samples_at: Callable[[Trial, int], int],
-    tell: Callable[[TrialRecord], None],
+    on_change: Callable[[TrialRecord], None],
 ) -> None:
-    """Train what is left of a study.
+    """Train the trials of a study that have not ended.
 
     Args:
-        study: its directory.
-        progress: what is known; kept up to date.
-        train: the script's function.
-        order: what a trial's process is told; called once a trial.
-        workers: of the job.
-        samples_at: samples that a trial has consumed after so many steps.
-        tell: called with each trial's record as it changes.
+        study: Directory of the study.
+        progress: Records of the trials, which this keeps up to date.
+        train: Train function of the script.
+        spec_of: Returns the spec of a trial for its process; called once a trial.
+        workers: Workers of the job.
+        samples_at: Returns the samples that a trial has consumed after a number of steps.
+        on_change: Receives each record that changes.
     """
     spec = progress.spec
-    started = _Started(progress, order)
-    keeper = _Keeper(study, progress, started.by_id, samples_at, tell)
-    halving = _Halving(progress, started.by_id, samples_at) if spec.scheduler == "asha" else None
-    for record in halving.lost if halving else ():
-        keeper.end(record)
+    given = _GivenTrials(progress, spec_of)
+    recorder = _Recorder(study, progress, given.by_id, samples_at, on_change)
+    halving = _SuccessiveHalving(progress, given.by_id, samples_at) if spec.scheduler == "asha" else None
+    for record in halving.to_stop if halving else ():
+        recorder.end(record)
     cpus = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
-    os.environ.update({**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": str(max(ASKED_FOR, int(cpus)))})
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the keeper tells of lost processes
+    os.environ.update({**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": str(max(MIN_PENDING_TRIALS, int(cpus)))})
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the recorder reports lost processes
     trainable = tune.with_resources(
         tune.with_parameters(TrialProcess, train=train), dict(resources(workers, spec.packed))
     )
@@ -75,7 +77,7 @@ def sweep(
             trainable,
             tune_config=tune.TuneConfig(
                 num_samples=-1,
-                search_alg=_NextWanted(started, _room(spec, workers)),
+                search_alg=_NextWanted(given, _max_at_once(spec, workers)),
                 scheduler=halving,
                 reuse_actors=spec.packed is not None,
                 metric="loss",
@@ -84,38 +86,44 @@ def sweep(
             run_config=tune.RunConfig(
                 name=spec.name,
                 storage_path=folder,
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a run has its own
-                failure_config=tune.FailureConfig(max_failures=LOST_PROCESSES),
-                callbacks=[keeper],
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a run has its own checkpoints
+                failure_config=tune.FailureConfig(max_failures=MAX_LOST_PROCESSES),
+                callbacks=[recorder],
                 verbose=0,
             ),
         ).fit()
 
 
-def _room(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
-    """How many trials may run at once. Packed ones Ray places itself; elastic ones each take what their workers do."""
+def _max_at_once(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
+    """A function that returns the maximum number of trials at once, given the cluster as it is then.
 
-    def room() -> int:
+    Ray places packed trials by their resources. A trial with workers of its own takes the resources of all its workers.
+    """
+
+    def max_at_once() -> int:
         if spec.packed is not None:
-            return spec.max_concurrent or MANY
-        has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            return spec.max_concurrent or UNLIMITED
+        cluster = ray.cluster_resources()  # type: ignore[no-untyped-call]
         each = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
-        trials = (has.get(name, 0.0) / (amount * workers.max) for name, amount in each.items() if amount)
+        trials = (cluster.get(name, 0.0) / (amount * workers.max) for name, amount in each.items() if amount)
         fits = min((int(share + 1e-9) for share in trials), default=1)
-        return min(max(fits, 1), spec.max_concurrent or MANY)  # one waits for a cluster that has too little yet
+        return min(
+            max(fits, 1), spec.max_concurrent or UNLIMITED
+        )  # one trial waits for a cluster that is too small yet
 
-    return room
+    return max_at_once
 
 
-class _Started:
-    """The trials that Tune has been given, by Tune's names for them."""
+class _GivenTrials:
+    """The trials that Tune has been given, by Tune's ids."""
 
-    def __init__(self, progress: Progress, order: Callable[[Trial], Order]):
+    def __init__(self, progress: StudyProgress, spec_of: Callable[[Trial], TrialSpec]):
         self.progress = progress
-        self.order = order
+        self.spec_of = spec_of
         self.by_id: dict[str, Trial] = {}
 
     def next(self) -> Trial | None:
+        """The first wanted trial that has not ended and that Tune does not have."""
         given = set(self.by_id.values())
         for trial in self.progress.wanted():
             record = self.progress.records.get(trial)
@@ -125,66 +133,71 @@ class _Started:
 
     @property
     def running(self) -> int:
+        """Number of given trials that have not ended."""
         return sum(not self.progress.records[trial].has_ended for trial in self.by_id.values())
 
 
 class _Unsaved:
-    """Tune saves what it is given, to go on from; ours goes on from the run directories."""
+    """An object of which Tune saves nothing: a study resumes from its run directories."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 class _NextWanted(_Unsaved, Searcher):
-    """Gives Tune the next trial that the study wants and has room for."""
+    """Gives Tune the next trial that the study wants, if another one may run.
 
-    def __init__(self, started: _Started, room: Callable[[], int]):
+    Args:
+        given: Trials that Tune has been given.
+        max_at_once: Returns the maximum number of trials at once.
+    """
+
+    def __init__(self, given: _GivenTrials, max_at_once: Callable[[], int]):
         super().__init__(metric="loss", mode="min")
-        self._started = started
-        self._room = room
+        self._given = given
+        self._max_at_once = max_at_once
 
     def suggest(self, trial_id: str) -> Any:
-        trial = self._started.next()
+        trial = self._given.next()
         if trial is None:
-            return None if self._started.running else Searcher.FINISHED
-        if self._started.running >= self._room():
+            return None if self._given.running else Searcher.FINISHED
+        if self._given.running >= self._max_at_once():
             return None
-        records = self._started.progress.records
+        records = self._given.progress.records
         records[trial] = replace(records.get(trial) or TrialRecord(trial, "waiting", trial.base_lr), state="waiting")
-        self._started.by_id[trial_id] = trial
-        # As bytes: a script's own classes must not be unpickled here, where cloudpickle would damage the ones that are in use.
-        order = ray.cloudpickle.dumps(self._started.order(trial))  # type: ignore[no-untyped-call]
-        return {"order": order}
+        self._given.by_id[trial_id] = trial
+        # The spec travels as bytes: if Tune unpickled it here, cloudpickle would damage the script's own classes, which are in use.
+        return {"spec": ray.cloudpickle.dumps(self._given.spec_of(trial))}  # type: ignore[no-untyped-call]
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        """The keeper knows."""
+        """Do nothing: the recorder has the result."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: `known` reads where the study stands."""
+        """Do nothing: `read_progress` knows where the study stands."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Never called."""
+        """Do nothing: nothing was saved."""
 
 
-class _Keeper(_Unsaved, tune.Callback):
-    """Keeps the records up to date, and writes down how each trial ended."""
+class _Recorder(_Unsaved, tune.Callback):
+    """Keeps the records up to date, and writes the outcome of each trial that ends."""
 
     def __init__(
         self,
         study: Store,
-        progress: Progress,
+        progress: StudyProgress,
         by_id: Mapping[str, Trial],
         samples_at: Callable[[Trial, int], int],
-        tell: Callable[[TrialRecord], None],
+        on_change: Callable[[TrialRecord], None],
     ):
         self._study, self._progress, self._by_id = study, progress, by_id
-        self._samples_at, self._tell = samples_at, tell
+        self._samples_at, self._on_change = samples_at, on_change
         self._began: dict[Trial, float] = {}
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         this = self._by_id[trial.trial_id]
         self._began.setdefault(this, monotonic())
-        self._now(replace(self._progress.records[this], state="running"))
+        self._set(replace(self._progress.records[this], state="running"))
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
         this = self._by_id[trial.trial_id]
@@ -192,7 +205,7 @@ class _Keeper(_Unsaved, tune.Callback):
         if result["is_measured"]:
             point = Measurement(self._samples_at(this, result["step"]), result["step"], result["loss"])
             record = replace(record, curve=(*(each for each in record.curve if each.step < point.step), point))
-        self._now(replace(record, seconds=monotonic() - self._began[this]))
+        self._set(replace(record, seconds=monotonic() - self._began[this]))
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         result, record = trial.last_result, self._progress.records[self._by_id[trial.trial_id]]
@@ -201,78 +214,82 @@ class _Keeper(_Unsaved, tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         record = self._progress.records[self._by_id[trial.trial_id]]
-        if trial.status == "ERROR":  # and not one that is tried again
-            cause = (str(trial.get_error() or "").strip().splitlines() or ["no more is known"])[-1]
-            self.end(replace(record, state="failed", message=f"its process was lost too often, at last by: {cause}"))
+        if trial.status == "ERROR":  # Tune also calls this before it tries a trial again
+            cause = (str(trial.get_error() or "").strip().splitlines() or ["of an unknown cause"])[-1]
+            self.end(replace(record, state="failed", message=f"its process was lost too often, the last time: {cause}"))
 
     def end(self, record: TrialRecord) -> None:
-        """Write down that a trial has ended, with what its ledger knows of former processes and what this one has heard beside it."""
-        store, known = self._study / TRIALS / record.trial.name, record.curve
+        """Write the outcome of a trial: its ledger, which also knows of former processes, and the last measurements of this one."""
+        store, heard = self._study / TRIALS / record.trial.name, record.curve
         found = read_record(store, self._progress.spec, record.trial)
-        curve = {point.step: point for point in (*known, *found.curve)}
-        last = known[-1].step if known and record.state == "stopped" else inf  # it may have measured once more
+        curve = {point.step: point for point in (*heard, *found.curve)}
+        # A trial that was stopped may have measured once more before it left.
+        last = heard[-1].step if heard and record.state == "stopped" else inf
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
         ended = replace(found, state=record.state, message=record.message, curve=points)
         if ended.state in ("complete", "stopped") and ended.has_diverged:
-            losses = [point.loss for point in ended.curve]
-            odd = next((loss for loss in losses if not isfinite(loss)), None)
-            told = f"its loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if odd is None else f"its loss was {odd}"
-            ended = replace(ended, state="diverged", message=told)
+            ended = replace(ended, state="diverged", message=_divergence([point.loss for point in points]))
         write_outcome(store, ended, self._progress.spec.keep_models)
-        self._now(ended)
+        self._set(ended)
 
-    def _now(self, record: TrialRecord) -> None:
+    def _set(self, record: TrialRecord) -> None:
         self._progress.records[record.trial] = record
-        self._tell(record)
+        self._on_change(record)
 
 
-class _Halving(_Unsaved, FIFOScheduler):
-    """Tune's ASHA with rungs in samples, one for each set of trials that differ in the learning rate alone.
+def _divergence(losses: list[float]) -> str:
+    """The message of a trial that ended with these losses and diverged."""
+    odd = next((loss for loss in losses if not isfinite(loss)), None)
+    return f"its loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if odd is None else f"its loss was {odd}"
 
-    What is known of former trials goes through it first, so that a study that was killed goes on with the same rungs.
+
+class _SuccessiveHalving(_Unsaved, FIFOScheduler):
+    """Tune's ASHA with rungs in samples, and one set of rungs for the trials that differ in their learning rate only.
+
+    The records of former trials pass through it first, so that a study that was killed resumes with the same rungs.
     """
 
-    def __init__(self, progress: Progress, by_id: Mapping[str, Trial], samples_at: Callable[[Trial, int], int]):
+    def __init__(self, progress: StudyProgress, by_id: Mapping[str, Trial], samples_at: Callable[[Trial, int], int]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._spec, self._by_id, self._samples_at = progress.spec, by_id, samples_at
         self._cells: dict[Any, AsyncHyperBandScheduler] = {}
-        self.lost: list[TrialRecord] = []
-        """Trials that would have been stopped, had the study not been killed just then."""
+        self.to_stop: list[TrialRecord] = []
+        """Trials that would have been stopped if the study had not been killed just then."""
         for record in progress.records.values():
-            stand_in = _StandIn(record.trial.name)
-            self._cell(record.trial).on_trial_add(None, stand_in)  # type: ignore[arg-type]
-            for number, point in enumerate(record.curve):
-                told = _result(point.samples, point.loss)
-                answer = self._cell(record.trial).on_trial_result(None, stand_in, told)  # type: ignore[arg-type]
-                # Where the curve goes on, it was let on: others came to the rung later then, and come sooner now.
-                is_newest = number == len(record.curve) - 1
-                if (
-                    answer == TrialScheduler.STOP
-                    and is_newest
-                    and not record.has_ended
-                    and not self._is_last(point.samples)
-                ):
-                    self.lost.append(replace(record, state="stopped"))
+            self._replay(record)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         this = self._by_id[trial.trial_id]
-        self._cell(this).on_trial_add(tune_controller, _StandIn(this.name))  # type: ignore[arg-type]
+        self._cell(this).on_trial_add(tune_controller, _TrialId(this.name))  # type: ignore[arg-type]
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: Any) -> str:
         this = self._by_id[trial.trial_id]
         if result["done"] or not result["is_measured"] or not result["step"]:
             return str(TrialScheduler.CONTINUE)
         samples = self._samples_at(this, result["step"])
-        told = _result(samples, result["loss"])
-        answer = self._cell(this).on_trial_result(tune_controller, _StandIn(this.name), told)  # type: ignore[arg-type]
+        measured = _result(samples, result["loss"])
+        answer = self._cell(this).on_trial_result(tune_controller, _TrialId(this.name), measured)  # type: ignore[arg-type]
         return str(TrialScheduler.CONTINUE if self._is_last(samples) else answer)
 
+    def _replay(self, record: TrialRecord) -> None:
+        """Pass the measurements of a former trial through ASHA."""
+        trial_id, cell = _TrialId(record.trial.name), self._cell(record.trial)
+        cell.on_trial_add(None, trial_id)  # type: ignore[arg-type]
+        answer: Any = TrialScheduler.CONTINUE
+        for point in record.curve:
+            answer = cell.on_trial_result(None, trial_id, _result(point.samples, point.loss))  # type: ignore[arg-type]
+        # Only the answer to the newest measurement counts. Before it the trial was continued: the trials that ASHA compares it with now
+        # had not reached the rung then.
+        if answer == TrialScheduler.STOP and not record.has_ended and not self._is_last(record.samples):
+            self.to_stop.append(replace(record, state="stopped"))
+
     def _is_last(self, samples: int) -> bool:
-        """Whether a trial is at its end, where the last rung may be: it is complete, and no longer one to stop."""
+        """Whether a trial is at its end. The last rung may be there, and a trial at its end is complete and not to be stopped."""
         assert self._spec.samples is not None
         return samples >= self._spec.samples
 
     def _cell(self, trial: Trial) -> AsyncHyperBandScheduler:
+        """The scheduler of the trials that differ from this one in their learning rate only."""
         key = replace(trial, base_lr=0.0)
         if key not in self._cells:
             assert self._spec.samples is not None
@@ -290,11 +307,12 @@ class _Halving(_Unsaved, FIFOScheduler):
 
 
 @dataclass(frozen=True)
-class _StandIn:
-    """All that ASHA looks at of a trial."""
+class _TrialId:
+    """The only attribute of a Tune trial that ASHA reads."""
 
     trial_id: str
 
 
 def _result(samples: int, loss: float) -> dict[str, float]:
+    """A result of Tune with the two values that ASHA reads."""
     return {"samples": samples, "loss": loss}

@@ -1,4 +1,4 @@
-"""The hub: a small actor through which workers and controller tell the driver what goes on. It also says that a run is under way."""
+"""The hub of a run: an actor that carries messages from workers and controller to the driver, and marks the run as active."""
 
 import sys
 from collections import deque
@@ -8,36 +8,38 @@ from typing import Any, TextIO
 import ray
 
 from undula.errors import RunError
+from undula.state.events import Event
 from undula.state.ledger import EventWriter
-from undula.state.records import Event
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
 
 UNRECORDED: dict[str, Any] = {"enable_task_events": False}
-"""For actors that are called several times a second: Ray's head would keep each call, up to a hundred thousand of them."""
+"""Options for actors that are called several times a second, so that Ray's head does not store up to 100,000 of these calls."""
 NAMESPACE = "undula"
 KEPT_MESSAGES = 10_000
+"""Number of messages that the hub keeps; older ones are dropped."""
 
 
 class Hub:
-    """Messages in the order in which they came. Runs as an actor."""
+    """Keeps messages in the order of their arrival. Runs as an actor."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[int, Message]] = deque(maxlen=KEPT_MESSAGES)
         self._count = 0
 
     def publish(self, message: Message) -> None:
+        """Add a message."""
         self._messages.append((self._count, message))
         self._count += 1
 
     def read(self, start: int) -> tuple[int, list[Message]]:
-        """Messages from number `start` on, and the number to ask for next."""
+        """The number of the next message, and the messages from number `start` on."""
         return self._count, [message for number, message in self._messages if number >= start]
 
 
 @dataclass(frozen=True)
 class HubPublisher:
-    """Publishes to a hub from anywhere in the cluster."""
+    """Sends messages to a hub from anywhere in the cluster, without waiting for it."""
 
     hub: Any
 
@@ -46,16 +48,16 @@ class HubPublisher:
 
 
 @dataclass
-class TellEverywhere:
-    """Events of the controller: to the ledger, and to the driver's live view."""
+class EventRecorder:
+    """Writes the controller's events to the ledger, and sends them to the driver's live view."""
 
     store: Store
     publish: HubPublisher
     _writer: EventWriter | None = None
-    """Each process has its own, made with its first event."""
+    """Writer of this process, created with its first event."""
 
-    def __reduce__(self) -> tuple[type["TellEverywhere"], tuple[Store, HubPublisher]]:
-        return TellEverywhere, (self.store, self.publish)
+    def __reduce__(self) -> tuple[type["EventRecorder"], tuple[Store, HubPublisher]]:
+        return EventRecorder, (self.store, self.publish)
 
     def __call__(self, event: Event) -> None:
         self._writer = self._writer or EventWriter(self.store, "controller")
@@ -64,19 +66,29 @@ class TellEverywhere:
 
 
 def start_hub(store: Store) -> Any:
-    """The hub of a run, on this node, for as long as this driver lives; RunError where the run is under way already."""
+    """Start the hub of a run on this node; it ends with this driver.
+
+    Raises:
+        RunError: another job on this cluster trains the run.
+    """
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node}, **UNRECORDED)(Hub)
     try:
         return actor.options(name=f"hub {store.path()}", namespace=NAMESPACE).remote()
     except ValueError:
         raise RunError(
-            f"{store.url} is being trained by another job on this cluster: wait for it, stop it, or give another name"
+            f"{store.url} is being trained by another job on this cluster; wait for it, stop it, or use another name"
         ) from None
 
 
 class TeeToDriver:
-    """A stand-in for sys.stdout that also shows whole lines to the driver, so that `print` in a training loop is seen."""
+    """Replaces sys.stdout and also sends each complete line to the driver, so that the user sees what a training loop prints.
+
+    Args:
+        stdout: the stream that it replaces, which still receives everything.
+        publish: receives the lines.
+        rank: rank of this process.
+    """
 
     def __init__(self, stdout: TextIO, publish: Publisher, rank: int):
         self._stdout = stdout

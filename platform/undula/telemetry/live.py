@@ -1,9 +1,8 @@
-"""The live view: one line a second of where the run stands, events on lines of their own; plain lines where nobody can rewrite one."""
+"""The live view of a run: a status line that is rewritten once a second, below the lines of events and of the user's output."""
 
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 from undula.telemetry.messages import Line, Message, Status, clock
 
 INTERVAL_S = 1.0
+"""Seconds between two reads of the hub."""
 STATUS_PREFIX = "step "
 TABLE_TOP, TABLE_FOOT, LAST_TABLE_FOOT = "┏", "└", "┗"
 
@@ -27,9 +27,9 @@ def status_line(status: Status) -> str:
 
 
 class LiveScreen:
-    """Shows lines; on a terminal a status line, or a table that is framed by box drawing, is rewritten in place by the next one.
+    """Prints lines. On a terminal, a new status line or table replaces the previous one; elsewhere, all lines are printed below each other.
 
-    A table whose last line is heavy stays.
+    A table is recognized by its frame of box-drawing characters. A table with a heavy last line is final and stays on the screen.
     """
 
     def __init__(self, out: TextIO):
@@ -39,10 +39,11 @@ class LiveScreen:
         self._table: list[str] = []
 
     def show(self, line: str) -> None:
+        """Print one line, or collect it if it belongs to a table."""
         if not self._rewrites:
             self._out.write(f"{line}\n")
         elif line.startswith(TABLE_TOP) or self._table:
-            self._table.append(line[: shutil.get_terminal_size().columns - 1])  # a line that wraps would be two
+            self._table.append(line[: shutil.get_terminal_size().columns - 1])  # a line that wraps would take two rows
             if line.startswith(TABLE_FOOT):
                 self._rewrite([], self._table)
                 self._table = []
@@ -56,14 +57,14 @@ class LiveScreen:
         self._out.flush()
 
     def close(self) -> None:
-        """Leave the last status line where it is."""
+        """End the last status line, which stays on the screen."""
         if self._status:
             self._out.write("\n")
             self._out.flush()
             self._status = []
 
     def _rewrite(self, lines: list[str], status: list[str]) -> None:
-        """Lines in place of the status that is there, and a status below them."""
+        """Replace the status on the screen by lines, with a new status below them."""
         up = f"\x1b[{len(self._status) - 1}A" if len(self._status) > 1 else ""
         erase = f"{up}\r\x1b[J" if self._status else ""
         self._out.write(erase + "".join(f"{line}\n" for line in lines) + "\n".join(status))
@@ -71,7 +72,7 @@ class LiveScreen:
 
 
 def message_lines(messages: list[Message]) -> list[str]:
-    """Lines for a batch of messages: every event and printed line in order, and of several statuses the last."""
+    """The lines to print for a batch of messages: all events and printed lines in order, and then the newest status."""
     lines = []
     last_status = None
     for message in messages:
@@ -81,32 +82,25 @@ def message_lines(messages: list[Message]) -> list[str]:
             lines.append(f"rank {message.rank}: {message.text}")
         else:
             at = f"{time.strftime('%H:%M:%S', time.localtime(message.time))}  "
-            is_told = not message.step or re.search(rf"\b{message.step}\b", message.message)
-            lines.append(f"{at}{message.message}" + ("" if is_told else f" (step {message.step})"))
+            names_step = not message.step or re.search(rf"\b{message.step}\b", message.message)
+            lines.append(f"{at}{message.message}" + ("" if names_step else f" (step {message.step})"))
     return lines + ([last_status] if last_status else [])
 
 
 @contextmanager
 def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
-    """Show what a hub gets, until the block ends."""
-    import ray  # not at the top: the client that follows a job shows lines too, and must not load Ray before its token is set
+    """Print the messages of a hub until the block ends."""
+    # Not at the top, because the client that follows a job imports this module before it sets Ray's token.
+    from undula.telemetry.follower import HubFollower
 
     screen = LiveScreen(out)
-    closed = threading.Event()
 
-    def follow() -> None:
-        position, ending = 0, False
-        while not ending:
-            ending = closed.wait(INTERVAL_S)  # after the end once more, for the last messages
-            position, messages = ray.get(hub.read.remote(position))
-            for line in message_lines(messages):
-                screen.show(line)
-        screen.close()
+    def show(messages: list[Message]) -> None:
+        for line in message_lines(messages):
+            screen.show(line)
 
-    thread = threading.Thread(target=follow, name="undula-live", daemon=True)
-    thread.start()
     try:
-        yield
+        with HubFollower(hub, show, INTERVAL_S):
+            yield
     finally:
-        closed.set()
-        thread.join(timeout=10)
+        screen.close()

@@ -1,28 +1,30 @@
-"""What workers and controller tell the driver."""
+"""The messages that workers and controller send to the driver."""
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from undula.state.records import Event
+from undula.state.events import Event
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where the run stands."""
+    """Progress of the run."""
 
     step: int
-    """Steps committed."""
+    """Number of committed steps."""
     total_steps: int
     loss: float
     lr: float
     samples_per_s: float
+    """Samples per second, smoothed over recent steps."""
     world_size: int
     seconds_left: float
+    """Expected seconds until the end of the plan."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Something that the user's code printed."""
+    """A line that the user's code printed."""
 
     rank: int
     text: str
@@ -39,6 +41,6 @@ def clock(seconds: float) -> str:
 
 
 class Publisher(Protocol):
-    """Takes messages for the driver; never waits and never fails."""
+    """Accepts a message for the driver; never waits and never fails."""
 
     def __call__(self, message: Message) -> None: ...

@@ -1,7 +1,6 @@
-"""Scalars for TensorBoard, in event files that stay in memory until storage has them.
+"""Scalars for TensorBoard, in event files that are kept in memory until they are in storage.
 
-The writers that there are put events into a queue for a thread of theirs, which a full disk ends: the queue then fills, and the
-training waits at it without end.
+Existing writers pass events to a thread through a queue. A full disk ends that thread, the queue fills up, and training blocks forever.
 """
 
 import socket
@@ -18,16 +17,16 @@ from undula.state.directory import TENSORBOARD
 from undula.storage import Store
 
 FILE_BYTES = 8 * 2**20
-"""A file that is this long is written once more, and the next one begun."""
+"""Size in bytes at which a file is complete and the next one begins."""
 
 
-class Board:
-    """The event files of one attempt.
+class TensorBoardWriter:
+    """Writes the event files of one attempt.
 
     Args:
         store: the run directory.
-        attempt: number of this attempt.
-        start: step that it begins at; TensorBoard forgets what former attempts had from there on.
+        attempt: number of the attempt.
+        start: step at which the attempt begins; TensorBoard drops what former attempts wrote from this step on.
     """
 
     def __init__(self, store: Store, attempt: int, start: int):
@@ -41,12 +40,16 @@ class Board:
             self._append(Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars by name."""
+        """Add the values of scalars by name."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._append(Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
-        """Bring what was added to storage; StorageError where it takes nothing."""
+        """Write everything that was added to storage.
+
+        Raises:
+            StorageError: the storage does not accept it.
+        """
         with self._lock:
             files = {number: bytes(data) for number, data in self._files.items()}
         for number, data in files.items():
@@ -69,6 +72,6 @@ class Board:
 
 
 def _record(data: bytes) -> bytes:
-    """A record of the TFRecord format (tensorflow/core/lib/io/record_writer.cc)."""
+    """Data as a record of the TFRecord format (tensorflow/core/lib/io/record_writer.cc)."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))

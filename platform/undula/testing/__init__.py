@@ -1,1 +1,1 @@
-"""Clusters that come and go on one machine, and faults as a schedule: for our tests, and for users' tests of their own jobs."""
+"""Tools for tests under faults: clusters on one machine whose nodes come and go, and schedules of faults. Users can test their own jobs."""

@@ -1,4 +1,4 @@
-"""A job on a cluster of several nodes of this machine, to which a schedule of faults happens."""
+"""Injection of faults into a job that runs on a cluster of several nodes on this machine."""
 
 import heapq
 import os
@@ -13,39 +13,42 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
+from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
-from undula.state.records import Event
 from undula.storage import Store
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
 
-LOOK_S = 0.05
+DECISION_INTERVAL_S = 0.05
 STOP_TIMEOUT_S = 30.0
 _STEP = re.compile(r"^step +(\d+)/(\d+) ")
 
 
 @dataclass(frozen=True)
-class Done:
-    """A fault that has happened."""
+class InjectedFault:
+    """Fault that has happened."""
 
     time: float
-    """Seconds since the epoch."""
+    """Time of the fault in seconds since the epoch."""
     fault: str
-    """In words."""
+    """Description of the fault."""
     step: int
-    """Steps committed by then, as the job's last line said."""
+    """Number of committed steps at that time, according to the job's last line."""
 
 
 @dataclass
 class Driver:
-    """A job's driver in a process of its own, whose lines are read as they come."""
+    """A job's driver in a process of its own. A thread reads its output."""
 
     process: "subprocess.Popen[str]"
     show: Callable[[str], None]
+    """Callback for each line of output."""
     step: int = -1
-    """Steps committed, as its last line said; -1 before the first."""
+    """Number of committed steps according to the last line; -1 before the first step."""
     lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,7 +64,7 @@ class Driver:
             self.show(line.rstrip("\n"))
 
     def stop(self) -> None:
-        """End the job, where it still runs."""
+        """Stop the job if it still runs."""
         if self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -73,7 +76,7 @@ class Driver:
 def start_driver(
     command: Sequence[str], cluster: LocalCluster, show: Callable[[str], None], folder: Path | None = None
 ) -> Driver:
-    """Start a job's script on a cluster."""
+    """Start the script of a job on a cluster."""
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
@@ -88,12 +91,12 @@ def start_driver(
 
 
 class Chaos:
-    """Carries out faults on a cluster while a job runs there.
+    """Injector of faults into a cluster while a job runs there.
 
     Args:
-        nodes: the cluster.
-        store: the run directory, which tells what process a rank is.
-        driver: the job.
+        nodes: nodes of the cluster.
+        store: run directory of the job, whose ledger has the process id of each rank.
+        driver: driver of the job.
     """
 
     def __init__(self, nodes: Nodes, store: Store, driver: Driver):
@@ -101,35 +104,37 @@ class Chaos:
         self._store = store
         self._driver = driver
         self._order = list(nodes.nodes)
-        self._dooms: list[tuple[float, str]] = []
+        self._draining: list[tuple[float, str]] = []
         self._events = EventWriter(store, "chaos")
-        self.done: list[Done] = []
-        self.left: list[Fault] = []
-        """Faults that have not happened."""
+        self.injected: list[InjectedFault] = []
+        self.pending: list[Fault] = []
+        """Faults that have not happened yet."""
 
     def run(self, faults: Sequence[Fault], limit_s: float) -> int:
-        """Let the faults happen as the job gets to them, to the end of the job; its exit status."""
+        """Inject the faults when they are due, until the job has ended, and return the job's exit status."""
         began = time.monotonic()
         first_step: float | None = None
-        self.left = list(faults)
+        self.pending = list(faults)
         while self._driver.process.poll() is None:
             now = time.monotonic()
             if now - began > limit_s:
-                raise ClusterError(f"the job did not end within {limit_s:.0f} s: {' | '.join(self._driver.lines[-5:])}")
+                raise ClusterError(
+                    f"the job did not end within {limit_s:.0f} s; its last lines are: {' | '.join(self._driver.lines[-5:])}"
+                )
             if first_step is None and self._driver.step >= 0:
                 first_step = now
             if first_step is not None:
-                due = [fault for fault in self.left if fault.is_due(self._driver.step, now - first_step)]
+                due = [fault for fault in self.pending if fault.is_due(self._driver.step, now - first_step)]
                 for fault in due:
-                    if self.carry_out(fault):
-                        self.left.remove(fault)
-            self.keep_dooms()
-            time.sleep(LOOK_S)  # paces the looks
-        self.keep_dooms(float("inf"))  # Ray ends such a node in its own time, and nobody would know
+                    if self.inject(fault):
+                        self.pending.remove(fault)
+            self.kill_expired()
+            time.sleep(DECISION_INTERVAL_S)
+        self.kill_expired(float("inf"))  # otherwise Ray would end these nodes at an unknown time
         return self._driver.process.returncode
 
-    def carry_out(self, fault: Fault) -> bool:
-        """Let one fault happen; False where it must wait, as the group has no such rank now."""
+    def inject(self, fault: Fault) -> bool:
+        """Inject one fault. Returns False if its rank or node does not exist yet, so that it must wait."""
         what = str(fault)
         if fault.action == "add":
             self._order.append(self._nodes.add())
@@ -137,7 +142,7 @@ class Chaos:
         elif fault.action in ("sigkill", "sigstop"):
             number = signal.SIGKILL if fault.action == "sigkill" else signal.SIGSTOP
             pids = self.worker_pids()
-            if fault.target >= len(pids) or not Path(f"/proc/{pids[fault.target]}").exists():
+            if fault.target >= len(pids) or not psutil.pid_exists(pids[fault.target]):
                 return False
             os.kill(pids[fault.target], number)
         elif fault.target >= len(self._order):
@@ -149,32 +154,32 @@ class Chaos:
             else:
                 self.drain(node, fault.deadline_s)
         else:
-            what += f" ({node[:8]}), which is gone already"
-        self.tell(what)
+            what += f" ({node[:8]}), which has ended already"
+        self.record(what)
         return True
 
-    def tell(self, what: str) -> None:
-        """Something has happened to the cluster: for who looks on, and in the run's ledger."""
-        self.done.append(Done(time.time(), what, self._driver.step))
+    def record(self, what: str) -> None:
+        """Record a fault: show it, and write it to the run's ledger."""
+        self.injected.append(InjectedFault(time.time(), what, self._driver.step))
         self._driver.show(f"chaos: {what}")
-        self._events.event(Event("fault", what, max(self._driver.step, 0)))
+        self._events.event(FaultEvent(what, step=max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
-        """A notice, and its end when the time is over."""
+        """Give a node a notice. `kill_expired` kills it when the deadline is over."""
         self._nodes.drain(node, deadline_s)
-        heapq.heappush(self._dooms, (time.monotonic() + deadline_s, node))
+        heapq.heappush(self._draining, (time.monotonic() + deadline_s, node))
 
-    def keep_dooms(self, now: float | None = None) -> None:
-        """Kill the nodes whose notice is over."""
-        while self._dooms and self._dooms[0][0] <= (now or time.monotonic()):
-            _, node = heapq.heappop(self._dooms)
+    def kill_expired(self, now: float | None = None) -> None:
+        """Kill the nodes whose deadline is over; `now` is in seconds of time.monotonic()."""
+        while self._draining and self._draining[0][0] <= (now or time.monotonic()):
+            _, node = heapq.heappop(self._draining)
             if node in self._nodes.nodes:
                 self._nodes.kill(node)
 
     def worker_pids(self) -> list[int]:
-        """The processes of the group that trains now, by rank."""
-        group = last_event(read_ledger(self._store).events, "group")
-        return [worker["pid"] for worker in group["data"]["workers"]] if group else []
+        """Return the process ids of the current worker group, by rank."""
+        group = last_event(read_ledger(self._store).events, GroupEvent)
+        return [worker["pid"] or 0 for worker in group.workers] if group else []
 
 
 def replay(
@@ -187,28 +192,39 @@ def replay(
     no_notice_share: float,
     seed: int = 0,
 ) -> float:
-    """Make nodes come and go as a trace says, until `end_s`; the seconds since the epoch at which it began.
+    """Add and remove nodes according to a trace.
 
-    A node that goes has had a notice of `notice_s`, or none with a probability of `no_notice_share`.
+    Args:
+        chaos: injector of faults.
+        nodes: nodes of the cluster.
+        driver: driver of the job; the replay stops when it ends.
+        changes: pairs (seconds, number of nodes) of the trace.
+        end_s: length of the replay in seconds.
+        notice_s: length in seconds of the notice before a node is removed.
+        no_notice_share: probability that a node gets no notice.
+        seed: seed for the choice of the removed nodes.
+
+    Returns:
+        The time at which the replay began, in seconds since the epoch.
     """
     chance = random.Random(seed)
     began, began_at = time.monotonic(), time.time()
-    left = list(changes)
-    going: set[str] = set()
+    remaining = list(changes)
+    removed: set[str] = set()
     while driver.process.poll() is None and time.monotonic() - began < end_s:
-        if left and time.monotonic() - began >= left[0][0]:
-            _, wanted = left.pop(0)
-            staying = [node for node in nodes.nodes if node not in going]
+        if remaining and time.monotonic() - began >= remaining[0][0]:
+            _, wanted = remaining.pop(0)
+            staying = [node for node in nodes.nodes if node not in removed]
             for _ in range(wanted - len(staying)):
-                chaos.tell(f"add node ({nodes.add()[:8]})")
+                chaos.record(f"add node ({nodes.add()[:8]})")
             for node in chance.sample(staying, max(len(staying) - wanted, 0)):
-                going.add(node)
+                removed.add(node)
                 if notice_s and chance.random() >= no_notice_share:
                     chaos.drain(node, notice_s)
-                    chaos.tell(f"drain node ({node[:8]}) deadline {notice_s:g}")
+                    chaos.record(f"drain node ({node[:8]}) deadline {notice_s:g}")
                 else:
                     nodes.kill(node)
-                    chaos.tell(f"kill node ({node[:8]})")
-        chaos.keep_dooms()
-        time.sleep(LOOK_S)  # paces the looks
+                    chaos.record(f"kill node ({node[:8]})")
+        chaos.kill_expired()
+        time.sleep(DECISION_INTERVAL_S)
     return began_at

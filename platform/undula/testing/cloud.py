@@ -1,4 +1,4 @@
-"""A cloud on this machine: Ray's own autoscaler brings and ends nodes, spot ones with notices, as a cloud does."""
+"""Simulated cloud on this machine: Ray's autoscaler starts and ends its machines, and spot machines get notices as in a real cloud."""
 
 import json
 import secrets
@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import psutil
 import yaml
 from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import (
@@ -32,9 +33,10 @@ from undula.testing.nodes import kill_tree
 
 HEAD = "head"
 ADDRESS = "address"
-THERE_IS = "there-is.json"
-"""How many machines of each market can be had."""
+AVAILABLE = "available.json"
+"""File with the number of machines that each market offers."""
 STOP_S = 10.0
+"""Maximum time in seconds for a machine to stop."""
 KEYS_THAT_RAY_EXPECTS: Mapping[str, Any] = {
     "auth": {},
     "cluster_synced_files": [],
@@ -53,41 +55,41 @@ KEYS_THAT_RAY_EXPECTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class MachineType:
-    """What can be had of a cloud."""
+    """Machine type that a cloud offers."""
 
     market: str
-    """SPOT or ON_DEMAND of `undula.plan.fleet`."""
+    """Market of the machines, SPOT or ON_DEMAND of `undula.plan.fleet`."""
     machine: str
-    """The cloud's name of it, which has a price."""
+    """Cloud's name of the machine type, for its price."""
     cpus: int = 1
     priority: int = 0
-    """The autoscaler takes the highest first."""
+    """Priority of the type; the autoscaler prefers the highest."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine that is there."""
+class CloudMachine:
+    """Running machine of a simulated cloud."""
 
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node on the machine."""
     market: str
     began: float
-    """Seconds since the epoch."""
+    """Start of the machine in seconds since the epoch."""
 
 
 class Cloud:
-    """What is under a cluster. Machines are folders of `folder`: what they are, and what was told to them."""
+    """Simulated cloud under a cluster. Each machine has a subfolder of `folder` with its description, its notice and its logs."""
 
     def __init__(self, folder: Path, cluster: LocalCluster):
         self.folder = folder
         self.cluster = cluster
 
-    def machines(self) -> list[Machine]:
-        """Those that run, the oldest first."""
+    def machines(self) -> list[CloudMachine]:
+        """Return the running machines, oldest first."""
         return sorted((machine for machine, _ in _running(self.folder)), key=lambda machine: machine.began)
 
     def preempt(self, node: str, notice_s: float) -> None:
-        """Take a machine, after so many seconds of notice by its metadata server; none where that is 0."""
+        """End a machine after a notice of `notice_s` seconds from its metadata server; with 0, without a notice."""
         if notice_s:
             (self.folder / node / NOTICE).write_text(str(notice_s))
             return
@@ -96,45 +98,49 @@ class Cloud:
                 kill_tree(pid)
 
     def offer(self, market: str, count: int) -> None:
-        """Have so many machines of a market, and no more; those beyond stay."""
-        path = self.folder / THERE_IS
+        """Set how many machines a market offers. Running machines beyond this number are not ended."""
+        path = self.folder / AVAILABLE
         counts = {**json.loads(path.read_text()), market: count}
         (path.with_suffix(".new")).write_text(json.dumps(counts))
         path.with_suffix(".new").replace(path)
 
     def lines_of_watcher(self, node: str) -> list[str]:
-        """What a machine's spot watcher has printed."""
+        """Return the lines that a machine's spot watcher has printed."""
         return (self.folder / node / "watch.log").read_text().splitlines()
 
-    def await_count(self, is_right: Callable[[Sequence[Machine]], bool], limit_s: float) -> list[Machine]:
-        """Wait until the machines that run are as they should be; AssertionError after the time."""
+    def await_count(self, is_right: Callable[[Sequence[CloudMachine]], bool], limit_s: float) -> list[CloudMachine]:
+        """Wait until the running machines fulfil a condition, and return them.
+
+        Raises:
+            AssertionError: The condition was not fulfilled within `limit_s` seconds.
+        """
         deadline = time.monotonic() + limit_s
         while not is_right(found := self.machines()):
             if time.monotonic() > deadline:
                 raise AssertionError(f"after {limit_s:g} s the machines are {found}")
-            time.sleep(0.1)  # paces the looks
+            time.sleep(0.1)
         return found
 
 
 @contextmanager
 def cloud(
     types: Mapping[str, MachineType],
-    there_is: Mapping[str, int],
+    available: Mapping[str, int],
     idle_s: float = 3.0,
     max_workers: int = 8,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Cloud]:
-    """A cluster for this block: a head that trains nothing, and machines that Ray's autoscaler asks for.
+    """Start a cluster for this block: a head without CPUs, and machines that Ray's autoscaler requests from a simulated cloud.
 
     Args:
-        types: of machines, by name.
-        there_is: how many of each market can be had.
-        idle_s: after which the autoscaler ends a machine that nobody uses.
-        max_workers: most machines.
-        env: environment of all of it.
+        types: machine types by name.
+        available: number of machines that each market offers.
+        idle_s: time in seconds after which the autoscaler ends an idle machine.
+        max_workers: maximum number of machines.
+        env: additional environment variables of all processes.
     """
     folder = Path(tempfile.mkdtemp(prefix="undula-cloud-", dir=MEMORY))
-    (folder / THERE_IS).write_text(json.dumps(dict(there_is)))
+    (folder / AVAILABLE).write_text(json.dumps(dict(available)))
     config = folder / "autoscaling.yaml"
     config.write_text(yaml.safe_dump(_config(folder, types, idle_s, max_workers)))
     settings = {
@@ -154,7 +160,7 @@ def cloud(
                 for _, pid in _running(folder):
                     kill_tree(pid)
     finally:
-        for _, pid in _running(folder):  # what the autoscaler has brought in the meantime
+        for _, pid in _running(folder):  # machines that the autoscaler has started in the meantime
             kill_tree(pid)
         rmtree(folder, ignore_errors=True)
 
@@ -194,7 +200,7 @@ def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_w
 
 
 class LocalNodeProvider(NodeProvider):
-    """What Ray's autoscaler calls to have machines; in its process."""
+    """Node provider of the simulated cloud, which Ray's autoscaler calls in its own process."""
 
     def __init__(self, provider_config: dict[str, Any], cluster_name: str):
         super().__init__(provider_config, cluster_name)
@@ -214,8 +220,8 @@ class LocalNodeProvider(NodeProvider):
         return cluster_config
 
     def non_terminated_nodes(self, tag_filters: Mapping[str, str]) -> list[str]:
-        there = [node for node in list(self._tags) if self.is_running(node)]
-        return [node for node in there if tag_filters.items() <= self._tags[node].items()]
+        running = [node for node in list(self._tags) if self.is_running(node)]
+        return [node for node in running if tag_filters.items() <= self._tags[node].items()]
 
     def is_running(self, node_id: str) -> bool:
         return node_id == HEAD or (node_id in self._processes and self._processes[node_id].poll() is None)
@@ -242,12 +248,16 @@ class LocalNodeProvider(NodeProvider):
         resources: Mapping[str, float],
         labels: Mapping[str, str],
     ) -> None:
-        """RuntimeError where the market has not as many, as clouds have it."""
+        """Start machines.
+
+        Raises:
+            RuntimeError: The market does not offer as many, as in a real cloud.
+        """
         market = node_config["market"]
         for _ in range(count):
             taken = sum(machine.market == market for machine, _ in _running(self._folder))
-            if taken >= json.loads((self._folder / THERE_IS).read_text()).get(market, 0):
-                raise RuntimeError(f"InsufficientInstanceCapacity: there are no more than {taken} {market} machines")
+            if taken >= json.loads((self._folder / AVAILABLE).read_text()).get(market, 0):
+                raise RuntimeError(f"InsufficientInstanceCapacity: the cloud has only {taken} {market} machines")
             self._create(market, tags, resources, labels)
 
     def _create(
@@ -263,10 +273,10 @@ class LocalNodeProvider(NodeProvider):
             "RAY_OVERRIDE_LABELS": json.dumps(dict(labels)),
             "UNDULA_MEMORY": str(folder / "memory"),
         }
-        machine = asdict(Machine(node, market, time.time()))
+        machine = asdict(CloudMachine(node, market, time.time()))
         address = (self._folder / ADDRESS).read_text()
-        what = {**machine, "address": address, "resources": dict(resources), "env": own}
-        (folder / MACHINE_FILE).write_text(json.dumps(what))
+        description = {**machine, "address": address, "resources": dict(resources), "env": own}
+        (folder / MACHINE_FILE).write_text(json.dumps(description))
         command = [sys.executable, "-m", "undula.testing.machine", str(folder)]
         self._tags[node] = {**tags, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE}
         self._processes[node] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -280,12 +290,12 @@ class LocalNodeProvider(NodeProvider):
         rmtree(self._folder / node_id / "memory", ignore_errors=True)
 
 
-def _running(folder: Path) -> list[tuple[Machine, int]]:
-    """Machines whose process is there, and its id."""
+def _running(folder: Path) -> list[tuple[CloudMachine, int]]:
+    """Return the machines whose process is running, each with the process id."""
     found = []
     for path in folder.glob("*/pid"):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):
             pid, what = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append((Machine(what["node"], what["market"], what["began"]), pid))
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append((CloudMachine(what["node"], what["market"], what["began"]), pid))
     return found

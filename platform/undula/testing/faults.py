@@ -1,4 +1,4 @@
-"""Faults as a schedule that reads as sentences: `at step 40: sigkill worker 1`, `at 30 s: drain node 2 deadline 20`. Pure."""
+"""Schedules of faults, such as `at step 40: sigkill worker 1` or `at 30 s: drain node 2 deadline 20`, and traces of nodes. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -23,19 +23,20 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a cluster."""
+    """Fault to inject into a cluster at a step or a time."""
 
     action: Action
     at_step: int | None = None
-    """Steps committed by then."""
+    """Number of committed steps at which the fault is due."""
     at_s: float | None = None
-    """Seconds after the job's first step."""
+    """Seconds after the job's first step at which the fault is due."""
     target: int = 0
-    """A rank for a signal; the place of a node, in the order in which nodes were added, for kill and drain."""
+    """Rank of the worker for a signal; index of the node, in the order in which nodes were added, for kill and drain."""
     deadline_s: float = 0.0
-    """After a drain the node is killed so many seconds later."""
+    """Seconds after a drain at which the node is killed."""
 
     def is_due(self, step: int, seconds: float) -> bool:
+        """Whether the fault is due after `step` committed steps and `seconds` seconds since the first step."""
         return step >= self.at_step if self.at_step is not None else seconds >= (self.at_s or 0.0)
 
     def __str__(self) -> str:
@@ -48,10 +49,10 @@ class Fault:
 
 
 def parse_faults(text: str, source: str = "schedule") -> tuple[Fault, ...]:
-    """A schedule: one fault a line, blank lines and `#` comments aside.
+    """Parse a schedule with one fault per line. Blank lines and comments after `#` are ignored.
 
     Raises:
-        SpecError: a line is no fault.
+        SpecError: A line is not a fault.
     """
     faults = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -60,7 +61,7 @@ def parse_faults(text: str, source: str = "schedule") -> tuple[Fault, ...]:
             continue
         match = _SENTENCE.fullmatch(sentence)
         if match is None:
-            raise SpecError(f"{source}:{number}: {sentence!r} is no fault: write {FORMS}")
+            raise SpecError(f"{source}:{number}: {sentence!r} is not a fault; write {FORMS}")
         action = match["signal"] or match["kill"] or match["drain"] or match["add"]
         faults.append(
             Fault(
@@ -76,51 +77,55 @@ def parse_faults(text: str, source: str = "schedule") -> tuple[Fault, ...]:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded count of spot instances."""
+    """Recorded number of spot instances over time."""
 
     counts: tuple[int, ...]
     gap_s: float
-    """Seconds between counts."""
+    """Seconds between two counts."""
 
     def changes(self, speedup: float, most: int) -> tuple[tuple[float, int], ...]:
-        """(seconds, nodes) for each time at which the count, cut at `most`, becomes another; the first at 0."""
+        """Return (seconds, nodes) for each change of the count, limited to `most` nodes. The first entry is at 0 seconds."""
         capped = [min(count, most) for count in self.counts]
         ticks = [0, *(tick + 1 for tick, (before, after) in enumerate(pairwise(capped)) if before != after)]
         return tuple((tick * self.gap_s / speedup, capped[tick]) for tick in ticks)
 
     def window(self, changes: int, most: int) -> "Trace":
-        """The stretch with so many changes in which the count is at 0 for the fewest ticks."""
+        """Return the part of the trace with the given number of changes that has a count of 0 for the smallest share of its time.
+
+        The whole trace is returned if it has fewer changes.
+        """
         capped = [min(count, most) for count in self.counts]
         at = [tick + 1 for tick, (before, after) in enumerate(pairwise(capped)) if before != after]
         if len(at) < changes:
             return self
-        stretches = [(at[first] - 1, at[first + changes - 1] + 1) for first in range(len(at) - changes + 1)]
-        start, stop = min(
-            stretches, key=lambda stretch: capped[stretch[0] : stretch[1]].count(0) / (stretch[1] - stretch[0])
-        )
+        windows = [(at[first] - 1, at[first + changes - 1] + 1) for first in range(len(at) - changes + 1)]
+        start, stop = min(windows, key=lambda window: capped[window[0] : window[1]].count(0) / (window[1] - window[0]))
         return Trace(self.counts[start:stop], self.gap_s)
 
 
 def parse_trace(tree: object, source: str) -> Trace:
-    """A trace of `{"metadata": {"gap_seconds": 300}, "data": [4, 4, 3, ...]}`.
+    """Parse a trace of the form `{"metadata": {"gap_seconds": 300}, "data": [4, 4, 3, ...]}`.
 
     Raises:
-        SpecError: it is none.
+        SpecError: The tree does not have this form.
     """
     try:
         counts = tuple(int(count) for count in tree["data"])  # type: ignore[index]
         gap_s = float(tree["metadata"]["gap_seconds"])  # type: ignore[index]
     except (TypeError, KeyError, ValueError) as error:
         raise SpecError(
-            f'{source} is no trace ({error!r}): it should be {{"metadata": {{"gap_seconds": 300}}, "data": [4, 4, 3]}}'
+            f'{source} is not a trace ({error!r}); write {{"metadata": {{"gap_seconds": 300}}, "data": [4, 4, 3]}}'
         ) from None
     if not counts or min(counts) < 0 or gap_s <= 0:
-        raise SpecError(f"{source} is no trace: data must hold counts from 0 up, and gap_seconds be above 0")
+        raise SpecError(f"{source} is not a trace; data needs counts of at least 0, and gap_seconds must be positive")
     return Trace(counts, gap_s)
 
 
 def oracle_rank_s(changes: Sequence[tuple[float, int]], end_s: float, low: int) -> float:
-    """Rank-seconds that a job would train in `end_s` seconds, if it took no time to resize: all nodes, where at least `low` are there."""
+    """Return the rank-seconds that an ideal job would train in `end_s` seconds.
+
+    An ideal job resizes in no time and uses all nodes whenever there are at least `low`.
+    """
     ends = [seconds for seconds, _ in changes[1:]] + [end_s]
     return sum(
         count * max(min(end, end_s) - begin, 0.0)

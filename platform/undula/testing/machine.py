@@ -1,7 +1,7 @@
-"""A cloud's machine as processes of this one: a Ray node, a metadata server, and a spot watcher that reads it.
+"""Machine of a simulated cloud, as processes of this machine: a Ray node, a metadata server, and a spot watcher that reads it.
 
-`python -m undula.testing.machine FOLDER` reads `machine.json` there, and is preempted as a cloud does it when a file `notice` comes to be
-there, with seconds in it: the metadata server tells, and after so many seconds everything is killed at once.
+`python -m undula.testing.machine FOLDER` reads `machine.json` in the folder. A file `notice` with a number of seconds preempts the machine:
+the metadata server announces it, and after that time all processes are killed at once.
 """
 
 import ctypes
@@ -22,12 +22,13 @@ from undula.testing.nodes import descendants
 
 MACHINE_FILE = "machine.json"
 NOTICE = "notice"
-LOOK_S = 0.1
+DECISION_INTERVAL_S = 0.1
 START_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Run a machine until it is preempted, its Ray node ends, or it gets SIGTERM."""
     folder = Path(sys.argv[1])
     what: dict[str, Any] = json.loads((folder / MACHINE_FILE).read_text())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -41,7 +42,7 @@ def main() -> None:
                 if end == float("inf") and (seconds := _notice(folder)) is not None:
                     metadata.give_notice(seconds)
                     end = time.monotonic() + seconds
-                time.sleep(LOOK_S)  # paces the looks
+                time.sleep(DECISION_INTERVAL_S)
     finally:
         for pid in descendants(os.getpid()):
             with suppress(ProcessLookupError):
@@ -49,15 +50,15 @@ def main() -> None:
 
 
 def _start_ray(what: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
-    """One machine after another: of two nodes that start at once here, one may never get to its end."""
+    """Start a Ray node. Machines start one after another, because of two nodes that start at once on a machine, one can hang."""
     with (folder.parent / "starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         raylet = _start(_ray_start(what), {**os.environ, **what["env"]}, folder / "ray.log")
         deadline = time.monotonic() + START_TIMEOUT_S
         while b"Ray runtime started" not in (folder / "ray.log").read_bytes() and raylet.poll() is None:
             if time.monotonic() > deadline:
-                sys.exit(f"no Ray node came up within {START_TIMEOUT_S:g} s")
-            time.sleep(LOOK_S)  # paces the looks
+                sys.exit(f"the Ray node did not start within {START_TIMEOUT_S:g} s")
+            time.sleep(DECISION_INTERVAL_S)
         return raylet
 
 

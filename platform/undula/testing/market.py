@@ -1,4 +1,4 @@
-"""What a run would cost under each policy of its fleet, on recorded counts of spot nodes: the nodes alone are simulated."""
+"""Simulation of a run's cost under a fleet policy, on recorded numbers of spot nodes. Only the nodes are simulated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,55 +6,58 @@ from dataclasses import dataclass, field
 from undula.elastic.pure.fleet import FleetManager, Pace, Work
 from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import ON_DEMAND, SPOT, Fleet, FleetSpec
-from undula.state.records import Event
+from undula.state.events import Event
 
 STEPS = 10**6
-"""That the work is cut into."""
+"""Number of steps of the simulated work."""
 
 
 @dataclass(frozen=True)
 class Market:
-    """How many spot nodes there are to have, over time; after the last count, again from the first."""
+    """Number of available spot nodes over time. The counts repeat after the last one."""
 
     counts: Sequence[int]
     gap_s: float
-    """Seconds between counts."""
+    """Seconds between two counts."""
     first: int = 0
-    """The count with which a run begins."""
-    look_s: float = 60.0
-    """Seconds between looks at the nodes."""
+    """Index of the count at the start of the run."""
+    decision_s: float = 60.0
+    """Seconds between two decisions of the fleet policy."""
 
     def at(self, seconds: float) -> int:
+        """Return the number of available nodes after a number of seconds."""
         return self.counts[(self.first + int(seconds / self.gap_s)) % len(self.counts)]
 
 
 @dataclass
 class Bill:
-    """What became of a run."""
+    """Result of a simulated run."""
 
     seconds: float = 0.0
-    """To its end."""
+    """Duration of the run in seconds."""
     paid_s: dict[str, float] = field(default_factory=lambda: {SPOT: 0.0, ON_DEMAND: 0.0})
-    """Seconds of all nodes of a market together, from the moment at which they were asked for."""
+    """Node-seconds by market, counted from the request of each node."""
     taken: int = 0
-    """Spot nodes that were taken."""
+    """Number of preempted spot nodes."""
 
     def dollars(self, spot: float, on_demand: float) -> float:
-        """Given the prices of a node, in dollars an hour."""
+        """Return the cost in US dollars, given the prices of a node in US dollars per hour."""
         return (self.paid_s[SPOT] * spot + self.paid_s[ON_DEMAND] * on_demand) / 3600
 
 
 @dataclass
 class _Nodes:
-    """Of one market: when each is ready, in seconds."""
+    """Nodes of one market."""
 
     market: str
     start_s: float
+    """Time in seconds from the request of a node until it is ready."""
     ready_at: dict[str, float] = field(default_factory=dict)
+    """Time in seconds at which each node is ready."""
     _count: int = 0
 
-    def become(self, count: int, now: float) -> int:
-        """Start what is missing, and let the youngest go; how many went."""
+    def resize(self, count: int, now: float) -> int:
+        """Request missing nodes or end the youngest ones, and return how many were ended."""
         gone = sorted(self.ready_at, key=lambda node: self.ready_at[node])[count:]
         for node in gone:
             del self.ready_at[node]
@@ -63,12 +66,12 @@ class _Nodes:
             self.ready_at[f"{self.market}-{self._count}"] = now + self.start_s
         return len(gone)
 
-    def there(self, now: float) -> dict[str, Node]:
-        """Those that have joined the cluster."""
+    def ready(self, now: float) -> dict[str, Node]:
+        """Return the nodes that have joined the cluster."""
         return {node: Node(node, 1, 0, None, self.market) for node, ready in self.ready_at.items() if ready <= now}
 
     def seconds_in(self, begin: float, end: float) -> float:
-        """That they train, within a stretch of time, together."""
+        """Return the node-seconds of training between two times."""
         return sum(max(end - max(begin, ready), 0.0) for ready in self.ready_at.values())
 
 
@@ -83,34 +86,35 @@ def run_under(
     """Simulate a run.
 
     Args:
-        market: of spot nodes.
-        spec: the policy, which says how long a node takes to start, too.
-        size: workers of the whole fleet, each on a node of its own.
-        total_s: seconds that the whole fleet needs for all the work.
-        restart_s: that all nodes lose each time that a node comes or is taken; 0 for an elastic run.
-        limit_s: when to give up.
+        market: available spot nodes.
+        spec: fleet policy, including the time that a node takes to start.
+        size: number of workers of the whole fleet, each on its own node.
+        total_s: time in seconds that the whole fleet needs for all the work.
+        restart_s: time in seconds that all nodes lose at each change of the fleet; 0 for an elastic run.
+        limit_s: simulated time in seconds after which the run is given up.
     """
     bill, spot, on_demand = Bill(), _Nodes(SPOT, spec.node_start_s), _Nodes(ON_DEMAND, spec.node_start_s)
     fleet = FleetManager(spec, size, 1, Work(STEPS, 0.0), False, _nobody, _no_refusals)
     done_s, paused_until = 0.0, 0.0
     while done_s < total_s and bill.seconds < limit_s:
-        now, end = bill.seconds, bill.seconds + market.look_s
-        there, before = market.at(now), len(spot.there(now))
-        bill.taken += spot.become(min(len(spot.ready_at), there), now)
+        now, end = bill.seconds, bill.seconds + market.decision_s
+        available, before = market.at(now), len(spot.ready(now))
+        bill.taken += spot.resize(min(len(spot.ready_at), available), now)
         steps = int(done_s / total_s * STEPS)
         fleet.pace = Pace(steps * total_s / STEPS * size, steps, steps)
-        wanted = _wanted(fleet, {**spot.there(now), **on_demand.there(now)}, now)
+        wanted = _wanted(fleet, {**spot.ready(now), **on_demand.ready(now)}, now)
         for nodes in (spot, on_demand):
-            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.given_back}
-        spot.become(min(max(wanted.spot, len(spot.there(now))), there), now)  # as the fleet gives back what it can
-        on_demand.become(wanted.on_demand, now)
-        if restart_s and len(spot.there(end)) != before:
+            nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.released}
+        # The manager itself releases the spot nodes that it does not need, so the simulation ends no others.
+        spot.resize(min(max(wanted.spot, len(spot.ready(now))), available), now)
+        on_demand.resize(wanted.on_demand, now)
+        if restart_s and len(spot.ready(end)) != before:
             paused_until = now + restart_s
         since = max(now, paused_until)
-        speed = min((spot.seconds_in(since, end) + on_demand.seconds_in(since, end)) / market.look_s, size) / size
-        if done_s + speed * market.look_s >= total_s:
+        speed = min((spot.seconds_in(since, end) + on_demand.seconds_in(since, end)) / market.decision_s, size) / size
+        if done_s + speed * market.decision_s >= total_s:
             end = now + (total_s - done_s) / speed
-        done_s += speed * market.look_s
+        done_s += speed * market.decision_s
         for nodes in (spot, on_demand):
             bill.paid_s[nodes.market] += len(nodes.ready_at) * (end - now)
         bill.seconds = end
@@ -119,7 +123,7 @@ def run_under(
 
 def _wanted(fleet: FleetManager, nodes: Mapping[str, Node], now: float) -> Fleet:
     workers = dict.fromkeys(nodes, 1)
-    fleet.look(nodes, workers, workers, now)
+    fleet.update(nodes, workers, workers, now)
     return fleet.wanted
 
 

@@ -1,4 +1,4 @@
-"""A cloud's metadata server on this machine, which gives a notice when it is told to: to test a job, or the spot watcher, with."""
+"""Simulated metadata server of a cloud on this machine. It gives notices on request, to test a job or the spot watcher."""
 
 import json
 import secrets
@@ -12,12 +12,13 @@ from typing import Any
 
 
 class MetadataServer:
-    """Answers as AWS's (version 2, with tokens), Google Cloud's and Azure's do; a server of its own at a port of 127.0.0.1.
+    """Metadata server at a port of 127.0.0.1 that answers like those of AWS (version 2, with tokens), Google Cloud and Azure.
 
     Attributes:
-        faults: what goes wrong with the next requests, one each: a status, or `garbage`, `slow`, `hang up`, or bytes as the answer.
-        requests: paths that were asked for.
-        token_ttl_s: at most so long a token is good for.
+        faults: faults of the next requests, one each: an HTTP status, `garbage`, `slow`, `hang up`, or bytes to answer with.
+        requests: paths that were requested.
+        token_ttl_s: maximum lifetime of a token in seconds.
+        slow_s: delay of a `slow` answer in seconds.
     """
 
     def __init__(self) -> None:
@@ -47,17 +48,17 @@ class MetadataServer:
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def give_notice(self, deadline_s: float) -> None:
-        """From now on: this machine goes in so many seconds."""
+        """Announce from now on that this machine ends in `deadline_s` seconds."""
         with self._changed:
             self._deadline = datetime.now(UTC) + timedelta(seconds=deadline_s)
             self._changed.notify_all()
 
     def recommend_rebalance(self) -> None:
-        """From now on: AWS's advice to leave."""
+        """Announce from now on AWS's rebalance recommendation."""
         self._rebalance = datetime.now(UTC)
 
     def end_tokens(self) -> None:
-        """No token that was given is good any more."""
+        """Expire all tokens."""
         self._tokens.clear()
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -144,7 +145,7 @@ class MetadataServer:
 
 @contextmanager
 def metadata_server() -> Iterator[MetadataServer]:
-    """A server for this block."""
+    """Run a metadata server for this block."""
     server = MetadataServer()
     thread = threading.Thread(target=server._http.serve_forever, args=(0.05,), name="undula-metadata", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Several Ray nodes on one machine: added, drained with a notice, and killed as a whole with their memory, as a cloud takes machines."""
+"""Several Ray nodes on one machine. They can be added, drained with a notice, and killed with all they have in memory, as in a cloud."""
 
 import os
 import secrets
@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
+
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
@@ -21,15 +23,16 @@ from undula.recovery.snapshot import MEMORY
 
 START_TIMEOUT_S = 20.0
 ANSWER_LIMIT_S = 30.0
-"""Of a head beside which many nodes start on few cores."""
+"""Time limit in seconds for an answer of the head, which is slow while many nodes start on few cores."""
 ATTEMPTS = 4
+"""Number of attempts to start a node."""
 
 
 class Nodes:
-    """A cluster whose nodes come and go.
+    """Cluster whose nodes can be added, drained and killed.
 
     Attributes:
-        nodes: ids of those that were added and not killed, those that are still starting included, in order.
+        nodes: ids of the nodes that were added and not killed, in order, including nodes that are still starting.
     """
 
     def __init__(self, cluster: LocalCluster, env: Mapping[str, str]):
@@ -38,39 +41,43 @@ class Nodes:
         self._env = {**os.environ, **cluster.env, **env}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._notices: dict[str, float] = {}
-        """Of nodes that have not joined yet: when they will go, in seconds since the epoch."""
+        """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
         self._head = Head(cluster.address, self._env, ANSWER_LIMIT_S)
-        # One after another: of two that start at once on a machine, one may never get to its end.
+        # Nodes start one after another, because of two nodes that start at once on a machine, one can hang.
         self._to_start: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
         self._starter = threading.Thread(target=self._start_all, name="undula-nodes", daemon=True)
         self._starter.start()
 
     def add(self, num_cpus: int = 1) -> str:
-        """Start a node; its id. It joins within seconds."""
+        """Start a node and return its id. It joins the cluster within seconds."""
         node = secrets.token_hex(28)
         self.nodes.append(node)
         self._to_start.put((node, num_cpus))
         return node
 
     def await_all(self) -> None:
-        """Wait until every node has joined; ClusterError where one does not."""
+        """Wait until every node has joined.
+
+        Raises:
+            ClusterError: A node did not join.
+        """
         deadline = time.monotonic() + ATTEMPTS * START_TIMEOUT_S
         while not set(self.nodes) <= set(self.alive()):
             if time.monotonic() > deadline:
-                raise ClusterError(f"not all of {len(self.nodes)} nodes came up")
-            time.sleep(0.1)  # paces the looks
+                raise ClusterError(f"not all of {len(self.nodes)} nodes have joined the cluster")
+            time.sleep(0.1)
 
     def alive(self) -> list[str]:
-        """Ids of the nodes that the head takes for alive, its own included."""
+        """Return the ids of the nodes that the head considers alive, including its own."""
         return list(self._head.ask("alive"))
 
     def count(self) -> dict[str, int]:
-        """Actors that are alive, and placement groups."""
+        """Return the numbers of actors that are alive and of placement groups."""
         return dict(self._head.ask("count"))
 
     def drain(self, node: str, deadline_s: float) -> None:
-        """Tell the cluster that a node will go in so many seconds, as a cloud's notice of preemption does; or, as soon as it has joined."""
+        """Announce to the cluster that a node ends in `deadline_s` seconds, as a cloud's notice does, once the node has joined."""
         self._notices[node] = time.time() + deadline_s
         if node in self.alive():
             self._pass_on_notice(node)
@@ -80,7 +87,7 @@ class Nodes:
             self._head.drain(node, deadline)
 
     def kill(self, node: str) -> None:
-        """SIGKILL everything on a node at once; what it had in memory is gone."""
+        """Send SIGKILL to all processes of a node and delete its shared memory."""
         if node in self.nodes:
             self.nodes.remove(node)
         if process := self._processes.pop(node, None):
@@ -88,14 +95,15 @@ class Nodes:
         shutil.rmtree(self._memory / node, ignore_errors=True)
 
     def processes_of(self, node: str) -> list[int]:
-        """Everything that runs on a node."""
+        """Return the ids of all processes of a node."""
         return descendants(self._processes[node].pid) if node in self._processes else []
 
     def head_processes(self) -> list[int]:
-        """Everything that runs on the head."""
+        """Return the ids of all processes of the head."""
         return descendants(self.cluster.pid)
 
     def close(self) -> None:
+        """Kill all nodes."""
         self._to_start.put(None)
         for node in list(self.nodes):
             self.kill(node)
@@ -131,7 +139,7 @@ class Nodes:
                 if node in self.alive():
                     self._pass_on_notice(node)
                     return True
-            time.sleep(0.1)  # paces the looks
+            time.sleep(0.1)
         _kill_tree(process)
         return False
 
@@ -140,12 +148,12 @@ class Nodes:
 def nodes(
     head_cpus: int = 0, env: Mapping[str, str] | None = None, node_env: Mapping[str, str] | None = None
 ) -> Iterator[Nodes]:
-    """A cluster for this block, whose head trains nothing by default; nodes are added to it.
+    """Start a cluster for this block, to which nodes can be added.
 
     Args:
-        head_cpus: of the head.
-        env: environment of all of it.
-        node_env: of the nodes that are added, besides.
+        head_cpus: number of CPUs of the head; by default no worker fits on it.
+        env: additional environment variables of all processes.
+        node_env: additional environment variables of the added nodes.
     """
     settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {}), **(node_env or {})}
     with local_cluster(num_cpus=head_cpus, env=env) as cluster:
@@ -157,17 +165,15 @@ def nodes(
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one, as Linux's /proc tells."""
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
+    """Return the ids of all descendants of a process; none if the process has ended."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all below it."""
+    """Send SIGKILL to a process and all its descendants."""
     for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)

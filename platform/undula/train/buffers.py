@@ -1,15 +1,15 @@
-"""Buffers that a forward pass changes (BatchNorm's running statistics), defined per virtual worker so that they know no ranks.
+"""Buffers that a forward pass changes, as BatchNorm's running statistics, defined per virtual worker so that ranks do not matter.
 
-Every micro-batch starts from the buffers that the step began with; after the step, floating-point buffers have moved by the mean of
-what the micro-batches moved them by, weighted by samples, and counters have moved on by one.
+Every micro-batch starts from the buffers that the step began with. After the step, floating-point buffers have moved by the mean of
+the micro-batches' changes, weighted by samples, and counters have moved on by one.
 """
 
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from undula.parallel.collectives import AllReduce
 from undula.parallel.reduce.exact import ExactSum
 
 
@@ -17,14 +17,17 @@ class BufferMean:
     """The mean of a module's buffers over the virtual workers of a step.
 
     Args:
-        module: whose buffers.
-        exact: sum in integers, so that no order of virtual workers and ranks changes a bit.
+        module: has the buffers.
+        all_reduce: sums over the ranks.
+        exact: whether to sum in integers, so that no order of virtual workers and ranks changes a bit.
     """
 
-    def __init__(self, module: nn.Module, exact: bool = False):
+    def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False):
         self._buffers = list(module.buffers())
         by_type = sorted(filter(torch.is_floating_point, self._buffers), key=lambda buffer: str(buffer.dtype))
-        self._groups = [_Group(list(group), exact) for _, group in groupby(by_type, lambda buffer: buffer.dtype)]
+        self._groups = [
+            _Group(list(group), all_reduce, exact) for _, group in groupby(by_type, lambda buffer: buffer.dtype)
+        ]
         self._begin: list[Tensor] = []
         self.is_needed = bool(self._groups)
 
@@ -34,7 +37,7 @@ class BufferMean:
             group.begin_step()
 
     def undo_step(self) -> None:
-        """Back to the buffers that the unfinished step began with."""
+        """Go back to the buffers that the unfinished step began with."""
         if self._begin:
             self.begin_micro_batch()
 
@@ -57,9 +60,10 @@ class BufferMean:
 
 
 class _Group:
-    """Buffers of one type. A model has many small ones: they are reckoned with as one."""
+    """Buffers of one type, computed with as one tensor because a model has many small ones."""
 
-    def __init__(self, buffers: list[Tensor], exact: bool):
+    def __init__(self, buffers: list[Tensor], all_reduce: AllReduce, exact: bool):
+        self._all_reduce = all_reduce
         self._buffers = buffers
         self._sizes = [buffer.numel() for buffer in buffers]
         self._sums = ExactSum(buffers) if exact else None
@@ -82,13 +86,12 @@ class _Group:
 
     def end_step(self, step_samples: int) -> None:
         if self._sums:
-            self._sums.all_reduce()
+            self._sums.all_reduce(self._all_reduce)
             sums = [value.flatten() for value in self._sums.values() if value is not None]
             moved = torch.cat(sums) if sums else self._moved
         else:
             moved = self._moved
-            if dist.get_world_size() > 1:
-                dist.all_reduce(moved)
+            self._all_reduce(moved)
         ended = (self._begin + moved / step_samples).to(self._begin.dtype)
         parts = torch.split(ended, self._sizes)
         shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]

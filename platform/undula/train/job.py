@@ -1,4 +1,4 @@
-"""What a worker is told of the job: the parts of its spec that do not speak of the cluster."""
+"""A job as its workers see it: the parts of its spec that do not mention the cluster."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -39,4 +39,14 @@ class Job:
     config: Any
     engine: EngineName = "torch"
     run_id: str = ""
-    """Tells this run from a former one in the same directory."""
+    """Identity that tells this run from a former one in the same directory."""
+
+    @property
+    def noise_every_steps(self) -> int:
+        """Steps between measurements of the gradient noise scale: 1 where the learning rate follows it, 0 for none."""
+        return 1 if self.schedule.is_measured(self.plan) else self.gradient.noise_every_steps
+
+    @property
+    def gradient_scale(self) -> int:
+        """Factor by which the step's gradient is larger than the mean over its samples."""
+        return self.plan.virtual_workers if self.gradient.reduce == "sum" else 1

@@ -2,25 +2,32 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from undula.recovery.handover import LeaveGroup, Request, process
+from undula.parallel.layout import join_layout
+from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
 from undula.train.run import Run
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A training in this process. One at a time, as torch's process group and a worker's state are the process's."""
+class SingleProcess:
+    """A training in this process. One at a time, because torch's process group belongs to the process.
 
-    train: Callable[[Run], None]
-    job: Job
-    publish: Publisher
+    Args:
+        train: the script's train function.
+        job: what to train.
+        publish: takes messages for the driver.
+    """
+
+    def __init__(self, train: Callable[[Run], None], job: Job, publish: Publisher):
+        self._train = train
+        self._job = job
+        self._publish = publish
+        self._worker = WorkerState(is_run=True)
 
     def __call__(self) -> None:
         """Train from the newest checkpoint on, to the end of the plan or until `leave`.
@@ -28,24 +35,19 @@ class Alone:
         Raises:
             Exception: whatever the script raises.
         """
-        process.join_group()
-        process.is_run = True
-        process.kept = None
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         with _world_of_one(device):
-            run = Run(self.job, 0, 1, device, self.publish)
+            run = Run(self._job, join_layout(0, 1, device), self._worker, self._publish)
             try:
-                self.train(run)
+                self._train(run)
             except LeaveGroup:
                 pass
             finally:
-                run.forget()
-                process.kept = None
+                run.free()
 
-    @staticmethod
-    def leave() -> None:
+    def leave(self) -> None:
         """End the training at its next step boundary; callable from another thread."""
-        process.request = Request(leaves=True)
+        self._worker.request = Request(leaves=True)
 
 
 @contextmanager

@@ -1,26 +1,24 @@
-"""One optimizer step as the user's loop sees it: micro-batches, their backward passes, and the commit point."""
+"""One optimizer step as the script's loop sees it: micro-batches, their backward passes, and the commit point."""
 
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from undula.data.rows import Batch
-from undula.data.streams import Stream
+from undula.errors import UsageError
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
-from undula.recovery.handover import process
-from undula.state.model_state import weights_digest
+from undula.state.digest import additive_digest
+from undula.state.model_state import MODEL
 from undula.state.records import StepRow
+from undula.train.boundary import StepBoundary
+from undula.train.context import TrainContext
 from undula.train.randomness import seed_micro_batch
-from undula.train.step_reduction import LocalStats, StepStats
-
-if TYPE_CHECKING:
-    from undula.train.run import Run
+from undula.train.step_reduction import LocalStep, StepTotals
 
 STEP_SECONDS = ("data_s", "compute_s", "communication_s")
 DIGEST_EVERY = 10
@@ -31,62 +29,73 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        index: of the plan's steps, counted from 0 over the whole run; the first, where an elastic batch takes several as one.
-        samples: that it has.
-        lr: learning rate of the schedule at this step, for a group whose own rate is the base rate.
+        index: number of the step in the plan, from 0 over the whole run; of the first one, if an elastic batch merges several.
+        samples: number of samples in the step.
+        lr: learning rate of the schedule at this step, for a parameter group whose own rate is the base rate.
     """
 
-    def __init__(self, run: "Run", stream: Stream, index: int):
-        self._run = run
-        self._stream = stream
+    def __init__(self, context: TrainContext, boundary: StepBoundary, index: int):
+        self._context = context
+        self._boundary = boundary
         self._began = time.perf_counter()
         self._data_s = 0.0
-        self._spans: list[tuple[str, Mark, Mark]] = []
+        self._intervals: list[tuple[str, Mark, Mark]] = []
         self._losses: list[tuple[Tensor, int]] = []
-        self._local = LocalStats()
-        self._weight = 0
+        self._local = LocalStep()
+        self._micro_batch: MicroBatch | None = None
         self._in_micro_batch: Mark | None = None
-        self._has_begun = self._is_in_batch = self._has_ended = self._is_last = False
+        self._has_begun = self._has_ended = self._is_last = False
+        plan = context.setup.plan
         self.index = index
-        self.span = run.plan.span(index, run.world_size)
-        self._shapes = [run.plan.step(each) for each in range(index, index + self.span)]
+        self.merged_steps = plan.merged_steps(index, context.setup.layout.num_cells)
+        """Number of steps of the plan that this step takes as one."""
+        self._shapes = [plan.step(each) for each in range(index, index + self.merged_steps)]
         self.samples = sum(shape.samples for shape in self._shapes)
         self._samples_after = self._shapes[0].samples_before + self.samples
-        self._rate = run._rate.at(self._samples_after, self.samples, self.span, run._meter.measured)
-        self.lr = run.base_lr * self._rate.lr
+        self._rate = context.rate.at(self._samples_after, self.samples, self.merged_steps, context.noise.measured)
+        self.lr = context.setup.job.schedule.base_lr * self._rate.lr
         self.updated = False
 
     def batches(self) -> Iterator[Batch]:
-        """The micro-batches of this rank's virtual workers; call backward() once for each."""
-        run = self._run
-        assert run._model is not None
+        """The micro-batches of this rank's virtual workers. Call `backward` once for each."""
         if self._has_begun:
-            raise RuntimeError("step.batches() was called twice: a step's samples come once")
+            raise UsageError(
+                f"step.batches() was called twice in step {self.index}: iterate over it once, as samples come once"
+            )
         self._has_begun = True
-        steps = range(self.index, self.index + self.span)
-        work = run.plan.work(steps, run._virtual_workers)
-        # Without a share in a short step, two rows of weight zero run instead: the ranks' collectives must match, and some layers,
-        # BatchNorm among them, cannot train on one row.
-        rounds = run.plan.rounds(steps, run.world_size) if run._engine.rounds_must_match else 1
-        work += [MicroBatch(self.index, run._virtual_workers[0], 0, 0)] * (rounds - len(work))
-        run._buffers.begin_step()
-        run._engine.begin_step(len(work))
-        run._meter.begin_step(self.index, self.span)
+        context, work = self._context, self._work()
+        engine = context.engine
+        context.buffers.begin_step()
+        engine.begin_step(len(work))
+        context.noise.begin_step(self.index, self.merged_steps, engine.trainable)
         for place, each in enumerate(work):
             batch = self._next_batch(each.virtual_worker, each.samples)
             self._is_last = place == len(work) - 1
-            run._engine.before_micro_batch(run._model, is_last=self._is_last)
-            run._buffers.begin_micro_batch()
-            seed_micro_batch(run._job.plan.seed, each.step, each.virtual_worker, each.number)
-            self._micro_batch, self._weight = each, each.samples
-            self._is_in_batch = True
-            self._in_micro_batch = mark_on(run.device)
-            process.enter("compute")
+            engine.before_forward(self._is_last)
+            context.buffers.begin_micro_batch()
+            seed_micro_batch(context.setup.job.plan.seed, each.step, each.virtual_worker, each.number)
+            self._micro_batch = each
+            self._in_micro_batch = mark_on(context.setup.layout.device)
+            context.setup.worker.enter("compute")
             yield batch
-            self._is_in_batch = False
+            self._micro_batch = None
             if self._in_micro_batch is not None:
-                raise RuntimeError("a batch was left without step.backward(loss)")
+                raise UsageError(
+                    f"a batch of step {self.index} ended without step.backward(loss): call it once for each batch"
+                )
         self._has_ended = True
+
+    def _work(self) -> list[MicroBatch]:
+        """The micro-batches of this rank.
+
+        Without a share in a short step, two rows of weight zero run instead if the ranks' collectives must match: some layers,
+        BatchNorm among them, cannot train on one row.
+        """
+        setup, steps = self._context.setup, range(self.index, self.index + self.merged_steps)
+        work = setup.plan.work(steps, setup.virtual_workers)
+        equal = self._context.engine.capabilities.equal_rounds
+        rounds = setup.layout.rounds(setup.plan, steps) if equal else 1
+        return work + [MicroBatch(self.index, setup.virtual_workers[0], 0, 0)] * (rounds - len(work))
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the current batch.
@@ -94,110 +103,122 @@ class Step:
         Args:
             loss: mean over the batch's samples, a scalar.
         """
-        run = self._run
+        context, micro_batch = self._context, self._micro_batch
         begin, self._in_micro_batch = self._in_micro_batch, None
-        if begin is None:
-            raise RuntimeError("step.backward(loss) goes once into each turn of `for batch in step.batches()`")
+        if begin is None or micro_batch is None:
+            raise UsageError(
+                "step.backward(loss) was called outside of a batch: call it once for each batch of step.batches()"
+            )
         if self._is_last:
-            process.enter("reduce")
-        run._meter.begin_backward()
-        (loss * (run._loss_scale * self._weight / self.samples)).backward()  # type: ignore[no-untyped-call]
-        run._meter.end_backward(self._weight)
-        end = mark_on(run.device)
-        ready = run._engine.gradients_ready or end
-        self._spans += [("compute_s", begin, ready), ("communication_s", ready, end)]
-        self._losses.append((loss.detach(), self._weight))
-        run._engine.after_micro_batch(self._micro_batch)
-        run._buffers.end_micro_batch(self._weight)
+            context.setup.worker.enter("reduce")
+        context.noise.begin_backward()
+        weight = context.setup.job.gradient_scale * micro_batch.samples / self.samples
+        context.engine.backward(loss, weight, micro_batch, self._is_last)
+        context.noise.end_backward(micro_batch.samples)
+        end = mark_on(context.setup.layout.device)
+        ready = context.engine.gradients_ready if self._is_last else None
+        self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
+        self._losses.append((loss.detach(), micro_batch.samples))
+        context.buffers.end_micro_batch(micro_batch.samples)
 
     def log(self, **values: float | Tensor) -> None:
         """Record values in the ledger, averaged over the step's samples: of the current batch, or of the rank outside of one."""
-        weight = float(self._weight if self._is_in_batch else sum(size for _, size in self._losses))
+        inside = self._micro_batch
+        weight = float(inside.samples if inside else sum(size for _, size in self._losses))
         for name, value in values.items():
             total, weights = self._local.logged.get(name, (0.0, 0.0))
             self._local.logged[name] = (total + float(value) * weight, weights + weight)
 
     def update(self) -> None:
-        """Clip, step the optimizer along the schedule, and commit the step."""
-        run = self._run
+        """Clip the gradient, step the optimizer along the schedule, and commit the step."""
+        context, job = self._context, self._context.setup.job
         if not self._has_ended:
-            raise RuntimeError(
-                "step.update() comes after the loop over step.batches(), all of them: each is part of the step"
+            raise UsageError(
+                f"step.update() was called before the loop over step.batches() of step {self.index} had ended: "
+                "run all batches, as each is part of the step"
             )
-        assert run._model is not None
-        assert run._optimizer is not None
-        process.enter("reduce")
-        begin = mark_on(run.device)
-        run._engine.end_step(self.samples)
-        if run._buffers.is_needed:
-            run._buffers.end_step(self.samples)
-        self._spans.append(("communication_s", begin, mark_on(run.device)))
-        self._whole_square = run._meter.whole_square()
-        if run._job.gradient.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(run._model.parameters(), run._job.gradient.max_norm)
-        run._group_rates.set(run._optimizer, self._rate)
-        stats = self._reduced()  # the commit point: where a rank is lost up to here, the others stand before the step
-        with run._changing_state(self.span):
-            run._optimizer.step()
-            noise = run._meter.keep(stats.norms, self._rate.clock)
-        run._optimizer.zero_grad(set_to_none=True)
-        self._commit(stats, {} if noise is None else {"noise_scale": noise})
+        context.setup.worker.enter("reduce")
+        begin = mark_on(context.setup.layout.device)
+        norm = context.engine.finish_gradients(self.samples, job.gradient.max_norm)
+        if context.buffers.is_needed:
+            context.buffers.end_step(self.samples)
+        self._intervals.append(("communication_s", begin, mark_on(context.setup.layout.device)))
+        context.group_rates.set(context.optimizer, self._rate)
+        totals = self._reduced(
+            norm
+        )  # the commit point: where a rank is lost up to here, the others stand before the step
+        with self._boundary.changing_state(self.merged_steps):
+            applied = context.engine.step()
+            noise = context.noise.keep(totals.norms(self.samples, job.gradient_scale), self._rate.clock)
+        self._commit(totals, applied, {} if noise is None else {"noise_scale": noise})
         self.updated = True
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
-        process.enter("data")
+        setup, stream = self._context.setup, self._context.stream
+        assert stream is not None
+        setup.worker.enter("data")
         began = time.perf_counter()
-        samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
-        if size:
+        samples = stream.take(virtual_worker, size) if size else stream.any_rows(2)
+        if size and setup.layout.leads_cell:
             self._local.sample_digest += multiset_digest(samples.ids)
-        device = self._run.device
         batch = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            name: value.to(setup.layout.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in samples.batch.items()
         }
         self._data_s += time.perf_counter() - began
         return batch
 
-    def _reduced(self) -> StepStats:
-        """What the step was, over all ranks. On a GPU this waits for the backward pass."""
-        run = self._run
+    def _reduced(self, norm: Tensor) -> StepTotals:
+        """The step over all ranks. On a GPU this waits for the backward pass."""
+        context, local, layout = self._context, self._local, self._context.setup.layout
         losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist()
-        seconds = self._local.seconds
-        seconds["data_s"] = self._data_s
-        for name, begin, end in self._spans:
-            seconds[name] += end.seconds_since(begin)
-        seconds["blocked_s"], run._blocked_s = run._blocked_s, 0.0
-        seconds["other_s"] = max(time.perf_counter() - self._began - sum(seconds[name] for name in STEP_SECONDS), 0.0)
-        self._local.losses = losses
-        self._local.sample_digest %= 2**64
-        self._local.small_squares = run._meter.small_squares(self.samples)
-        self._local.whole_square = 0.0 if self._whole_square is None else float(self._whole_square)
-        self._local.stored_steps = run._telemetry.stored_steps if run._telemetry else 0
-        self._local.asked = run._wishes()
-        return run._reducer.reduce(self._local, self.samples)
+        local.seconds["data_s"] = self._data_s
+        for name, begin, end in self._intervals:
+            local.seconds[name] += end.seconds_since(begin)
+        local.seconds["blocked_s"], context.blocked_s = context.blocked_s, 0.0
+        known_s = sum(local.seconds[name] for name in STEP_SECONDS)
+        local.seconds["other_s"] = max(time.perf_counter() - self._began - known_s, 0.0)
+        local.wants = self._boundary.wants()
+        if layout.leads_cell:
+            local.losses = losses
+            local.small_squares = context.noise.small_squares(self.samples)
+            local.micro_batches = len(local.small_squares)
+        if layout.is_first:
+            local.grad_norm = float(norm)
+            local.stored_steps = context.telemetry.stored_steps if context.telemetry else 0
+        return context.reducer.reduce(local)
 
-    def _commit(self, stats: StepStats, measured: Mapping[str, float]) -> None:
-        run = self._run
-        assert run._model is not None
-        process.progress.enter("other")
-        done = self.index + self.span
-        is_digested = done // DIGEST_EVERY > self.index // DIGEST_EVERY or done == run.plan.total_steps
-        digest = weights_digest(run._model) if run._job.deterministic and is_digested else None
+    def _commit(self, totals: StepTotals, applied: bool, measured: Mapping[str, float]) -> None:
+        setup = self._context.setup
+        setup.worker.progress.enter("other")
+        done = self.index + self.merged_steps
         row = StepRow(
-            attempt=run._attempt,
+            attempt=setup.attempt,
             step=self.index,
-            span=self.span,
+            merged_steps=self.merged_steps,
             epoch=self._shapes[0].epoch,
             samples=self._samples_after,
             step_samples=self.samples,
-            world_size=run.world_size,
+            world_size=setup.layout.world_size,
+            cells=setup.layout.num_cells,
             lr=self.lr,
             time=time.time(),
-            weights_digest=digest,
-            loss=stats.loss,
-            sample_digest=stats.sample_digest,
-            logged=json.dumps({**stats.logged, **measured}),
-            **stats.seconds,
+            weights_digest=self._weights_digest(done),
+            grad_norm=totals.grad_norm,
+            applied=applied,
+            loss=totals.losses / self.samples,
+            sample_digest=totals.sample_digest,
+            logged=json.dumps({**totals.logged, **measured}),
+            **totals.seconds,
         )
-        run._committed(row, stats.stored_steps, stats.asked)
-        process.progress.committed(done, time.perf_counter() - self._began)
+        self._boundary.committed(row, int(totals.stored_steps), totals.wants)
+        setup.worker.progress.committed(done, time.perf_counter() - self._began)
+
+    def _weights_digest(self, done: int) -> int | None:
+        """The digest of the model's weights where the ledger of a deterministic run is to have it."""
+        setup = self._context.setup
+        is_due = done // DIGEST_EVERY > self.index // DIGEST_EVERY or done == setup.plan.total_steps
+        if not (setup.job.deterministic and is_due):
+            return None
+        pieces = self._context.live.held().pieces
+        return additive_digest({name: piece for name, piece in pieces.items() if name.startswith(MODEL)})

@@ -1,11 +1,12 @@
-"""What the ranks measured of a step, summed to what the step was: loss, seconds, sample ids, norms, logged values.
+"""What the ranks measured of a step, made one: loss, seconds, sample ids, norms, logged values, and what the ranks want next.
 
 Losses, digests and norms are summed exactly, so that they do not depend on how many ranks there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,146 +16,204 @@ from undula.plan.noise import StepNorms
 
 SECONDS = ("data_s", "compute_s", "communication_s", "other_s", "blocked_s")
 _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
-_DIGEST_LIMBS, _LOSS_LIMBS = 4, 8
-
-
-@dataclass
-class Asked:
-    """What a rank asks for after the step, or all of them."""
-
-    leaves: bool = False
-    """To leave the group."""
-    gives: bool = False
-    """Not to keep for itself what only one rank has."""
-    saves: bool = False
-    """A durable checkpoint."""
-    snapshots: bool = False
-    """A snapshot in memory."""
-    sends: bool = False
-    """A copy of it at the controller."""
-    lacks_memory: bool = False
-    """For snapshots of its part, without which the others' are of no use."""
-    has_saved: bool = False
-    """To collect a checkpoint that it is done with; agreed on by all, where any rank's word is enough for the others."""
-
-
-@dataclass
-class LocalStats:
-    """One rank's part of a step."""
-
-    losses: list[float] = field(default_factory=list)
-    """Of its micro-batches: the sum of the loss over samples."""
-    sample_digest: int = 0
-    """Modulo 2^64."""
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECONDS, 0.0))
-    logged: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By name: weighted sum, weight."""
-    small_squares: list[float] = field(default_factory=list)
-    """Of its micro-batches: the squared norm of the gradient, times their part of the step's samples; where that is measured."""
-    whole_square: float = 0.0
-    """Squared norm of the step's gradient; of rank 0, and 0 of the others."""
-    stored_steps: int = 0
-    """Steps whose rows of the ledger have reached storage; of rank 0, and 0 of the others."""
-    asked: Asked = field(default_factory=Asked)
+_DIGEST_LIMBS, _EXACT_LIMBS = 4, 8
+Local = TypeVar("Local")
+Total = TypeVar("Total")
 
 
 @dataclass(frozen=True)
-class StepStats:
-    """A step over all ranks."""
+class Reduction(Generic[Local, Total]):
+    """How a value of each rank becomes one of the step, by way of a sum over the ranks."""
 
-    loss: float
-    """Mean over its samples."""
+    width: int
+    """Number of float64 terms that a rank contributes."""
+    encode: Callable[[Local], Sequence[float]]
+    decode: Callable[[Sequence[float], int], Total]
+    """Makes the result of the sums, given the number of ranks."""
+
+
+def reduced(reduction: Reduction[Any, Any], **default: Any) -> Any:
+    """A field of what a rank measured, with its reduction. Takes the arguments of `dataclasses.field`."""
+    return field(metadata={"reduction": reduction}, **default)
+
+
+SUM = Reduction[float, float](1, lambda value: [value], lambda sums, ranks: sums[0])
+MEAN = Reduction[float, float](1, lambda value: [value], lambda sums, ranks: sums[0] / ranks)
+FROM_FIRST = SUM
+"""For a value that rank 0 measures, and that is 0 on all other ranks."""
+ANY = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] > 0)
+ALL = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] == ranks)
+
+
+def _limbs(value: int, count: int) -> list[float]:
+    """An integer as limbs that add up. The last limb is signed and as large as it takes."""
+    limbs = [(value >> (_LIMB_BITS * place)) % 2**_LIMB_BITS for place in range(count - 1)]
+    return [*map(float, limbs), float(value >> (_LIMB_BITS * (count - 1)))]
+
+
+def _joined(limbs: Sequence[float]) -> int:
+    return sum(int(limb) << (_LIMB_BITS * place) for place, limb in enumerate(limbs))
+
+
+def _encode_exact(values: list[float]) -> list[float]:
+    total, odd = exact_total(values)
+    return [odd, *_limbs(total, _EXACT_LIMBS)]
+
+
+def _mapping(names: Sequence[str], of: Reduction[float, float]) -> Reduction[Mapping[str, float], dict[str, float]]:
+    """A reduction of several values by name."""
+    return Reduction(
+        len(names),
+        lambda values: [of.encode(values[name])[0] for name in names],
+        lambda sums, ranks: {name: of.decode([total], ranks) for name, total in zip(names, sums, strict=True)},
+    )
+
+
+EXACT_SUM = Reduction[list[float], float](
+    1 + _EXACT_LIMBS, _encode_exact, lambda sums, ranks: total_value(_joined(sums[1:]), sums[0])
+)
+"""The sum of all values of all ranks, which no order of them changes."""
+DIGEST = Reduction[int, int](
+    _DIGEST_LIMBS, lambda value: _limbs(value % 2**64, _DIGEST_LIMBS), lambda sums, ranks: _joined(sums) % 2**64
+)
+"""The sum modulo 2^64."""
+
+
+@dataclass
+class Wants:
+    """What a rank wants after the step, or what all of them do."""
+
+    leaves: bool = reduced(ANY, default=False)
+    """Whether to leave the group."""
+    gives: bool = reduced(ANY, default=False)
+    """Whether a rank will not be in the next group, so that what only it has must go to the controller."""
+    saves: bool = reduced(ANY, default=False)
+    """Whether to write a durable checkpoint."""
+    snapshots: bool = reduced(ANY, default=False)
+    """Whether to take a snapshot in memory."""
+    sends: bool = reduced(ANY, default=False)
+    """Whether to send a replica of the snapshot to the controller."""
+    lacks_memory: bool = reduced(ANY, default=False)
+    """Whether there is no memory for a snapshot of a rank's pieces, without which those of the others are of no use."""
+    has_saved: bool = reduced(ALL, default=False)
+    """Whether a checkpoint that is to be collected has been written."""
+
+
+def _fields_of(kind: type) -> tuple[tuple[str, Reduction[Any, Any]], ...]:
+    return tuple((each.name, each.metadata["reduction"]) for each in fields(kind) if "reduction" in each.metadata)
+
+
+def _decode_wants(sums: Sequence[float], ranks: int) -> Wants:
+    values = zip(_fields_of(Wants), sums, strict=True)
+    return Wants(**{name: reduction.decode([total], ranks) for (name, reduction), total in values})
+
+
+WANTS = Reduction[Wants, Wants](
+    len(fields(Wants)), lambda wants: [float(getattr(wants, name)) for name, _ in _fields_of(Wants)], _decode_wants
+)
+
+
+@dataclass
+class LocalStep:
+    """What one rank measured of a step."""
+
+    losses: list[float] = reduced(EXACT_SUM, default_factory=list)
+    """For each micro-batch the sum of the loss over its samples."""
+    sample_digest: int = reduced(DIGEST, default=0)
+    """Digest of the ids of the samples, modulo 2^64."""
+    seconds: dict[str, float] = reduced(_mapping(SECONDS, MEAN), default_factory=partial(dict.fromkeys, SECONDS, 0.0))
+    small_squares: list[float] = reduced(EXACT_SUM, default_factory=list)
+    """For each micro-batch the squared norm of its gradient, times its share of the step's samples; empty if not measured."""
+    micro_batches: float = reduced(SUM, default=0.0)
+    """Number of micro-batches in `small_squares`."""
+    grad_norm: float = reduced(FROM_FIRST, default=0.0)
+    """Norm of the step's gradient before clipping."""
+    stored_steps: float = reduced(FROM_FIRST, default=0.0)
+    """Number of steps whose rows of the ledger have reached storage."""
+    wants: Wants = reduced(WANTS, default_factory=Wants)
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Logged values by name: weighted sum, and weight."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """A step over all ranks: the fields of LocalStep, reduced."""
+
+    losses: float
+    """Sum of the loss over the samples of the step."""
     sample_digest: int
     seconds: dict[str, float]
     """Means over the ranks."""
+    small_squares: float
+    micro_batches: float
+    grad_norm: float
+    stored_steps: float
+    wants: Wants
     logged: dict[str, float]
     """Weighted means."""
-    norms: StepNorms
-    """Of gradients; of no micro-batches where they were not measured."""
-    stored_steps: int
-    asked: Asked
+
+    def norms(self, samples: int, scale: float = 1.0) -> StepNorms:
+        """Norms of the gradients of a step of so many samples, for the noise scale.
+
+        Args:
+            scale: factor by which gradients are larger than the mean over samples.
+        """
+        return StepNorms(self.small_squares, (self.grad_norm / scale) ** 2, int(self.micro_batches), samples)
 
 
 class StepReducer:
-    """Sums LocalStats over the ranks of a group with one small all-reduce a step.
+    """Sums what the ranks measured with one small all-reduce a step.
 
     Logged names are agreed on when one first shows up, so that ranks may log different ones.
+
+    Args:
+        group: the ranks; must reach CPU tensors.
+        local_type, total_type: LocalStep and StepTotals, or subclasses with more fields.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        local_type: type[LocalStep] = LocalStep,
+        total_type: type[StepTotals] = StepTotals,
+    ):
         self._group = group
+        self._fields = _fields_of(local_type)
+        self._total_type = total_type
         self._names: list[str] = []
 
-    def reduce(self, local: LocalStats, step_samples: int) -> StepStats:
-        """Sum up a step."""
-        total = self._sum(local)
-        if total["has_new_name"][0] > 0:
+    def reduce(self, local: LocalStep) -> StepTotals:
+        """Make one of what the ranks measured. All ranks call it."""
+        sums = self._sum(local)
+        if next(sums)[0] > 0:
             self._agree_on_names(local)
-            total = self._sum(local)
-        world_size = dist.get_world_size(self._group)
-        asked = {name: count > 0 for name, count in zip(_ASKED, total["asked"], strict=True)}
-        asked["has_saved"] = total["asked"][_ASKED.index("has_saved")] == world_size
-        sums = zip(self._names, total["logged"][::2], total["logged"][1::2], strict=True)
-        return StepStats(
-            loss=total_value(_joined(total["losses"]), total["odd_losses"][0]) / step_samples,
-            sample_digest=_joined(total["sample_digest"]) % 2**64,
-            seconds={name: value / world_size for name, value in zip(SECONDS, total["seconds"], strict=True)},
-            logged={name: value / weight for name, value, weight in sums if weight > 0},
-            norms=StepNorms(
-                small_squared=total_value(_joined(total["small_squares"]), total["odd_squares"][0]),
-                whole_squared=total["whole_square"][0],
-                micro_batches=int(total["micro_batches"][0]),
-                samples=step_samples,
-            ),
-            stored_steps=int(total["stored_steps"][0]),
-            asked=Asked(**asked),
-        )
+            sums = self._sum(local)
+            next(sums)
+        ranks = dist.get_world_size(self._group)
+        totals = {name: reduction.decode(next(sums), ranks) for name, reduction in self._fields}
+        logged = next(sums)
+        pairs = zip(self._names, logged[::2], logged[1::2], strict=True)
+        means = {name: value / weight for name, value, weight in pairs if weight > 0}
+        return self._total_type(**totals, logged=means)
 
-    def _sum(self, local: LocalStats) -> dict[str, list[float]]:
-        losses, odd = exact_total(local.losses)
-        squares, odd_squares = exact_total(local.small_squares)
-        terms: dict[str, list[float]] = {
-            "odd_losses": [odd],
-            "losses": [*map(float, _limbs(losses, _LOSS_LIMBS))],
-            "sample_digest": [*map(float, _limbs(local.sample_digest, _DIGEST_LIMBS))],
-            "seconds": [local.seconds[name] for name in SECONDS],
-            "logged": [part for name in self._names for part in local.logged.get(name, (0.0, 0.0))],
-            "odd_squares": [odd_squares],
-            "small_squares": [*map(float, _limbs(squares, _LOSS_LIMBS))],
-            "whole_square": [local.whole_square],
-            "micro_batches": [float(len(local.small_squares))],
-            "stored_steps": [float(local.stored_steps)],
-            "asked": [float(getattr(local.asked, name)) for name in _ASKED],
-            "has_new_name": [float(any(name not in self._names for name in local.logged))],
-        }
-        vector = torch.tensor([value for values in terms.values() for value in values], dtype=torch.float64)
+    def _sum(self, local: LocalStep) -> Iterator[list[float]]:
+        """Sums over the ranks: whether one has a new name, then each field, then the logged values."""
+        terms = [[float(any(name not in self._names for name in local.logged))]]
+        terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
+        terms += [[part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]]
+        vector = torch.tensor([value for values in terms for value in values], dtype=torch.float64)
         dist.all_reduce(vector, group=self._group)
-        parts = torch.split(vector, [len(values) for values in terms.values()])
-        return {name: part.tolist() for name, part in zip(terms, parts, strict=True)}
+        return (part.tolist() for part in torch.split(vector, [len(values) for values in terms]))
 
-    def _agree_on_names(self, local: LocalStats) -> None:
+    def _agree_on_names(self, local: LocalStep) -> None:
         names: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(names, sorted(local.logged), group=self._group)
-        new = sorted({name for of_rank in names for name in of_rank} - set(self._names))
-        self._names += new
-
-
-_ASKED = tuple(each.name for each in fields(Asked))
+        self._names += sorted({name for of_rank in names for name in of_rank} - set(self._names))
 
 
 def exact_mean(losses: Sequence[float], samples: int, group: dist.ProcessGroup) -> tuple[float, int]:
-    """The mean over the ranks' samples of sums of losses, which no order changes, and the number of samples."""
+    """The mean of sums of losses over the samples of all ranks, which no order changes, and the number of samples."""
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, (*exact_total(losses), samples), group=group)
     totals, odds, counts = (sum(column) for column in zip(*parts, strict=True))
     return total_value(totals, odds) / counts, counts
-
-
-def _limbs(value: int, count: int) -> list[int]:
-    """An integer as limbs that add up, the last of them signed and as large as it takes."""
-    limbs = [(value >> (_LIMB_BITS * place)) % 2**_LIMB_BITS for place in range(count - 1)]
-    return [*limbs, value >> (_LIMB_BITS * (count - 1))]
-
-
-def _joined(limbs: list[float]) -> int:
-    return sum(int(limb) << (_LIMB_BITS * place) for place, limb in enumerate(limbs))

@@ -5,7 +5,7 @@ import traceback
 
 import torch.distributed as dist
 
-from undula.recovery.handover import GroupEndedError
+from undula.recovery.worker_state import GroupEndedError
 
 HOROVODS_REFUSALS = re.compile("Mismatched|not been initialized|same name as another")
 """What Horovod 0.28.1 says of a script's own mistakes (horovod/common/controller.cc, common.h)."""

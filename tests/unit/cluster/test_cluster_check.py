@@ -1,4 +1,4 @@
-"""What `undula cluster check` finds; our own cluster.yaml has none of it."""
+"""Tests of `undula cluster check`: it finds each mistake, and none in the configurations that ship."""
 
 import copy
 from collections.abc import Callable
@@ -33,14 +33,14 @@ def found(config: dict[str, Any], workers: WorkersSpec = WORKERS, *buckets: str)
     return check_cluster(config, workers, buckets, region_of)
 
 
-def test_ours_has_nothing_to_mend(config: dict[str, Any]) -> None:
+def test_cluster_yaml_has_no_findings(config: dict[str, Any]) -> None:
     assert found(config, WORKERS, "near") == []
     kinds = node_types(config)
     assert len({each.machine for each in kinds if each.is_spot}) >= 4
     assert [each.is_spot for each in kinds if each.is_head] == [False]
 
 
-def test_ours_for_google_has_nothing_to_mend() -> None:
+def test_the_configuration_for_google_cloud_has_no_findings_until_it_is_changed() -> None:
     config = load_cluster(ON_GOOGLE)
     assert found(config) == []
     kinds = {each.name: each for each in node_types(config)}
@@ -54,8 +54,8 @@ def test_ours_for_google_has_nothing_to_mend() -> None:
     for part in (
         "head is a spot node",
         "europe-west4-a is not in us-central1",
-        "no serviceAccounts",
-        "is on-demand, and",
+        "serviceAccounts is missing",
+        "is on-demand, but",
     ):
         assert part in messages
 
@@ -171,69 +171,69 @@ def other_zone(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "problem"),
     [
         (head_on_spot, "available_node_types.head: the head is a spot node"),
         (no_fallback, "spot workers with 1 GPU have no on-demand type to fall back on"),
-        (one_machine, "all spot workers are g6.xlarge, which go together"),
+        (one_machine, "all spot workers are g6.xlarge"),
         (no_price, "available_node_types.spot-g5-xlarge: no maximum price"),
         (open_ports, "ports 8265 to 8265 are open to everybody"),
-        (no_token, "starts Ray without its token"),
-        (no_start, "worker_start_ray_commands: none, and Ray's own start it without its token"),
-        (watcher_not_started, "no spot watcher is started"),
+        (no_token, "starts Ray without authentication"),
+        (no_start, "worker_start_ray_commands is missing"),
+        (watcher_not_started, "do not start the spot watcher"),
         (all_ports, "ports 0 to 65535 are open to everybody"),
         (half_of_the_world, "ports 8265 to 8265 are open to everybody"),
-        (key_in_a_command, "setup_commands: a secret is written there"),
-        (key_in_a_mapping, "docker: a secret is written there"),
+        (key_in_a_command, "setup_commands contains a secret"),
+        (key_in_a_mapping, "docker contains a secret"),
         (fallback_of_no_nodes, "spot workers with 1 GPU have no on-demand type to fall back on"),
-        (no_types, "available_node_types: none, so that Ray launches its own"),
+        (no_types, "available_node_types is missing"),
         (dashboard_everywhere, "the dashboard listens on every interface"),
-        (no_watcher, "no spot watcher is started"),
-        (no_market, "spot-g5-xlarge: no label undula.io/market"),
-        (wrong_market, "the label undula.io/market is spot, and the nodes are on-demand"),
-        (no_machine, "give labels: {undula.io/machine: g5.xlarge}"),
-        (one_profile, "IamInstanceProfile is the head's, and with it every job may launch"),
-        (no_profile, "available_node_types.head: no IamInstanceProfile"),
-        (open_metadata, "give MetadataOptions: {HttpTokens: required}"),
+        (no_watcher, "do not start the spot watcher"),
+        (no_market, "spot-g5-xlarge: the label undula.io/market is missing"),
+        (wrong_market, "the label undula.io/market is spot, but the nodes are on-demand"),
+        (no_machine, "add labels: {undula.io/machine: g5.xlarge}"),
+        (one_profile, "IamInstanceProfile is the same as the head's"),
+        (no_profile, "available_node_types.head: IamInstanceProfile is missing"),
+        (open_metadata, "set MetadataOptions: {HttpTokens: required}"),
         (a_secret, "provider.aws_credentials: Ray copies this file"),
         (other_zone, "us-east-1b is not in us-west-2"),
     ],
 )
 def test_each_mistake_is_one_finding(
-    config: dict[str, Any], change: Callable[[dict[str, Any]], None], sentence: str
+    config: dict[str, Any], change: Callable[[dict[str, Any]], None], problem: str
 ) -> None:
     change(config)
     (finding,) = found(config)
-    assert sentence in finding.message
+    assert problem in finding.message
 
 
-def test_workers_that_fit_nowhere_are_named_for_each_type(config: dict[str, Any]) -> None:
+def test_workers_that_do_not_fit_are_reported_for_each_type(config: dict[str, Any]) -> None:
     findings = found(config, WorkersSpec(gpus=1, cpus=6))
     assert len(findings) == 3
-    assert all("it needs 6 CPU" in finding.message for finding in findings)
+    assert all("needs 6 CPU" in finding.message for finding in findings)
 
 
 @pytest.mark.parametrize(
-    ("workers", "severity", "words"),
+    ("workers", "severity", "problem"),
     [
         (WorkersSpec(min=16, max=16, gpus=1, cpus=4), None, ""),
-        (WorkersSpec(min=17, max=17, gpus=1, cpus=4), "error", "room for 16 workers, and the job waits for workers.min, 17"),
+        (WorkersSpec(min=17, max=17, gpus=1, cpus=4), "error", "room for 16 workers, but the job needs at least 17"),
         (WorkersSpec(max=4, gpus=1, cpus=4, fleet=FleetSpec(deadline="6h")), None, ""),
-        (WorkersSpec(max=5, gpus=1, cpus=4, fleet=FleetSpec(deadline="6h")), "warning", "room for 4 workers, and workers.fleet.deadline"),
+        (WorkersSpec(max=5, gpus=1, cpus=4, fleet=FleetSpec(deadline="6h")), "warning", "room for 4 workers, but workers.fleet.deadline"),
         (WorkersSpec(max=9, gpus=1, cpus=4, fleet=FleetSpec(on_demand_floor=4)), None, ""),
-        (WorkersSpec(max=9, gpus=1, cpus=4, fleet=FleetSpec(on_demand_floor=5)), "warning", "on_demand_floor wants 5 there"),
+        (WorkersSpec(max=9, gpus=1, cpus=4, fleet=FleetSpec(on_demand_floor=5)), "warning", "on_demand_floor needs 5"),
         (WorkersSpec(min=9, max=9, gpus=1, cpus=4, fleet=FleetSpec(spot_only=True)), None, ""),
     ],
 )  # fmt: skip
-def test_a_job_that_the_cluster_never_has_room_for_is_told(
-    config: dict[str, Any], workers: WorkersSpec, severity: str | None, words: str
+def test_a_job_that_is_too_large_for_the_cluster_is_reported(
+    config: dict[str, Any], workers: WorkersSpec, severity: str | None, problem: str
 ) -> None:
     findings = found(config, workers)
     assert [each.severity for each in findings] == ([severity] if severity else [])
-    assert all(words in each.message for each in findings)
+    assert all(problem in each.message for each in findings)
 
 
-def test_room_is_that_of_the_types_and_of_the_cluster(config: dict[str, Any]) -> None:
+def test_the_limits_of_the_types_and_of_the_cluster_both_count(config: dict[str, Any]) -> None:
     for kind in config["available_node_types"].values():
         kind["max_workers"] = 1
     (finding,) = found(config, WorkersSpec(min=6, max=6, gpus=1, cpus=4))
@@ -243,7 +243,7 @@ def test_room_is_that_of_the_types_and_of_the_cluster(config: dict[str, Any]) ->
     assert "room for 0 workers" in finding.message
 
 
-def test_what_no_schema_checks_may_be_anything(config: dict[str, Any]) -> None:
+def test_unexpected_values_in_a_nodes_configuration_do_not_stop_the_check(config: dict[str, Any]) -> None:
     config["available_node_types"]["spot-g5-xlarge"]["node_config"] = {
         "InstanceMarketOptions": None, "MetadataOptions": None, "IamInstanceProfile": None, "scheduling": [],
     }  # fmt: skip
@@ -253,7 +253,7 @@ def test_what_no_schema_checks_may_be_anything(config: dict[str, Any]) -> None:
     assert any("the nodes are on-demand" in each.message for each in found(config))
 
 
-def test_commands_that_take_a_secret_from_the_node_have_none(config: dict[str, Any]) -> None:
+def test_commands_that_read_a_secret_on_the_node_contain_none(config: dict[str, Any]) -> None:
     config["setup_commands"] += [
         'TOKEN=$(curl -s -X PUT http://169.254.169.254/latest/api/token); export HF_TOKEN="$(cat ~/hf)"',
         "export RAY_AUTH_TOKEN_PATH=/home/ubuntu/.ray/auth_token HF_TOKEN=`cat /run/hf-token`",
@@ -261,23 +261,23 @@ def test_commands_that_take_a_secret_from_the_node_have_none(config: dict[str, A
     assert found(config) == []
 
 
-def test_a_bucket_elsewhere_is_an_error_and_one_that_does_not_say_a_warning(config: dict[str, Any]) -> None:
+def test_a_bucket_in_another_region_is_an_error_and_one_in_an_unknown_region_a_warning(config: dict[str, Any]) -> None:
     far, unknown = found(config, WORKERS, "near", "far", "secret")
     assert (far.severity, unknown.severity) == ("error", "warning")
-    assert "s3://far is in eu-west-1 and the cluster in us-west-2" in far.message
+    assert "s3://far is in eu-west-1 but the cluster in us-west-2" in far.message
     assert "access denied" in unknown.message
 
 
-def test_a_file_that_names_little_more_than_itself_is_told_what_ray_adds(tmp_path: Path) -> None:
+def test_a_minimal_file_is_checked_with_rays_defaults(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("cluster_name: x\nprovider: {type: aws, region: us-west-2}\n")
     messages = [each.message for each in found(load_cluster(path))]
     assert len(messages) == 3
-    assert messages[0].startswith("available_node_types: none")
-    assert messages[1].startswith("head_start_ray_commands: none")
+    assert messages[0].startswith("available_node_types is missing")
+    assert messages[1].startswith("head_start_ray_commands is missing")
 
 
-def test_what_ray_would_not_take_is_named_with_its_place(tmp_path: Path) -> None:
+def test_a_file_that_ray_would_reject_is_refused_with_the_place(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("cluster_name: x\nprovider: {type: aws}\nauth: {}\nmax_wrokers: 3\n")
     with pytest.raises(SpecError, match="max_wrokers"):

@@ -1,4 +1,4 @@
-"""Who asks a head, before one that does not answer: a stand-in for the process that asks, as Ray's takes seconds to start."""
+"""Tests of requests to a head that does not answer. A stand-in replaces the process that asks, as Ray's takes seconds to start."""
 
 import sys
 import time
@@ -33,7 +33,9 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
 
 
 @pytest.mark.parametrize("command", ["silent", "garbage"])
-def test_a_head_that_does_not_answer_is_given_up_and_asked_anew(head: Head, command: str) -> None:
+def test_a_request_without_an_answer_ends_at_the_limit_and_the_next_one_starts_a_new_process(
+    head: Head, command: str
+) -> None:
     first = head.ask("pid")
     assert head.ask("pid") == first
     began = time.monotonic()
@@ -43,14 +45,14 @@ def test_a_head_that_does_not_answer_is_given_up_and_asked_anew(head: Head, comm
     assert head.ask("pid") != first
 
 
-def test_after_its_end_nothing_is_started_again(head: Head) -> None:
+def test_a_closed_head_starts_no_new_process(head: Head) -> None:
     head.close()
     with pytest.raises(ClusterError):
         head.ask("pid")
 
 
 @pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -7.0, 1e300, 7.0])
-def test_a_drain_that_cannot_be_is_refused(head: Head, deadline: float) -> None:
-    """The last of them for its answer, which is none of Ray's."""
+def test_an_invalid_drain_is_refused(head: Head, deadline: float) -> None:
+    """The last deadline is valid; that drain is refused because its answer is not one of Ray's."""
     with pytest.raises(ClusterError, match="cannot be drained"):
         head.drain("0123456789abcdef", deadline)

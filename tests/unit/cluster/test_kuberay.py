@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from undula.cli.main import _parser
+from undula.cli.spot import leave
 
 ROOT = Path(__file__).parents[3]
 TEXTS, AMOUNTS = {str: str}, {str: str}
@@ -127,8 +127,9 @@ def test_a_pod_s_end_drains_its_node_within_its_grace(manifest: dict[str, Any]) 
     for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
         pod = group["template"]["spec"]
         program, *arguments = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert program == "undula"
-        assert 0 < _parser().parse_args(arguments).notice < pod["terminationGracePeriodSeconds"] <= 120
+        assert [program, *arguments[:2]] == ["undula", "spot", "leave"]
+        notice_s = leave.make_context("leave", arguments[2:]).params["notice"]
+        assert 0 < notice_s < pod["terminationGracePeriodSeconds"] <= 120
 
 
 def test_the_token_is_a_secret_s_and_workers_have_no_rights_in_kubernetes(manifest: dict[str, Any]) -> None:

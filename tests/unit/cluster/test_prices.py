@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
@@ -17,7 +18,7 @@ from undula.cluster.check import load_cluster, node_types
 from undula.cluster.prices import AWS_TITLE, PRICES_FILE, load_prices, mean_price, spot_history, with_aws_history
 from undula.errors import SpecError
 from undula.plan.prices import Machine, Prices
-from undula.state.records import Event
+from undula.state.events import EndEvent, GroupEvent
 
 CLUSTER = Path(__file__).parents[3] / "cluster.yaml"
 BEGAN = 1_795_233_000.0
@@ -92,18 +93,23 @@ def by_variable(path: Path, monkeypatch: pytest.MonkeyPatch) -> Prices:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[ours", "is no TOML"),
-        ("ours = 3", r"ours is no list of prices: write a table, \[ours\]"),
-        ('[ours.on-demand]\n"a" = 1', "ours.date is not there: say of when"),
-        ('[ours]\ndate = 2026-11-22\nspotted = 3\non-demand = {a = 1}', "ours.spotted is no key of a list of prices: use date, source"),
-        ("[ours]\ndate = 2026-11-22", "ours has no price: give some in"),
-        ('[ours]\ndate = 2026-11-22\nregions = "us"\non-demand = {a = 1}', "ours.regions is 'us': give a list of names"),
-        ("[ours]\ndate = 2026-11-22\non-demand = 3", "ours.on-demand is 3: give a price for each machine"),
-        ("[ours]\ndate = 2026-11-22\non-demand = {a = '1'}", "ours.on-demand.a is '1': give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\nspot = {a = -1}", "ours.spot.a is -1: give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\nspot = {a = nan}", "ours.spot.a is nan: give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\nspot = {a = true}", "ours.spot.a is True: give US dollars an hour"),
-        ("[ours]\ndate = 2026-11-22\n[ours.spot]\ng6.xlarge = 1", "ours.spot.g6 is no price: put names that have a dot into quotes"),
+        ("[ours", "is not TOML"),
+        ("ours = 3", r"ours is 3: write a table \[ours\] with date ="),
+        ('[ours.on-demand]\n"a" = 1', "ours.date is missing: write the date"),
+        ("[ours]\ndate = [2026]\nspot = {a = 1}", r"ours.date is \[2026\]: write the date"),
+        ('[ours]\ndate = 2026-11-22\nspotted = 3\non-demand = {a = 1}', "unknown key ours.spotted: a price list has date, source"),
+        ("[ours]\ndate = 2026-11-22", r"ours has no price: add one below \[ours.on-demand\]"),
+        ('[ours]\ndate = 2026-11-22\nregions = "us"\non-demand = {a = 1}', "ours.regions is 'us': write a list of names"),
+        ("[ours]\ndate = 2026-11-22\nregions = [1]\nspot = {a = 1}", "ours.regions.0 is 1: write a list of names"),
+        ("[ours]\ndate = 2026-11-22\nsource = 3\nspot = {a = 1}", "ours.source is 3: write where the prices come from"),
+        ("[ours]\ndate = 2026-11-22\non-demand = 3", "ours.on-demand is 3: write US dollars per hour for each"),
+        ("[ours]\ndate = 2026-11-22\non-demand = {a = '1'}", "ours.on-demand.a is '1': write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = -1}", "ours.spot.a is -1: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = nan}", "ours.spot.a is nan: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = inf}", "ours.spot.a is inf: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = true}", "ours.spot.a is true: write US dollars per hour"),
+        ("[ours]\ndate = 2026-11-22\n[ours.spot]\ng6.xlarge = 1", "ours.spot.g6 is a table: put machine types that contain a dot"),
+        ("[ours]\ndate = 2026-11-22\nspot = {a = 'x', b = 'y'}", r"ours.spot.a is 'x': .* \(and 1 more\)$"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_refused_in_one_sentence_with_its_key(tmp_path: Path, text: str, sentence: str) -> None:
@@ -113,6 +119,15 @@ def test_a_bad_file_is_refused_in_one_sentence_with_its_key(tmp_path: Path, text
         load_prices(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "date"), [("2026", "2026"), ('"2026-11"', "2026-11"), ("2026-11-22", "2026-11-22")]
+)
+def test_a_date_may_be_a_year_a_month_or_a_day(tmp_path: Path, written: str, date: str) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(f"[ours]\ndate = {written}\nspot = {{a = 1}}\n")
+    assert load_prices(path).lists[0].date == date
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -202,11 +217,12 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ec2]:
     server.server_close()
 
 
-def group(*machines: Machine, time: float = BEGAN) -> Event:
-    told = [
+def group(*machines: Machine, time: float = BEGAN) -> GroupEvent:
+    labels = [
         {"machine": each.type, "market": each.market, "region": each.region, "zone": each.zone} for each in machines
     ]
-    return Event("group", "", data={"workers": told}, time=time)
+    places: Any = [{name: value for name, value in each.items() if value} for each in labels]
+    return GroupEvent(tuple(places), time=time)
 
 
 def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> None:
@@ -217,7 +233,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
         ("g5.xlarge", "us-west-2b", BEGAN - 500, 0.9),
     ]
     anywhere, other = Machine("g6.xlarge", "spot", "us-west-2"), Machine("g5.xlarge", "spot", "us-west-2", "us-west-2a")
-    events = [group(G6_A, anywhere, other, Machine("g6.xlarge", "on-demand")), Event("end", "", time=BEGAN + 3600)]
+    events = [group(G6_A, anywhere, other, Machine("g6.xlarge", "on-demand")), EndEvent(time=BEGAN + 3600)]
     prices = with_aws_history(load_prices(), events)
     assert prices.seen == pytest.approx({G6_A: 0.7, anywhere: 0.45})
     quote = prices.quote(G6_A, "spot")
@@ -226,7 +242,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
     assert hourly(prices, "g6.xlarge", "on-demand") == 0.8048
     assert prices.quote(other, "spot") == load_prices().quote(other, "spot")
     assert prices.notes == (
-        "AWS has no spot price of g5.xlarge for the time of the run, so those of the lists are taken",
+        "AWS has no spot price of g5.xlarge for the time of the run, so the price lists are used for it",
     )
     first = ec2.asked[0]
     assert (first["ProductDescription.1"], first["StartTime"], first["EndTime"]) == (
@@ -237,7 +253,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
 
 def test_where_aws_refuses_the_lists_count_and_a_note_says_so(ec2: Ec2) -> None:
     ec2.refuses = True
-    prices = with_aws_history(load_prices(), [group(G6_A), Event("end", "", time=BEGAN + 60)])
+    prices = with_aws_history(load_prices(), [group(G6_A), EndEvent(time=BEGAN + 60)])
     assert hourly(prices, "g6.xlarge", "spot") == 0.4307
     (note,) = prices.notes
     assert "not authorized" in note

@@ -1,4 +1,4 @@
-"""A job's YAML: read as it is meant, and refused in one sentence that names the place, the key and the mend."""
+"""A job's YAML: read as it is meant, and refused in one sentence that names the place, the key and the fix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -139,8 +139,8 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("plam: {seed: 1}\n", (), "job.yaml:4: unknown key plam: did you mean plan?"),
         ("plan:\n  sede: 1\n", (), "job.yaml:5: unknown key plan.sede: did you mean seed?"),
         ("", ("plan.sede=1",), "command line: unknown key plan.sede: did you mean seed?"),
-        ("checkpoint: {zzz: 1}\n", (), "job.yaml:4: unknown key checkpoint.zzz: known here: every_steps, keep"),
-        ("1: 2\n", (), "job.yaml:4: unknown key 1: known here: "),
+        ("checkpoint: {zzz: 1}\n", (), "job.yaml:4: unknown key checkpoint.zzz: known keys: every_steps, keep"),
+        ("1: 2\n", (), "job.yaml:4: unknown key 1: known keys: "),
         ("plan: {seed: x}\n", (), 'job.yaml:4: plan.seed is "x": it should be a valid integer'),
         ("plan: {seed: 1.0}\n", (), "job.yaml:4: plan.seed is 1.0: it should be a valid integer"),
         ("plan: {seed: '1'}\n", (), 'job.yaml:4: plan.seed is "1": it should be a valid integer'),
@@ -165,45 +165,64 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         (
             "plan:\n  global_batch: 10\n",
             (),
-            "job.yaml:5: plan.global_batch is 10, which virtual_workers (4) does not divide: give 8 or 12",
+            "job.yaml:5: plan.global_batch is 10, which is not a multiple of virtual_workers (4); set it to 8 or 12",
         ),
         (
             "",
             ("plan.global_batch=10",),
-            "command line: plan.global_batch is 10, which virtual_workers (4) does not divide",
+            "command line: plan.global_batch is 10, which is not a multiple of virtual_workers (4)",
         ),
-        ("", ("workers.min=3",), "command line: workers.min is 3, more than max (1): lower min or raise max"),
-        ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4): "),
+        (
+            "",
+            ("workers.min=3",),
+            "command line: workers.min is 3, which is larger than max (1); lower min or raise max",
+        ),
+        ("workers: {max: 5}\n", (), "job.yaml:4: workers.max is 5, more than plan.virtual_workers (4), and"),
         (
             "schedule: {decay: step}\n",
             (),
-            "job.yaml:4: schedule.decay_at is missing, which says where decay: step falls: give fractions, such as [0.5, 0.75]",
+            "job.yaml:4: schedule.decay_at is missing, but decay=step needs it; set it to fractions of the run, such as [0.5, 0.75]",
         ),
         (
             "schedule: {warmup_samples: 5}\n",
             ("schedule.warmup_epochs=1",),
-            "command line: schedule.warmup_epochs and warmup_samples both give the length of the warmup: leave out one of them",
+            "command line: schedule.warmup_epochs and warmup_samples both set the length of the warmup; remove one of them",
         ),
         (
             "schedule: {batch_rule: surge, base_batch: 32}\n",
             ("plan.virtual_workers=1",),
-            "job.yaml:4: schedule.batch_rule is surge, which takes two micro-batches or more, and a step is one: raise "
-            "plan.virtual_workers, or lower plan.micro_batch",
+            "job.yaml:4: schedule.batch_rule=surge needs two micro-batches or more in a step, and a step has one; raise "
+            "plan.virtual_workers or lower plan.micro_batch",
         ),
         (
             "gradient: {noise_every_steps: 5, reduce: adasum}\n",
             (),
-            "job.yaml:4: gradient.noise_every_steps is given, which takes a mean of gradients, and Adasum is none: leave out one of them",
+            "job.yaml:4: gradient.noise_every_steps=5 needs the mean of gradients and cannot be combined with gradient.reduce=adasum",
+        ),
+        (
+            "gradient: {reduce: adasum}\ndeterministic: true\n",
+            (),
+            "job.yaml:4: gradient.reduce=adasum cannot be combined with deterministic=true; remove one of them",
+        ),
+        (
+            "deterministic: true\n",
+            ("gradient.compression=fp16",),
+            "command line: gradient.compression=fp16 cannot be combined with deterministic=true; remove one of them",
+        ),
+        (
+            "gradient:\n  reduce: adasum\n  compression: fp16\n",
+            (),
+            "job.yaml:6: gradient.compression=fp16 cannot be combined with gradient.reduce=adasum; remove one of them",
         ),
         (
             "config: {day: 2024-01-01}\n",
             (),
-            "job.yaml:4: config.day is not text, a number, a list or a mapping: quote it",
+            "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it",
         ),
-        ("", ("plan.seed",), "command line: 'plan.seed' is not an override: write key.sub=value"),
-        ("", ("=1",), "command line: '=1' is not an override: write key.sub=value"),
-        ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override: write key.sub=value"),
-        ("", ("--fresh",), "command line: '--fresh' is not an override: write key.sub=value"),
+        ("", ("plan.seed",), "command line: 'plan.seed' is not an override; write key.sub=value"),
+        ("", ("=1",), "command line: '=1' is not an override; write key.sub=value"),
+        ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override; write key.sub=value"),
+        ("", ("--fresh",), "command line: '--fresh' is not an override; write key.sub=value"),
         ("", ("plan.seed=[",), "command line: the value of plan.seed is not YAML: '['"),
         ("", ("name.first=1",), "command line: name.first cannot be set: name is 'job'"),
     ],
@@ -217,9 +236,9 @@ def test_what_is_wrong_is_said_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("data: {train: /x}\n", "job.yaml: name is missing: it must be given"),
-        ("name: job\n", "job.yaml: data is missing: it must be given"),
-        ("name: job\ndata: {}\n", "job.yaml:2: data.train or data.mix must be given, and not both"),
+        ("data: {train: /x}\n", "job.yaml: name is missing; add it"),
+        ("name: job\n", "job.yaml: data is missing; add it"),
+        ("name: job\ndata: {}\n", "job.yaml:2: data.train and data.mix are both set or both missing; "),
         ("- name: job\n", "job.yaml holds list: a job's YAML is a mapping"),
         ("", "job.yaml is empty: a job's YAML is a mapping"),
         ("a: b: c\n", "job.yaml is not YAML: "),
@@ -268,7 +287,7 @@ def test_config_takes_the_type_that_the_script_declares(load: Load) -> None:
             ("config.model.width=x",),
             'command line: config.model.width is "x": it should be a valid integer',
         ),
-        ("{}", (), "job.yaml:4: config.rate is missing: it must be given"),
+        ("{}", (), "job.yaml:4: config.rate is missing; add it"),
         ("{rate: -1}", (), "job.yaml:4: config.rate is -1.0: give 0 or more"),
         ("{rate: 1, names: a}", (), 'job.yaml:4: config.names is "a": it should be '),
     ],
@@ -302,7 +321,7 @@ def test_schema_tells_what_each_key_means() -> None:
         for name, key in section["properties"].items():
             part = schema["$defs"].get(key.get("$ref", "").rpartition("/")[2], {})
             assert key.get("description") or part.get("description"), name
-    assert schema["properties"]["name"]["description"].startswith("Names the run directory")
+    assert schema["properties"]["name"]["description"].startswith("Name of the run directory")
 
 
 def test_flatten_names_every_leaf() -> None:
@@ -337,12 +356,12 @@ class Nested:
         ("config: {one: {siz: 2}}", "unknown key config.one.siz: did you mean size?"),
         ("config: {many: [{size: 2}, {siz: 2}]}", "unknown key config.many.siz: did you mean size?"),
         ("config: {many: [{}, {}, {}]}", "job.yaml:3: config."),
-        ("config: {days: [2024-01-01]}", "config.days is not text, a number, a list or a mapping: quote it"),
-        ("config: {2024-01-01: 1}", "is not text, a number, a list or a mapping: quote it"),
-        ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice: keep one"),
-        ("config: &a {b: *a}", "has an anchor that holds itself"),
+        ("config: {days: [2024-01-01]}", "config.days is not text, a number, a list or a mapping; quote it"),
+        ("config: {2024-01-01: 1}", "is not text, a number, a list or a mapping; quote it"),
+        ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice; keep one"),
+        ("config: &a {b: *a}", "has an anchor that contains itself; remove the cycle"),
         ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
-        ("plan: {global_batch: 2, virtual_workers: 4}", "virtual_workers (4) does not divide: give 4"),
+        ("plan: {global_batch: 2, virtual_workers: 4}", "is not a multiple of virtual_workers (4); set it to 4"),
     ],
 )
 def test_odd_input_is_answered_in_a_sentence_too(refused: Refused, text: str, sentence: str) -> None:

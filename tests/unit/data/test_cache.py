@@ -1,4 +1,4 @@
-"""The disk cache: what comes out is what went in or nothing, and the limit holds."""
+"""Tests of the disk cache: a read returns the written bytes or nothing, and the size limit holds."""
 
 import os
 import random
@@ -19,7 +19,7 @@ def read(cache: DiskCache, key: str, length: int) -> bytes | None:
     return bytes(into) if cache.read_into(key, memoryview(into)) else None
 
 
-def test_what_was_written_is_read_and_nothing_else(tmp_path: Path) -> None:
+def test_only_written_entries_are_found(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 10_000)
     assert read(cache, "a", 5) is None
     cache.write("a", memoryview(b"12345"))
@@ -35,7 +35,7 @@ def test_an_entry_of_another_length_counts_as_missing(tmp_path: Path, length: in
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty"])
-def test_a_spoiled_entry_counts_as_missing_and_goes(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_entry_counts_as_missing_and_is_deleted(tmp_path: Path, harm: str) -> None:
     cache = DiskCache(str(tmp_path), 10_000)
     cache.write("a", memoryview(b"12345"))
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -46,14 +46,14 @@ def test_a_spoiled_entry_counts_as_missing_and_goes(tmp_path: Path, harm: str) -
     assert not file.exists()
 
 
-def test_the_least_recently_used_leave_first_and_the_limit_holds(tmp_path: Path) -> None:
+def test_the_least_recently_used_entries_are_evicted_first(tmp_path: Path) -> None:
     cache = DiskCache(str(tmp_path), 1000)
     for number in range(9):
         cache.write(f"{number}", memoryview(bytes(100)))
-        for file in tmp_path.rglob("*"):  # a clock that has moved on since
+        for file in tmp_path.rglob("*"):  # as if a second had passed since the write
             if file.is_file():
                 os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - 10**9))
-    assert read(cache, "0", 100) is not None  # used again, so 1 is the oldest now
+    assert read(cache, "0", 100) is not None  # used again, so entry 1 is now the least recently used
     cache.write("new", memoryview(bytes(100)))
     assert size_of(tmp_path) <= 1000
     assert read(cache, "0", 100) is not None
@@ -61,7 +61,7 @@ def test_the_least_recently_used_leave_first_and_the_limit_holds(tmp_path: Path)
     assert read(cache, "1", 100) is None
 
 
-def test_what_is_larger_than_the_limit_or_has_no_disk_is_not_kept(tmp_path: Path) -> None:
+def test_an_entry_that_is_too_large_or_cannot_be_written_is_dropped(tmp_path: Path) -> None:
     DiskCache(str(tmp_path), 10).write("a", memoryview(bytes(11)))
     assert size_of(tmp_path) == 0
     (tmp_path / "file").touch()
@@ -70,7 +70,7 @@ def test_what_is_larger_than_the_limit_or_has_no_disk_is_not_kept(tmp_path: Path
     assert read(blocked, "a", 1) is None
 
 
-def test_processes_that_share_it_never_see_halves(tmp_path: Path) -> None:
+def test_concurrent_readers_never_see_partial_entries(tmp_path: Path) -> None:
     wrong = []
 
     def work(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The corpora: the very bytes of their sources, held out the same way everywhere, and no foreign code run."""
+"""Tests of the corpora: they have the exact bytes of their sources and the same split everywhere, and never run foreign code."""
 
 import io
 import pickle
@@ -27,14 +27,14 @@ def table(url: str) -> pa.Table:
 
 
 def arrays(url: str, column: str) -> np.ndarray:
-    """A column of fixed-size lists; shape [samples, *sample shape]."""
+    """Return a column of fixed-size lists; shape [samples, *sample shape]."""
     (shape,) = (found.shape for found in load_manifest(url).columns if found.name == column)
     return table(url)[column].combine_chunks().flatten().to_numpy().reshape(-1, *shape)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A small tree of .py files beside others that do not count."""
+    """Return a small tree of .py files and other files that do not belong to the corpus."""
     root = tmp_path / "source"
     texts = {f"package/file_{number}.py": f"# {number}\n".encode() * (number * 7 % 50 + 1) for number in range(60)}
     texts |= {"b.py": b"x = 1\n", "latin.py": b"# \xe9\xff\x00\n", "empty.py": b"", "a/z.py": b"z = 26\n"}
@@ -46,7 +46,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [2, 17, 100])
-def test_text_is_the_files_end_to_end_with_a_zero_byte_between(source: Path, tmp_path: Path, width: int) -> None:
+def test_text_is_all_files_joined_by_zero_bytes(source: Path, tmp_path: Path, width: int) -> None:
     corpus = stdlib_text(context=width - 1, root=source)
     corpus.write(str(tmp_path / "out"), num_shards=2, row_group_bytes=512)
     names = sorted(
@@ -64,7 +64,7 @@ def test_text_is_the_files_end_to_end_with_a_zero_byte_between(source: Path, tmp
         assert written.tobytes() == text[: len(text) // width * width]
 
 
-def test_standard_library_is_a_corpus_of_its_own(tmp_path: Path) -> None:
+def test_the_standard_library_is_the_default_corpus(tmp_path: Path) -> None:
     corpus = stdlib_text()
     seen: list[int] = []
     corpus.write(str(tmp_path), advance=seen.append)
@@ -102,7 +102,7 @@ def test_digits_are_scikit_learns(tmp_path: Path) -> None:
         assert table(str(tmp_path / split))["label"].to_pylist() == bunch.target[chosen].tolist()
 
 
-def test_digits_without_scikit_learn_name_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UndulaError, match=r"pip install scikit-learn$"):
         digits()
@@ -118,7 +118,7 @@ def make_archive(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def records(num_rows: int, seed: int) -> np.ndarray:
-    """CIFAR-10 records: a label, then the image; shape [rows, 3073]."""
+    """Return CIFAR-10 records, each a label and an image; shape [rows, 3073]."""
     data = np.random.default_rng(seed).integers(0, 256, (num_rows, RECORD_BYTES), dtype=np.uint8)
     data[:, 0] %= 10
     return data
@@ -145,7 +145,7 @@ def test_cifar10_keeps_every_image_and_label(tmp_path: Path) -> None:
 
 
 class Trap:
-    """A pickle of it makes a file when it is read."""
+    """Object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -154,11 +154,11 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-def test_archive_of_pickles_is_refused_unread(tmp_path: Path) -> None:
+def test_an_archive_of_pickles_is_refused_without_loading_them(tmp_path: Path) -> None:
     trap = pickle.dumps(Trap(tmp_path / "code ran"))
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"]
     archive = make_archive(tmp_path / "cifar-10-python.tar.gz", {f"cifar-10-batches-py/{name}": trap for name in names})
-    with pytest.raises(StorageError, match=rf"^{archive} holds pickles, .*give cifar-10-binary\.tar\.gz"):
+    with pytest.raises(StorageError, match=rf"^{archive} contains pickles, .*use cifar-10-binary\.tar\.gz"):
         cifar10(archive)
     assert not (tmp_path / "code ran").exists()
 
@@ -183,7 +183,7 @@ def test_member_outside_the_folder_is_never_written(tmp_path: Path) -> None:
         ({"readme.html": b""}, "no data_batch_"),
     ],
 )
-def test_archive_of_something_else_is_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
+def test_an_archive_without_cifar10_is_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     with pytest.raises(StorageError, match=message):
         cifar10(make_archive(tmp_path / "archive.tar.gz", members))
 
@@ -193,7 +193,7 @@ def test_label_beyond_nine_is_refused(tmp_path: Path) -> None:
     data[3, 0] = 10
     members = {"data_batch_1.bin": data.tobytes(), "test_batch.bin": records(5, 1).tobytes()}
     archive = make_archive(tmp_path / "archive.tar.gz", members)
-    with pytest.raises(StorageError, match=r"^data_batch_1.bin in .* has the label 10"):
+    with pytest.raises(StorageError, match=r"^data_batch_1.bin in .* has a label 10"):
         cifar10(archive).write(str(tmp_path / "out"))
     assert not is_complete(str(tmp_path / "out"))
 
@@ -219,7 +219,7 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("s3").url("out") if request.param == "s3" else str(tmp_path / "out")
 
 
-def test_corpus_is_complete_once_both_data_sets_are_whole(source: Path, out: str) -> None:
+def test_a_corpus_is_complete_once_both_data_sets_are(source: Path, out: str) -> None:
     assert not is_complete(out)
     small(source).write(out)
     assert is_complete(out)
@@ -229,7 +229,7 @@ def test_corpus_is_complete_once_both_data_sets_are_whole(source: Path, out: str
     assert not is_complete(out)
 
 
-def test_half_overwritten_corpus_is_not_complete(source: Path, out: str) -> None:
+def test_a_partly_overwritten_corpus_is_not_complete(source: Path, out: str) -> None:
     small(source).write(out)
     wider = stdlib_text(context=20, root=source)
 
@@ -246,7 +246,7 @@ def test_half_overwritten_corpus_is_not_complete(source: Path, out: str) -> None
     assert not is_complete(out)
 
 
-def test_overwriting_never_shows_a_new_data_set_beside_a_former_one(source: Path, out: str) -> None:
+def test_overwriting_never_leaves_a_new_data_set_beside_an_old_one(source: Path, out: str) -> None:
     small(source).write(out)
     manifests: list[str] = []
 
@@ -257,13 +257,13 @@ def test_overwriting_never_shows_a_new_data_set_beside_a_former_one(source: Path
     assert set(manifests) == {"train/manifest.json"}  # once the training data is whole; never validation's
 
 
-def test_same_source_gives_the_same_digest_anywhere(source: Path, tmp_path: Path, out: str) -> None:
+def test_the_same_source_has_the_same_digest_anywhere(source: Path, tmp_path: Path, out: str) -> None:
     small(source).write(out)
     small(source).write(str(tmp_path / "again"))
     assert load_manifest(f"{out}/train").digest == load_manifest(str(tmp_path / "again" / "train")).digest
 
 
-def test_an_option_that_cannot_be_leaves_the_former_data_set_alone(source: Path, out: str) -> None:
+def test_an_invalid_option_does_not_delete_the_previous_data_set(source: Path, out: str) -> None:
     stdlib_text(context=4, root=source).write(out)
     with pytest.raises(UndulaError, match="0 shards"):
         stdlib_text(context=4, root=source).write(out, num_shards=0)

@@ -1,4 +1,4 @@
-"""The stand-alone stream: batches of a rank, maps keyed by sample, and a position that fits any world size."""
+"""Tests of the stand-alone stream: batches of a rank, maps keyed by sample, and positions that can be loaded at any world size."""
 
 import io
 from pathlib import Path
@@ -31,14 +31,14 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def global_steps(streams: list[Stream], most: int = 1000) -> list[list[int]]:
-    """Ids of each step, rank after rank."""
+    """Return the ids of each step, ordered by rank."""
     ids = []
     for _ in zip(range(most), zip(*streams, strict=True), strict=False):
         ids.append([int(row) for each in streams for row in each.ids])
     return ids
 
 
-def test_ranks_together_see_the_plan_and_each_epoch_once(manifest: Manifest) -> None:
+def test_ranks_together_consume_each_epoch_once_at_any_world_size(manifest: Manifest) -> None:
     alone = global_steps([stream(manifest, PLAN)])
     assert len(alone) == 2 * 7
     assert sorted(row for step in alone[:7] for row in step) == list(range(NUM_ROWS))
@@ -46,7 +46,7 @@ def test_ranks_together_see_the_plan_and_each_epoch_once(manifest: Manifest) -> 
         assert global_steps([stream(manifest, PLAN, rank=r, world_size=world_size) for r in range(world_size)]) == alone
 
 
-def test_a_position_goes_on_at_another_world_size(manifest: Manifest) -> None:
+def test_a_position_can_be_loaded_at_another_world_size(manifest: Manifest) -> None:
     alone = global_steps([stream(manifest, PLAN)])
     two = [stream(manifest, PLAN, rank=rank, world_size=2) for rank in range(2)]
     begun = global_steps(two, most=9)
@@ -61,12 +61,12 @@ def test_a_position_goes_on_at_another_world_size(manifest: Manifest) -> None:
 
 def test_a_position_of_another_plan_is_refused(manifest: Manifest) -> None:
     state = stream(manifest, PLAN).state_dict()
-    with pytest.raises(ManifestError, match="of another plan or other data"):
+    with pytest.raises(ManifestError, match="from another plan or other data"):
         stream(manifest, PlanSpec(global_batch=20, virtual_workers=4)).load_state_dict(state)
 
 
-def test_a_rank_that_has_no_part_is_refused(manifest: Manifest) -> None:
-    with pytest.raises(ManifestError, match="rank 4 of 5 has no part in 4 virtual workers"):
+def test_a_rank_without_virtual_workers_is_refused(manifest: Manifest) -> None:
+    with pytest.raises(ManifestError, match="rank 4 of 5 has none of the 4 virtual workers"):
         stream(manifest, PLAN, rank=4, world_size=5)
 
 
@@ -81,7 +81,7 @@ def test_a_rank_without_a_share_in_a_short_step_gets_an_empty_batch(tmp_path: Pa
     assert last["x"].shape == (2,)
 
 
-def test_columns_come_as_tensors_strings_and_bytes(manifest: Manifest) -> None:
+def test_columns_become_tensors_strings_and_bytes(manifest: Manifest) -> None:
     source = stream(manifest.url, PLAN, columns=("pair", "name", "raw"))
     batch = next(iter(source))
     assert torch.equal(batch["pair"], torch.tensor([[row, -row] for row in source.ids], dtype=torch.float32))
@@ -90,13 +90,13 @@ def test_columns_come_as_tensors_strings_and_bytes(manifest: Manifest) -> None:
 
 
 def noisy(sample: Any, rng: np.random.Generator) -> dict[str, Any]:
-    """Decodes the bytes and adds noise, as images are decoded and augmented."""
+    """Decode the bytes and add noise, as a map of images does."""
     number = int(io.BytesIO(sample["raw"]).read().decode().split()[1])
     return {"image": np.full((2, 3), number, np.float32) + rng.normal(size=(2, 3)).astype(np.float32), "n": number}
 
 
 def augmented(manifest: Manifest, world_size: int) -> dict[tuple[int, int], torch.Tensor]:
-    """What the map made of each sample in each epoch."""
+    """Return the result of the map by epoch and sample id."""
     found = {}
     for rank in range(world_size):
         source = stream(manifest, PLAN, rank=rank, world_size=world_size, map=noisy)
@@ -106,7 +106,7 @@ def augmented(manifest: Manifest, world_size: int) -> dict[tuple[int, int], torc
     return found
 
 
-def test_augmentation_is_the_same_at_any_world_size_and_other_in_each_epoch(manifest: Manifest) -> None:
+def test_augmentation_is_the_same_at_any_world_size_and_differs_between_epochs(manifest: Manifest) -> None:
     one, three = augmented(manifest, 1), augmented(manifest, 3)
     assert one.keys() == three.keys()
     assert all(torch.equal(one[key], three[key]) for key in one)
@@ -116,19 +116,19 @@ def test_augmentation_is_the_same_at_any_world_size_and_other_in_each_epoch(mani
 
 
 @pytest.mark.parametrize(
-    ("function", "sentence"),
+    ("function", "problem"),
     [
-        (lambda sample, rng: {"x": np.zeros(int(sample["name"][-1]))}, "gave 'x' as float64"),
-        (lambda sample, rng: {sample["name"]: 1}, "the map gave columns"),
-        (lambda sample, rng: {"x": None}, "gave 'x' as NoneType: give numbers, an array, or a str"),
+        (lambda sample, rng: {"x": np.zeros(int(sample["name"][-1]))}, "returned 'x' as float64"),
+        (lambda sample, rng: {sample["name"]: 1}, "the map returned columns"),
+        (lambda sample, rng: {"x": None}, "returned 'x' as NoneType"),
     ],
 )
-def test_a_map_that_gives_what_no_batch_holds_is_told(manifest: Manifest, function: Any, sentence: str) -> None:
-    with pytest.raises(ManifestError, match=sentence):
+def test_a_map_with_unsupported_results_is_refused(manifest: Manifest, function: Any, problem: str) -> None:
+    with pytest.raises(ManifestError, match=problem):
         next(iter(stream(manifest, PLAN, map=function)))
 
 
-def test_bytes_go_through_a_map_as_they_are(tmp_path: Path) -> None:
+def test_a_map_does_not_change_bytes(tmp_path: Path) -> None:
     raw = [b"ab\0", b"c", b"", b"\0\0d"]
     table = pa.table({"raw": pa.array(raw, pa.binary())})
     manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 4, num_shards=1)
@@ -136,10 +136,10 @@ def test_bytes_go_through_a_map_as_they_are(tmp_path: Path) -> None:
     assert next(iter(stream(manifest, plan, map=lambda sample, rng: sample)))["raw"] == raw
 
 
-def test_a_column_that_no_batch_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_column_of_an_unsupported_type_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
     table = pa.table({"when": pa.array([0, 1], pa.timestamp("us")), "x": [1, 2]})
     manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 2, num_shards=1)
-    with pytest.raises(ManifestError, match=r"column 'when' of .* is timestamp\[us\], which no batch holds"):
+    with pytest.raises(ManifestError, match=r"column 'when' of .* has type timestamp\[us\]"):
         next(iter(stream(manifest, PlanSpec(global_batch=2, virtual_workers=1))))
     plan = PlanSpec(global_batch=2, virtual_workers=1, shuffle="none")
     assert next(iter(stream(manifest, plan, columns=("x",))))["x"].tolist() == [1, 2]

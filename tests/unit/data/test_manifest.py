@@ -1,4 +1,4 @@
-"""The manifest: same data, same digest; anything else is refused by name."""
+"""Tests of the manifest: equal data have equal digests, and any change of a file is refused by name."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Store:
 
 
 def put(store: Store, name: str, table: pa.Table, row_group_rows: int = 100) -> None:
-    """A Parquet file as another program would write it."""
+    """Write a Parquet file as another program would."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=row_group_rows)
     store.write(name, sink.getvalue().to_pybytes())
@@ -63,7 +63,7 @@ def test_index_reports_each_file(folder: Store) -> None:
     assert seen == [1, 1, 1]
 
 
-def test_digest_is_the_same_wherever_the_files_lie(request: pytest.FixtureRequest, folder: Store) -> None:
+def test_copies_of_a_data_set_have_the_same_digest(request: pytest.FixtureRequest, folder: Store) -> None:
     bucket = open_store(request.getfixturevalue("s3").url("elsewhere"))
     local = write(folder, range(40))
     remote = write(bucket, range(40))
@@ -107,16 +107,16 @@ def change_a_byte(store: Store, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"), [(delete, "is gone"), (truncate, "has changed"), (change_a_byte, "has changed")]
+    ("harm", "message"), [(delete, "is in the manifest"), (truncate, "has changed"), (change_a_byte, "has changed")]
 )
-def test_shard_that_is_not_as_indexed_is_named(store: Store, harm: Callable[[Store, str], None], message: str) -> None:
+def test_a_missing_or_changed_shard_is_named(store: Store, harm: Callable[[Store, str], None], message: str) -> None:
     manifest = write(store, range(40))
     harm(store, "part-00001.parquet")
     with pytest.raises(ManifestError, match=f"^{store.url}/part-00001.parquet {message}"):
         manifest.check_files()
 
 
-def test_file_of_another_schema_is_named(folder: Store) -> None:
+def test_a_file_with_another_schema_is_named(folder: Store) -> None:
     put(folder, "a.parquet", numbers(1))
     put(folder, "b.parquet", pa.table({"value": pa.array([1.0])}))
     with pytest.raises(ManifestError, match=f"^{folder.url}/b.parquet has another schema than a.parquet"):
@@ -130,14 +130,14 @@ def images(shape: str | None) -> pa.Table:
     return pa.table([array], schema=pa.schema([pa.field("image", array.type, metadata=metadata)]))
 
 
-def test_shape_of_a_sample_is_its_metadata_or_its_length(folder: Store) -> None:
+def test_the_shape_of_a_sample_comes_from_the_metadata_or_the_list_length(folder: Store) -> None:
     put(folder / "shaped", "a.parquet", images("[3, 2, 2]"))
     put(folder / "flat", "a.parquet", images(None))
     assert index((folder / "shaped").url).columns[0].shape == (3, 2, 2)
     assert index((folder / "flat").url).columns[0].shape == (12,)
 
 
-def test_file_of_another_shape_is_named(folder: Store) -> None:
+def test_a_file_with_another_sample_shape_is_named(folder: Store) -> None:
     put(folder, "a.parquet", images("[3, 2, 2]"))
     put(folder, "b.parquet", images("[2, 2, 3]"))
     with pytest.raises(ManifestError, match=f"^{folder.url}/b.parquet has another schema than a.parquet"):
@@ -145,7 +145,7 @@ def test_file_of_another_shape_is_named(folder: Store) -> None:
 
 
 @pytest.mark.parametrize("shape", ["[3, 2]", "[]", "3x2x2", '"12"', "[[12]]", "12", "null"])
-def test_shape_that_does_not_hold_the_values_is_refused(folder: Store, shape: str) -> None:
+def test_a_shape_that_does_not_match_the_values_is_refused(folder: Store, shape: str) -> None:
     put(folder, "a.parquet", images(shape))
     with pytest.raises(ManifestError, match=f"^{folder.url}/a.parquet: column image has the shape"):
         index(folder.url)
@@ -166,7 +166,7 @@ def test_broken_parquet_is_named_when_indexed(store: Store, harm: str) -> None:
         "footer length 0": data[:-8] + bytes(4) + data[-4:],
     }[harm]
     store.write("b.parquet", broken)
-    with pytest.raises(ManifestError, match=f"^{store.url}/b.parquet is not a whole Parquet file: \\S") as caught:
+    with pytest.raises(ManifestError, match=f"^{store.url}/b.parquet is not an intact Parquet file: \\S") as caught:
         index(store.url)
     assert "\n" not in str(caught.value)
     assert not store.exists(MANIFEST_NAME)
@@ -188,12 +188,12 @@ def without(key: str) -> Callable[[dict[str, object]], object]:
         (without("format"), "is not a manifest"),
         (lambda body: {**body, "files": ["a.parquet"]}, "is not a manifest"),
         (lambda body: {**body, "columns": [{"name": "value"}]}, "is not a manifest"),
-        (lambda body: {**body, "format": 99}, "has format 99, this version reads 1"),
+        (lambda body: {**body, "format": 99}, "has format 99, but this version of Undula reads format 1"),
         (lambda body: {**body, "files": body["files"][:1]}, "does not match its own digest"),
         (lambda body: {**body, "digest": "0" * 64}, "does not match its own digest"),
     ],
 )
-def test_manifest_that_is_not_one_is_refused(
+def test_an_invalid_manifest_is_refused(
     folder: Store, edit: Callable[[dict[str, object]], object], message: str
 ) -> None:
     write(folder, range(10))
@@ -203,27 +203,29 @@ def test_manifest_that_is_not_one_is_refused(
         load_manifest(folder.url)
 
 
-def test_bytes_that_are_no_text_are_no_manifest(folder: Store) -> None:
+def test_a_manifest_that_is_not_text_is_refused(folder: Store) -> None:
     folder.write(MANIFEST_NAME, b"\xff\xfe")
     with pytest.raises(ManifestError, match="is not a manifest"):
         load_manifest(folder.url)
 
 
-def test_missing_manifest_is_told_with_the_mend(store: Store) -> None:
-    with pytest.raises(ManifestError, match=f"^{store.url} has no manifest.json: .*`undula data index {store.url}`$"):
+def test_a_missing_manifest_is_reported_with_the_fix(store: Store) -> None:
+    with pytest.raises(ManifestError, match=f"^{store.url} has no manifest.json; .*`undula data index {store.url}`$"):
         load_manifest(store.url)
 
 
 def test_folder_without_parquet_is_refused(store: Store) -> None:
     store.write("notes.txt", b"")
-    with pytest.raises(ManifestError, match=f"^{store.url} holds no .parquet file"):
+    with pytest.raises(ManifestError, match=f"^{store.url} has no .parquet files"):
         index(store.url)
 
 
-def test_select_takes_columns_in_the_order_asked(folder: Store) -> None:
+def test_select_returns_columns_in_the_requested_order(folder: Store) -> None:
     put(folder, "a.parquet", pa.table({"x": [1], "y": [2], "z": [3]}))
     manifest = index(folder.url)
     assert [column.name for column in manifest.select(("z", "x"))] == ["z", "x"]
     assert [column.name for column in manifest.select(None)] == ["x", "y", "z"]
-    with pytest.raises(ManifestError, match=r"^data.columns names 'w', which .* does not have: it has x, y, z$"):
+    with pytest.raises(
+        ManifestError, match=r"^data.columns names 'w', which .* does not have; its columns are x, y, z$"
+    ):
         manifest.select(("x", "w"))

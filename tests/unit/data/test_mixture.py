@@ -1,4 +1,4 @@
-"""Mixed data sets: exact by position, each gone through exactly once before it comes again, at any world sizes."""
+"""Tests of mixed data sets: a mix is a function of the position, and each data set is consumed completely before it repeats."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ PLAN = PlanSpec(global_batch=24, virtual_workers=6, window=2, epochs=4)
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Three data sets by weight; a sample's value is its id in the mix."""
+    """Write three data sets and return their weights by URL. The value of a sample is its id in the mix."""
     folder = tmp_path_factory.mktemp("mix")
     for name, rows in ROWS.items():
         table = pa.table({"value": np.arange(rows) + FIRST_IDS[name], "name": [name] * rows})
@@ -51,7 +51,7 @@ def alone(urls: dict[str, float]) -> list[list[int]]:
 
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_a_chain_of_resumes_at_any_world_sizes_is_the_mix_left_alone(
+def test_resumes_at_any_world_sizes_do_not_change_the_mix(
     urls: dict[str, float], alone: list[list[int]], data: st.DataObject
 ) -> None:
     stops = sorted({*data.draw(st.lists(st.integers(0, len(alone)), min_size=5, max_size=8)), len(alone)})
@@ -61,7 +61,7 @@ def test_a_chain_of_resumes_at_any_world_sizes_is_the_mix_left_alone(
     assert seen == alone
 
 
-def test_each_round_of_a_data_set_takes_every_sample_once(urls: dict[str, float], alone: list[list[int]]) -> None:
+def test_each_pass_over_a_data_set_takes_every_sample_once(urls: dict[str, float], alone: list[list[int]]) -> None:
     assert len(alone) == 4 * -(-sum(ROWS.values()) // PLAN.global_batch)
     ranks = [stream(urls, PLAN, rank=rank, world_size=6) for rank in range(6)]
     of_worker = [[int(row) for _ in each for row in each.ids] for each in ranks]
@@ -75,7 +75,7 @@ def test_each_round_of_a_data_set_takes_every_sample_once(urls: dict[str, float]
             assert sorted(itertools.chain(*parts)) == list(range(rows))
 
 
-def test_every_step_holds_the_data_sets_in_proportion(alone: list[list[int]]) -> None:
+def test_every_step_mixes_the_data_sets_in_proportion(alone: list[list[int]]) -> None:
     for step in alone[:14]:
         shares = Counter("web" if row < 211 else "code" if row < 308 else "books" for row in step)
         assert 6 <= shares["web"] <= 18
@@ -83,16 +83,16 @@ def test_every_step_holds_the_data_sets_in_proportion(alone: list[list[int]]) ->
     assert abs(web - 0.5) < 0.02
 
 
-def test_samples_come_with_their_own_columns(urls: dict[str, float]) -> None:
+def test_samples_keep_their_columns_and_ids(urls: dict[str, float]) -> None:
     source = stream(urls, PLAN)
     batch = next(iter(source))
     assert batch["value"].tolist() == source.ids.tolist()
     assert batch["name"] == ["web" if row < 211 else "code" if row < 308 else "books" for row in source.ids]
 
 
-def test_a_position_in_other_weights_is_refused(urls: dict[str, float]) -> None:
+def test_a_position_from_other_weights_is_refused(urls: dict[str, float]) -> None:
     state = stream(urls, PLAN).state_dict()
-    with pytest.raises(ManifestError, match="of another plan or other data"):
+    with pytest.raises(ManifestError, match="from another plan or other data"):
         stream(dict.fromkeys(urls, 1.0), PLAN).load_state_dict(state)
 
 
@@ -100,11 +100,11 @@ def manifest(folder: Path, table: pa.Table) -> Manifest:
     return write_shards(Store(str(folder)), [table], table.schema, table.num_rows, num_shards=1)
 
 
-def test_data_sets_with_other_columns_are_refused_by_name(tmp_path: Path) -> None:
+def test_data_sets_with_different_columns_are_refused_by_name(tmp_path: Path) -> None:
     one = manifest(tmp_path / "one", pa.table({"x": [1, 2], "y": [1, 2]}))
     other = manifest(tmp_path / "other", pa.table({"x": [1, 2], "y": ["a", "b"]}))
     mixture = Mixture((one, other), (1.0, 1.0))
-    with pytest.raises(ManifestError, match=r"other has other columns than .*one"):
+    with pytest.raises(ManifestError, match=r"/other and .*/one have different columns"):
         mixture.select(None)
     assert [column.name for column in mixture.select(["x"])] == ["x"]
 
@@ -112,5 +112,5 @@ def test_data_sets_with_other_columns_are_refused_by_name(tmp_path: Path) -> Non
 def test_a_data_set_too_small_for_the_plan_is_refused_by_name(tmp_path: Path) -> None:
     large = manifest(tmp_path / "large", pa.table({"x": np.arange(100)}))
     small = manifest(tmp_path / "small", pa.table({"x": [1, 2]}))
-    with pytest.raises(SpecError, match=r"small in data\.mix: plan.virtual_workers is 4, more than the 2 samples"):
+    with pytest.raises(SpecError, match=r"data\.mix: .*small: plan.virtual_workers is 4, more than the 2 samples"):
         Mixture((large, small), (1.0, 1.0)).check_plan(PlanSpec(global_batch=8, virtual_workers=4))

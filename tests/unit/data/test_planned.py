@@ -1,4 +1,4 @@
-"""What the plan says without reading is what the stream brings."""
+"""Tests that the planned samples are the samples of the stream."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def manifest(folder: Path, rows: int) -> Manifest:
 
 @pytest.mark.parametrize("last_step", ["short", "drop", "wrap"])
 @pytest.mark.parametrize("is_mixed", [False, True])
-def test_planned_samples_are_those_of_the_stream(tmp_path: Path, last_step: str, is_mixed: bool) -> None:
+def test_planned_samples_equal_the_samples_of_the_stream(tmp_path: Path, last_step: str, is_mixed: bool) -> None:
     one, other = manifest(tmp_path / "one", 131), manifest(tmp_path / "other", 40)
     plan = PlanSpec(global_batch=18, virtual_workers=6, epochs=3, window=2, last_step=last_step)
     source = stream({one.url: 2.0, other.url: 1.0} if is_mixed else one, plan)

@@ -1,4 +1,4 @@
-"""The stream of a rank, read in this process: the plan's samples, from any step, over any chain of resumes at any world sizes."""
+"""Tests of a rank's stream, read in this process: it has the plan's samples from any step on, after any resumes at any world sizes."""
 
 from collections.abc import Iterator
 
@@ -23,14 +23,14 @@ NUM_ROWS = 331
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Row groups of 7 rows, some shorter."""
+    """Write a data set with row groups of at most 7 rows."""
     table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS)})
     folder = str(tmp_path_factory.mktemp("stream"))
     return write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=5, row_group_bytes=7 * 8)
 
 
 def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples:
-    """What all ranks take in a step, rank after rank."""
+    """Take a step's samples from the streams of all ranks, ordered by rank."""
     taken = []
     for stream, virtual_workers in zip(streams, assign(plan.spec.virtual_workers, len(streams)), strict=True):
         for virtual_worker in virtual_workers:
@@ -73,11 +73,11 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), data=st.data())
-def test_a_chain_of_resumes_at_any_world_sizes_is_the_run_left_alone(
+def test_resumes_at_any_world_sizes_do_not_change_the_samples(
     manifest: Manifest, plan: Plan, data: st.DataObject
 ) -> None:
     stops = data.draw(st.lists(st.integers(0, plan.total_steps), min_size=5, max_size=8), label="stops")
-    # The last step of an epoch and its end are where streams are apt to go wrong.
+    # The last step and the end of an epoch are the most error-prone places.
     stops = sorted({*stops, plan.steps_per_epoch - 1, plan.steps_per_epoch, plan.total_steps})
     seen: list[list[int]] = []
     for stop in stops:
@@ -93,12 +93,11 @@ def test_a_chain_of_resumes_at_any_world_sizes_is_the_run_left_alone(
             assert sorted(row for step in steps for row in step) == list(range(NUM_ROWS))
 
 
-def test_no_row_group_is_read_by_two_ranks_but_at_the_cut_between_them(manifest: Manifest) -> None:
+def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Manifest) -> None:
     plan = Plan(PlanSpec(global_batch=12, virtual_workers=6), NUM_ROWS)
     order = EpochOrder(plan, manifest.row_counts, 0)
     of_rank = [
-        {piece.row_group for v in rank for window in order.windows(v) for piece in window.pieces}
-        for rank in assign(6, 3)
+        {rows.row_group for v in rank for window in order.windows(v) for rows in window.ranges} for rank in assign(6, 3)
     ]
     shared = [of_rank[one] & of_rank[other] for one in range(3) for other in range(one)]
     assert sum(len(groups) for groups in shared) <= 2

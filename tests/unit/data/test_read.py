@@ -1,4 +1,4 @@
-"""Windows are read as the plan says, and give their rows in stream order."""
+"""Tests of reading windows: they have the rows of the plan, in stream order."""
 
 import itertools
 import os
@@ -46,17 +46,17 @@ def reads(manifest: Manifest, epoch: EpochOrder, virtual_worker: int, position: 
 
 
 def samples(manifest: Manifest, read: WindowRead) -> Samples:
-    """All of a window's rows, in stream order."""
+    """Return all rows of a window, in stream order."""
     return WindowRows(read, [read()]).take(0, read.num_rows)
 
 
 def stream(epoch: EpochOrder, virtual_worker: int) -> np.ndarray:
-    """Ids of a virtual worker's whole epoch, as the plan says; shape [stream length]."""
+    """Return the planned ids of a virtual worker's whole epoch; shape [stream length]."""
     return np.concatenate([epoch.ids(step, virtual_worker) for step in range(epoch.plan.steps_per_epoch)])
 
 
 @pytest.mark.parametrize("shuffle", ["none", "row_groups", "window"])
-def test_windows_bring_the_rows_that_the_plan_says(store: Store, shuffle: str) -> None:
+def test_windows_have_the_rows_of_the_plan(store: Store, shuffle: str) -> None:
     manifest = write(store)
     assert len(manifest.row_counts) > 10
     epoch = order(manifest, shuffle)
@@ -68,7 +68,7 @@ def test_windows_bring_the_rows_that_the_plan_says(store: Store, shuffle: str) -
 
 
 @pytest.mark.parametrize("cuts", [(0, 5), (0, 1, 2, 5), (0, 3, 5)])
-def test_rows_do_not_depend_on_how_their_tables_were_cut(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+def test_rows_do_not_depend_on_the_tables_they_were_read_in(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     manifest = write(open_store(str(tmp_path)))
     read = next(reads(manifest, order(manifest), 0))
     table = read()
@@ -80,15 +80,15 @@ def test_rows_do_not_depend_on_how_their_tables_were_cut(tmp_path: Path, cuts: t
     assert taken.batch["name"] == whole.batch["name"][1:4]
 
 
-def test_other_rows_than_planned_are_refused(tmp_path: Path) -> None:
+def test_rows_that_differ_from_the_plan_are_refused(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
     one, other = itertools.islice(reads(manifest, order(manifest), 0), 2)
-    with pytest.raises(ManifestError, match="gave other rows than its plan says"):
+    with pytest.raises(ManifestError, match=f"rows of {manifest.url} differ from its manifest"):
         WindowRows(one, [other()])
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window"])
-def test_reading_from_a_position_leaves_out_the_windows_before(store: Store, shuffle: str) -> None:
+def test_reading_from_a_position_skips_the_windows_before_it(store: Store, shuffle: str) -> None:
     manifest = write(store)
     epoch = order(manifest, shuffle)
     whole = stream(epoch, 1)
@@ -138,7 +138,7 @@ def test_nulls_are_refused_inside_lists_too(tmp_path: Path, values: list[list[in
         WindowRows(read, [read()])
 
 
-def test_windows_are_read_some_to_a_task_in_their_order(tmp_path: Path) -> None:
+def test_a_task_reads_several_windows_in_order(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
     windows = [read for v in range(3) for read in reads(manifest, order(manifest), v)]
     source = WindowDatasource(windows, task_bytes=3 * windows[0].num_bytes)
@@ -154,7 +154,7 @@ def test_only_the_named_columns_are_read(tmp_path: Path) -> None:
     assert table.column_names == ["value", ID_COLUMN]
 
 
-def test_bytes_of_a_window_are_about_those_of_its_rows(tmp_path: Path) -> None:
+def test_a_windows_size_is_about_that_of_its_rows(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
     total = sum(sum(file.row_group_bytes) for file in manifest.files)
     read = sum(read.num_bytes for worker in range(3) for read in reads(manifest, order(manifest), worker))
@@ -164,11 +164,11 @@ def test_bytes_of_a_window_are_about_those_of_its_rows(tmp_path: Path) -> None:
 def test_changed_shard_is_refused_by_name(store: Store) -> None:
     manifest = write(store)
     (first, *_) = reads(manifest, order(manifest), 0)
-    name = first.pieces[0].shard.name
-    store.write(name, store.read(name))  # the same bytes, and another version on a disk
+    name = first.ranges[0].shard.name
+    store.write(name, store.read(name))  # on a disk, the same bytes are a new version
     if store.is_s3:
         store.write(name, store.read(name)[:-10])
-    with pytest.raises(ManifestError, match=f"^{store.url}/{name} has changed since the manifest was made"):
+    with pytest.raises(ManifestError, match=f"^{store.url}/{name} has changed since it was indexed"):
         first()
 
 
@@ -176,18 +176,18 @@ def test_broken_shard_is_named(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     manifest = write(store)
     (first, *_) = reads(manifest, order(manifest), 0)
-    path = tmp_path / first.pieces[0].shard.name
+    path = tmp_path / first.ranges[0].shard.name
     stat = path.stat()
     path.write_bytes(b"?" * stat.st_size)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(ManifestError, match=f"^{path} is not a whole Parquet file"):
+    with pytest.raises(ManifestError, match=f"^{path} is not an intact Parquet file"):
         first()
 
 
 def test_missing_shard_is_named(store: Store) -> None:
     manifest = write(store)
     (first, *_) = reads(manifest, order(manifest), 0)
-    name = first.pieces[0].shard.name
+    name = first.ranges[0].shard.name
     store.delete(name)
     with pytest.raises((ManifestError, StorageError), match=f"{store.url}/{name}"):
         first()

@@ -1,4 +1,4 @@
-"""Row groups over a real S3 server behind a proxy that spoils its answers: the same rows, or a refusal by name, within a time limit."""
+"""Tests of reading row groups from an S3 server behind a faulty proxy: they return the right rows or name the problem in time."""
 
 import socket
 import threading
@@ -55,14 +55,14 @@ def rows_of(manifest: Manifest) -> pa.Table:
 
 
 @pytest.mark.parametrize("fault", ["503", "slow down", "reset", "truncated", "short", "slow"])
-def test_faults_that_pass_leave_the_same_rows(manifest: Manifest, proxy: FaultyS3, fault: Fault) -> None:
+def test_temporary_faults_do_not_change_the_rows(manifest: Manifest, proxy: FaultyS3, fault: Fault) -> None:
     shards._footer.cache_clear()
     proxy.faults.extend([fault] * 3)
     assert rows_of(manifest).equals(TABLE)
     assert not proxy.faults
 
 
-def test_parts_of_a_large_row_group_each_survive_their_faults(
+def test_parts_of_a_large_row_group_survive_faults_independently(
     manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "PART_BYTES", 1000)
@@ -80,7 +80,7 @@ def test_a_changed_object_is_refused_by_name_even_when_its_size_is_the_same(
     data = bytearray(store.read(shard.name))
     data[100] ^= 1
     store.write(shard.name, bytes(data))
-    with pytest.raises(ManifestError, match=f"^{shard.store.url}/{shard.name} has changed since the manifest was made"):
+    with pytest.raises(ManifestError, match=f"^{shard.store.url}/{shard.name} has changed since it was indexed"):
         shard.row_group(0, ("a",))
 
 
@@ -88,11 +88,11 @@ def test_a_deleted_object_is_refused_by_name(manifest: Manifest, proxy: FaultyS3
     shard = shard_of(manifest)
     shard.row_group(0, ("a",))
     open_store(manifest.url).delete(shard.name)
-    with pytest.raises(ManifestError, match=f"^{shard.store.url}/{shard.name} is gone"):
+    with pytest.raises(ManifestError, match=f"^{shard.store.url}/{shard.name} is in the manifest but does not exist"):
         shard.row_group(1, ("a",))
 
 
-def test_a_store_that_stays_busy_is_given_up_after_the_time_limit(
+def test_requests_to_a_busy_store_end_at_the_time_limit(
     manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "RETRY_FOR_S", 0.5)
@@ -104,11 +104,11 @@ def test_a_store_that_stays_busy_is_given_up_after_the_time_limit(
     assert time.monotonic() - began < 10
 
 
-def test_neighbouring_columns_come_with_one_request_and_others_not_at_all(
+def test_neighbouring_columns_are_fetched_with_one_request_and_unused_columns_are_not_fetched(
     manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = shard_of(manifest)
-    shard.row_group(0, ("a",))  # the footer is known from here on
+    shard.row_group(0, ("a",))  # fetches the footer, which is cached from here on
     proxy.ranges.clear()
     shard.row_group(0, ("a", "b", "c"))
     ((first, last),) = proxy.ranges
@@ -119,10 +119,10 @@ def test_neighbouring_columns_come_with_one_request_and_others_not_at_all(
     assert sum(end - begin + 1 for begin, end in proxy.ranges) < last - first
 
 
-def test_a_store_that_comes_back_is_read_on(
+def test_reading_continues_after_the_store_was_down(
     manifest: Manifest, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens for a while, as when a server is started again."""
+    """Nothing listens on the port for a while, as during the restart of a server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -137,20 +137,20 @@ def test_a_store_that_comes_back_is_read_on(
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "problem"),
     [
-        ({"ContentRange": "bytes 0-9/4000"}, "does not answer range requests"),
+        ({"ContentRange": "bytes 0-9/4000"}, "answers range requests with another range"),
         ({"ETag": '"other"'}, "has changed since"),
     ],
 )
-def test_an_answer_that_is_not_what_was_asked_for_is_refused(
-    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], sentence: str
+def test_an_answer_with_another_range_or_version_is_refused(
+    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], problem: str
 ) -> None:
     client = shards._client(False)
     honest = client.get_object
     monkeypatch.setattr(client, "get_object", lambda **asked: {**honest(**asked), **answer})
     shards._footer.cache_clear()
-    with pytest.raises((ManifestError, StorageError), match=sentence):
+    with pytest.raises((ManifestError, StorageError), match=problem):
         rows_of(manifest)
 
 
@@ -162,7 +162,7 @@ def test_columns_with_dots_in_their_names_are_read(s3: Any) -> None:
     assert shard.row_group(0, ("a.b",))["a.b"].to_pylist() == list(range(ROWS))
 
 
-def test_what_is_in_the_cache_costs_no_request_and_another_version_is_fetched(
+def test_cached_data_need_no_request_and_are_not_used_for_another_version(
     manifest: Manifest, proxy: FaultyS3, tmp_path: Path
 ) -> None:
     shard = replace(shard_of(manifest), cache=DiskCache(str(tmp_path), 10**6))
@@ -171,7 +171,7 @@ def test_what_is_in_the_cache_costs_no_request_and_another_version_is_fetched(
     assert shard.row_group(0, ("a", "b")).equals(first)
     assert not proxy.ranges
     changed = replace(shard, version="etag 0123")
-    with pytest.raises(ManifestError, match="has changed since the manifest was made"):
+    with pytest.raises(ManifestError, match="has changed since it was indexed"):
         changed.row_group(0, ("a", "b"))
 
 
@@ -182,7 +182,7 @@ def test_a_public_bucket_is_read_without_credentials(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     proxy.signed.clear()
-    with pytest.raises(ManifestError, match="nothing can be written there: say where with --out"):
+    with pytest.raises(ManifestError, match="cannot be written there; set --out"):
         index(manifest.url, anonymous=True)
     index(manifest.url, out=str(tmp_path), anonymous=True)
     public = load_manifest(str(tmp_path))

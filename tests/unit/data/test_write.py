@@ -1,4 +1,4 @@
-"""Writing a data set: whole or not there, even shards, bounded memory."""
+"""Tests of writing a data set: it is complete or does not exist, has even shards, and needs little memory."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,18 +29,18 @@ def folder(tmp_path: Path) -> Store:
 
 
 def batches(num_rows: int, size: int = 10) -> Iterator[pa.RecordBatch]:
-    """Rows 0, 1, 2, ... in batches."""
+    """Yield the rows 0, 1, 2, ... in batches."""
     for start in range(0, num_rows, size):
         yield pa.record_batch([pa.array(range(start, min(start + size, num_rows)), pa.int64())], schema=SCHEMA)
 
 
 def values(store: Store) -> list[int]:
-    """The rows of all shards that the manifest lists, in its order."""
+    """Return the rows of all shards in the manifest, in its order."""
     tables = [pq.read_table(store.open(file.name)) for file in load_manifest(store.url).files]
     return [row for table in tables for row in table["value"].to_pylist()]
 
 
-def test_rows_come_back_in_order_from_even_shards(store: Store) -> None:
+def test_shards_are_even_and_keep_the_order_of_the_rows(store: Store) -> None:
     manifest = write_shards(store, batches(103), SCHEMA, 103, num_shards=4, row_group_bytes=10 * ROW_BYTES)
     assert values(store) == list(range(103))
     assert [file.name for file in manifest.files] == [f"part-0000{shard}.parquet" for shard in range(4)]
@@ -51,13 +51,13 @@ def test_rows_come_back_in_order_from_even_shards(store: Store) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_shards_do_not_depend_on_how_the_source_cuts_its_batches(folder: Store, size: int) -> None:
+def test_shards_do_not_depend_on_the_batch_size_of_the_source(folder: Store, size: int) -> None:
     reference = write_shards(folder / "reference", batches(500), SCHEMA, 500, 3, row_group_bytes=24 * ROW_BYTES)
     manifest = write_shards(folder / "other", batches(500, size), SCHEMA, 500, 3, row_group_bytes=24 * ROW_BYTES)
     assert manifest.digest == reference.digest
 
 
-def test_tables_and_rows_of_any_width_are_cut_by_their_bytes(folder: Store) -> None:
+def test_row_groups_of_rows_of_any_width_have_the_requested_size(folder: Store) -> None:
     schema = pa.schema([("text", pa.string())])
     texts = ["x" * (number % 50) for number in range(2000)]
     tables = (pa.table({"text": texts[start : start + 100]}, schema=schema) for start in range(0, 2000, 100))
@@ -86,14 +86,14 @@ def test_array_columns_keep_the_shape_of_a_sample(folder: Store) -> None:
     assert np.array_equal(read.to_numpy().reshape(5, 3, 4, 2), images)
 
 
-def test_progress_adds_up_to_the_rows(folder: Store) -> None:
+def test_progress_adds_up_to_the_number_of_rows(folder: Store) -> None:
     seen: list[int] = []
     write_shards(folder, batches(100), SCHEMA, 100, 3, row_group_bytes=8 * ROW_BYTES, advance=seen.append)
     assert sum(seen) == 100
     assert max(seen) == 8
 
 
-def test_source_is_streamed_and_never_read_far_ahead(folder: Store) -> None:
+def test_the_source_is_never_read_far_ahead(folder: Store) -> None:
     asked, written, ahead = itertools.count(1), 0, []
 
     def advance(rows: int) -> None:
@@ -114,7 +114,7 @@ def test_source_is_streamed_and_never_read_far_ahead(folder: Store) -> None:
     assert max(ahead) <= 10
 
 
-def test_manifest_comes_last_and_goes_first(store: Store) -> None:
+def test_the_manifest_is_written_last_and_deleted_first(store: Store) -> None:
     write_shards(store, batches(50), SCHEMA, 50, num_shards=5)
     seen: list[list[str]] = []
 
@@ -124,13 +124,13 @@ def test_manifest_comes_last_and_goes_first(store: Store) -> None:
             yield batch
 
     write_shards(store, watched(), SCHEMA, 20, num_shards=2)
-    assert set(seen[0]) <= {"part-00000.parquet"}  # a disk shows the one that is being written
+    assert set(seen[0]) <= {"part-00000.parquet"}  # on a disk, the file that is being written is visible
     assert all(MANIFEST_NAME not in names for names in seen)
     assert [entry.name for entry in store.list()] == [MANIFEST_NAME, "part-00000.parquet", "part-00001.parquet"]
     assert values(store) == list(range(20))
 
 
-def test_source_that_fails_leaves_no_data_set(store: Store) -> None:
+def test_a_failing_source_leaves_no_data_set(store: Store) -> None:
     write_shards(store, batches(50), SCHEMA, 50, num_shards=5)
 
     def failing() -> Iterator[pa.RecordBatch]:
@@ -143,13 +143,15 @@ def test_source_that_fails_leaves_no_data_set(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("announced", "message"), [(31, "ended 1 rows before the end"), (29, "more than the 29 rows")])
-def test_source_with_other_rows_than_announced_is_refused(folder: Store, announced: int, message: str) -> None:
+def test_a_source_with_more_or_fewer_rows_than_announced_is_refused(
+    folder: Store, announced: int, message: str
+) -> None:
     with pytest.raises(UndulaError, match=message):
         write_shards(folder, batches(30), SCHEMA, announced, num_shards=2)
     assert folder.list() == []
 
 
-def test_foreign_parquet_in_the_way_is_refused_and_nothing_is_touched(store: Store) -> None:
+def test_foreign_parquet_files_are_refused_and_not_deleted(store: Store) -> None:
     write_shards(store, batches(50), SCHEMA, 50, num_shards=2)
     store.write("mine/table.parquet", b"somebody's")
     before = store.list()
@@ -159,11 +161,11 @@ def test_foreign_parquet_in_the_way_is_refused_and_nothing_is_touched(store: Sto
 
 
 @pytest.mark.parametrize(("num_rows", "num_shards", "row_group_bytes"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_nothing_to_write_is_refused_before_the_former_data_set_goes(
+def test_invalid_sizes_are_refused_before_the_previous_data_set_is_deleted(
     folder: Store, num_rows: int, num_shards: int, row_group_bytes: int
 ) -> None:
     write_shards(folder, batches(5), SCHEMA, 5, num_shards=1)
-    with pytest.raises(UndulaError, match="each must be at least 1"):
+    with pytest.raises(UndulaError, match="must be at least 1"):
         write_shards(folder, batches(num_rows), SCHEMA, num_rows, num_shards, row_group_bytes)
     assert values(folder) == list(range(5))
 

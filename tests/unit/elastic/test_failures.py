@@ -11,7 +11,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 
 from undula.elastic.ray.failures import LONGEST_PAUSE_S, STORAGE_FAILURES, RetryUnlessBug, summary, whole_story
-from undula.errors import ManifestError, StorageError
+from undula.errors import ManifestError, StorageError, UsageError
 from undula.train.tracebacks import keep_traceback
 
 USERS_CODE = """
@@ -51,6 +51,9 @@ def failed(*failures: Exception) -> WorkerGroupError:
         (failed(raised(KeyError("lable"))), FailureDecision.RAISE),
         (failed(raised(ValueError("boom")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
         (failed(raised(ManifestError("part-0 is gone"))), FailureDecision.RAISE),
+        (failed(raised(UsageError("step.batches() was called twice"))), FailureDecision.RAISE),
+        (failed(raised(UsageError("x")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
+        (failed(RayActorError(), raised(UsageError("x"))), FailureDecision.RAISE),
         (failed(raised(StorageError("no space left"))), FailureDecision.RETRY),
         (failed(raised(RuntimeError("connection closed by peer"))), FailureDecision.RETRY),
         (failed(RayActorError()), FailureDecision.RETRY),
@@ -108,9 +111,9 @@ def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
     assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
     assert summary(failed(RayActorError())).startswith("rank 0: ")
     broken = raised(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
-    assert summary(failed(broken)) == "rank 0: a collective broke, as another rank is gone"
+    assert summary(failed(broken)) == "rank 0: a collective broke because another rank is gone"
     assert summary(failed(broken, mistyped(), broken)) == (
-        "rank 1: KeyError: 'lable' at col.py:3; ranks 0, 2: a collective broke, as another rank is gone"
+        "rank 1: KeyError: 'lable' at col.py:3; ranks 0, 2: a collective broke because another rank is gone"
     )
     story = whole_story(failed(RayActorError(), mistyped()))
     assert story.startswith("rank 1:\nTraceback (most recent call last)")
@@ -137,7 +140,7 @@ def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
         (RayError("The actor died because its node has died. Node Id: 12"), "its node is gone"),
         (
             RayError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"),
-            "its process has crashed",
+            "its process crashed",
         ),
     ],
 )

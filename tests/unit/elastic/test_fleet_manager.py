@@ -9,6 +9,7 @@ import pytest
 from undula.elastic.pure.fleet import AVOID_S, FleetManager, Pace, Work
 from undula.elastic.pure.nodes import Node
 from undula.plan.fleet import MARKET, ON_DEMAND, SPOT, TYPE, Fleet, FleetSpec
+from undula.state.events import Event, FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 
 TOTAL = 100
 STEP_S = 10.0
@@ -23,8 +24,7 @@ class Run:
     now: float = 0.0
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
-
+    events: list[Event] = field(default_factory=list)
     fewest: int = 1
     began: float = 0.0
 
@@ -35,7 +35,7 @@ class Run:
             self.fewest,
             Work(TOTAL, self.began),
             True,
-            lambda event: self.told.append(event.message),
+            self.events.append,
             lambda _: self.refused,
         )
 
@@ -51,7 +51,7 @@ class Run:
         own = Counter({node.id: node.free for node in self.nodes.values() if node.deadline is None})
         ready = Counter({node: count for node, count in own.items() if node not in idle})
         full = {node.id: replace(node, free=node.free - own[node.id]) for node in self.nodes.values()}
-        self.fleet.look(full, ready, own, self.now)
+        self.fleet.update(full, ready, own, self.now)
         return self.fleet.wanted
 
 
@@ -65,7 +65,7 @@ def test_a_job_without_a_policy_takes_any_node_and_gives_none_back() -> None:
     run.have(None, "b")
     run.look()
     assert run.fleet.labels == [{}] * 4
-    assert not run.fleet.given_back
+    assert not run.fleet.released
     assert run.fleet.room(SPOT, Counter({SPOT: 1, None: 1})) == 2
 
 
@@ -75,7 +75,12 @@ def test_nodes_of_another_market_are_given_back() -> None:
     run.have(ON_DEMAND, "c")
     run.have(None, "d")  # is there anyway
     assert run.look() == Fleet(4, 0)
-    assert run.fleet.given_back == {"c"}
+    assert run.fleet.released == {"c"}
+    request, release = run.events
+    assert isinstance(request, FleetEvent)
+    assert (request.spot, request.on_demand, request.time_left_s) == (4, 0, None)
+    assert isinstance(release, ReleaseEvent)
+    assert (release.node, release.spot, release.on_demand) == ("c", 4, 0)
     assert run.fleet.labels == [{MARKET: SPOT}] * 4
     assert run.fleet.room(ON_DEMAND, Counter()) == 0
 
@@ -85,7 +90,7 @@ def test_a_floor_is_asked_for_on_demand() -> None:
     run.have(ON_DEMAND, "a", "b")
     run.look(idle=("a",))
     assert run.fleet.labels == [{MARKET: SPOT}] * 3 + [{MARKET: ON_DEMAND}]
-    assert run.fleet.given_back == {"a"}  # b trains
+    assert run.fleet.released == {"a"}  # b trains
 
 
 def test_spot_nodes_that_do_not_come_are_waited_for_and_then_replaced_as_long_as_the_run_is_behind() -> None:
@@ -96,7 +101,7 @@ def test_spot_nodes_that_do_not_come_are_waited_for_and_then_replaced_as_long_as
     run.have(ON_DEMAND, *"abcd")
     assert run.look(done=1) == Fleet(4, 4)
     assert run.look(done=30) == Fleet(4, 0)  # well ahead of what is expected by now
-    assert run.fleet.given_back == set("abcd")
+    assert run.fleet.released == set("abcd")
 
 
 def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None:
@@ -108,21 +113,21 @@ def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None
     run.have(SPOT, *"wxyz")
     assert run.look(10, done=2, idle=tuple("wxyz")) == Fleet(4, 4)
     assert run.look(1, done=2, idle=tuple("yz")) == Fleet(4, 2)
-    assert len(run.fleet.given_back & set("abcd")) == 2
+    assert len(run.fleet.released & set("abcd")) == 2
     assert run.look(1, done=2) == Fleet(4, 0)
-    assert run.fleet.given_back == set("abcd")
+    assert run.fleet.released == set("abcd")
 
 
 def test_in_a_hurry_spot_nodes_go_as_on_demand_ones_train_in_their_place() -> None:
     run = deadline(1200)
     run.have(SPOT, "w", "x")
     assert run.look(200, done=10) == Fleet(4, 4)
-    assert not run.fleet.given_back
+    assert not run.fleet.released
     run.have(ON_DEMAND, *"abcd")
     assert run.look(done=11, idle=tuple("bcd")) == Fleet(3, 4)
-    assert not run.fleet.given_back
+    assert not run.fleet.released
     assert run.look(done=11) == Fleet(0, 4)
-    assert run.fleet.given_back == {"w", "x"}
+    assert run.fleet.released == {"w", "x"}
 
 
 def test_a_hurry_lasts_until_there_is_time_again() -> None:
@@ -145,7 +150,7 @@ def test_after_the_deadline_nothing_more_is_bought() -> None:
     run = deadline(1000)
     run.look(1500, done=10)
     assert run.look(done=10) == Fleet(4, 0)
-    assert sum("the deadline was" in line for line in run.told) == 1
+    assert [event.late_s for event in run.events if isinstance(event, OverdueEvent)] == [500.0]
 
 
 def test_nodes_that_are_too_few_to_train_are_made_enough() -> None:
@@ -170,14 +175,14 @@ def test_types_that_are_not_to_be_had_are_asked_for_no_more_but_for_those_that_a
     run.refused = {"a-type": "no capacity", "other-type": ""}
     run.look()
     assert run.fleet.labels == [{TYPE: "spot-type"}] + [{TYPE: "!in(a-type,other-type)"}] * 3
-    words = "is not to be had{}: other types are asked for"
-    assert run.told == [f"a-type {words.format(' (no capacity)')}", f"other-type {words.format('')}"]
+    refusals = [event for event in run.events if isinstance(event, RefusalEvent)]
+    assert [(event.node_type, event.reason) for event in refusals] == [("a-type", "no capacity"), ("other-type", "")]
     run.refused = {}
     run.look(AVOID_S)
     assert run.fleet.labels == [{}] * 4
     run.refused = {"a-type": "no capacity"}
     run.look()
-    assert len(run.told) == 2  # as before
+    assert [event.kind for event in run.events] == ["refusal"] * 2  # as before
     run.have(SPOT, "b", "c", "d")
     run.look()
     assert run.fleet.labels == [{}] * 4  # all are there
@@ -198,7 +203,7 @@ def test_a_type_of_which_there_are_some_and_no_more_is_told_of_once() -> None:
     run.refused = {"spot-type": ""}
     for _ in range(5):
         run.look()
-    assert len(run.told) == 1
+    assert [event.kind for event in run.events] == ["refusal"]
 
 
 def test_on_demand_nodes_in_the_place_of_spot_do_not_end_the_looking_for_other_types() -> None:
@@ -215,28 +220,29 @@ def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
     run.have(ON_DEMAND, "a", "b")
     run.nodes["b"] = Node("b", 1, 0, 12.0, ON_DEMAND)
     run.look()
-    assert not run.fleet.given_back
+    assert not run.fleet.released
 
 
 def test_room_that_nobody_uses_is_told_once() -> None:
     run = Run(FleetSpec())
     nodes = {"a": Node("a", 2, 1, None), "b": Node("b", 2, 0, None)}
     for now in (10.0, 60.0, 80.0, 200.0):
-        run.fleet.look(nodes, Counter(), Counter({"a": 1, "b": 2}), now)
-    assert len(run.told) == 1
-    assert run.told[0].startswith("node a has had room for 1 more worker for 60 s: the job takes 4 at most")
+        run.fleet.update(nodes, Counter(), Counter({"a": 1, "b": 2}), now)
+    (idle,) = run.events
+    assert isinstance(idle, IdleEvent)
+    assert (idle.node, idle.free, idle.idle_s, idle.most) == ("a", 1, 60.0, 4)
 
 
 def test_a_pace_is_of_the_time_in_groups_alone() -> None:
     pace = Pace()
-    pace.saw(0, 2, now=0.0)
-    pace.saw(1, 2, now=30.0)  # the first step of a group may compile
-    pace.saw(9, 2, now=38.0)
+    pace.observe(0, 2, now=0.0)
+    pace.observe(1, 2, now=30.0)  # the first step of a group may compile
+    pace.observe(9, 2, now=38.0)
     assert pace.step_s(1) is None  # too few
     pace.pause()
-    pace.saw(9, 1, now=100.0)
-    pace.saw(10, 1, now=101.0)
-    pace.saw(16, 1, now=113.0)
+    pace.observe(9, 1, now=100.0)
+    pace.observe(10, 1, now=101.0)
+    pace.observe(16, 1, now=113.0)
     assert pace.step_s(1) == pytest.approx((16.0 + 12.0) / 14)
     assert pace.done == 16
 
@@ -244,9 +250,9 @@ def test_a_pace_is_of_the_time_in_groups_alone() -> None:
 def test_a_pace_follows_what_is_new() -> None:
     pace = Pace()
     for step in range(5000):
-        pace.saw(step, 1, now=float(step))
+        pace.observe(step, 1, now=float(step))
     for step in range(5000, 10000):
-        pace.saw(step, 1, now=5000.0 + 3.0 * (step - 5000))
+        pace.observe(step, 1, now=5000.0 + 3.0 * (step - 5000))
     assert pace.step_s(1) == pytest.approx(3.0, rel=0.01)
 
 

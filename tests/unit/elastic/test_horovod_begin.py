@@ -12,7 +12,7 @@ from ranks import on_ranks
 
 from undula.elastic.pure.spec import HorovodSpec
 from undula.elastic.ray.horovod import begin, places
-from undula.recovery.handover import process
+from undula.recovery.worker_state import WorkerState
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
 MIB_OF_FLOATS = 2**18
@@ -23,10 +23,11 @@ def _with_a_veteran(rank: int, world_size: int, veteran: int, by_rank: list[dict
     """One rank has been in a group before. Both bring 3 MiB at once, three times: from the second on each rank fuses what it remembers."""
     import horovod.torch as hvd
 
+    state = WorkerState()
     if rank == veteran:
-        begin({**by_rank[rank], **places(["alone"])[0]})
+        begin({**by_rank[rank], **places(["alone"])[0]}, state)
         hvd.shutdown()
-    begin(by_rank[rank])
+    begin(by_rank[rank], state)
     gradients = [torch.full((MIB_OF_FLOATS // 4,), float(number)) for number in range(12)]
     for _ in range(3):
         dist.barrier()
@@ -52,8 +53,9 @@ def _new_connections(rank: int, world_size: int, by_rank: list[dict[str, str]]) 
         found = psutil.Process().net_connections("tcp")
         return [each.laddr.ip for each in found if each.status == psutil.CONN_ESTABLISHED]
 
+    state = WorkerState()
     before = addresses()
-    begin(by_rank[rank])
+    begin(by_rank[rank], state)
     hvd.allreduce(torch.ones(1), name="one")
     found = addresses()
     dist.barrier()  # or another rank's end of them may close
@@ -83,9 +85,10 @@ def _is_outer(address: Any) -> bool:
 def _is_spent(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
     import horovod.torch as hvd
 
-    begin({**HorovodSpec(**fields).variables("1", has_gpus=False), **places(["alone"])[0]})
+    state = WorkerState()
+    begin({**HorovodSpec(**fields).variables("1", has_gpus=False), **places(["alone"])[0]}, state)
     hvd.shutdown()
-    return process.is_spent
+    return state.is_spent
 
 
 @pytest.mark.parametrize(

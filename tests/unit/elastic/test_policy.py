@@ -14,8 +14,8 @@ from undula.elastic.pure.policy import (
     Hold,
     Resize,
     Save,
-    Seat,
     View,
+    WorkerSlot,
     decide,
     hang_limit_s,
     lost_ranks,
@@ -23,74 +23,74 @@ from undula.elastic.pure.policy import (
 from undula.recovery.progress import ProgressView
 
 NOW = 1_000_000.0
-SEATS = st.lists(
-    st.builds(Seat, st.uuids().map(str), st.sampled_from("abcd"), st.booleans()),
-    unique_by=lambda seat: seat.worker,
+SLOTS = st.lists(
+    st.builds(WorkerSlot, st.uuids().map(str), st.sampled_from("abcd"), st.booleans()),
+    unique_by=lambda slot: slot.worker,
     max_size=8,
 )
 
 
-def seats(group: str, ready: str = "") -> list[Seat]:
+def slots(group: str, ready: str = "") -> list[WorkerSlot]:
     """One worker a letter, named by its node: those that train, and those that could."""
-    return [Seat(f"{node}{number}", node, number < len(group)) for number, node in enumerate(group + ready)]
+    return [WorkerSlot(f"{node}{number}", node, number < len(group)) for number, node in enumerate(group + ready)]
 
 
 def test_a_group_without_news_trains_on() -> None:
-    assert decide(View(NOW, seats("ab")), 1, 2) == Hold()
+    assert decide(View(NOW, slots("ab")), 1, 2) == Hold()
 
 
 def test_a_ready_worker_is_taken_in() -> None:
-    decision = decide(View(NOW, seats("a", "b")), 1, 2)
+    decision = decide(View(NOW, slots("a", "b")), 1, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0", "b1")
 
 
 def test_the_most_workers_are_never_exceeded() -> None:
-    assert decide(View(NOW, seats("ab", "c")), 1, 2) == Hold()
+    assert decide(View(NOW, slots("ab", "c")), 1, 2) == Hold()
 
 
 def test_growth_that_would_not_pay_waits_unless_it_is_wanted_anyway() -> None:
-    view = View(NOW, seats("a", "b"), growth=Growth(interval_s=5.0, cost_s=4.0))  # 1 x 5 s won, 2 x 4 s lost
+    view = View(NOW, slots("a", "b"), growth=Growth(interval_s=5.0, cost_s=4.0))  # 1 x 5 s won, 2 x 4 s lost
     assert decide(view, 1, 2) == Hold()
     assert isinstance(decide(view, 1, 2, grow="always"), Resize)
-    assert decide(View(NOW, seats("a", "b")), 1, 2, grow="never") == Hold()
+    assert decide(View(NOW, slots("a", "b")), 1, 2, grow="never") == Hold()
 
 
 def test_a_notice_shrinks_the_group_at_once() -> None:
-    view = View(NOW, seats("ab"), {"b": NOW + 20}, noticed=NOW - 2)
+    view = View(NOW, slots("ab"), {"b": NOW + 20}, noticed=NOW - 2)
     decision = decide(view, 1, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0",)
 
 
 def test_a_notice_for_rank_0s_node_is_like_any_other() -> None:
-    decision = decide(View(NOW, seats("ab"), {"a": NOW + 20}, noticed=NOW - 2), 1, 2)
+    decision = decide(View(NOW, slots("ab"), {"a": NOW + 20}, noticed=NOW - 2), 1, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("b1",)
 
 
 def test_a_worker_that_is_ready_takes_the_place_of_a_doomed_one() -> None:
-    decision = decide(View(NOW, seats("ab", "c"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2)
+    decision = decide(View(NOW, slots("ab", "c"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0", "c2")
 
 
 def test_two_notices_close_together_cost_one_resize() -> None:
     both = {"b": NOW + 60, "c": NOW + 60}
-    assert decide(View(NOW, seats("abc"), {"b": NOW + 60}, noticed=NOW - 0.1), 1, 3) == Hold()
-    decision = decide(View(NOW + 2, seats("abc"), both, noticed=NOW), 1, 3)
+    assert decide(View(NOW, slots("abc"), {"b": NOW + 60}, noticed=NOW - 0.1), 1, 3) == Hold()
+    decision = decide(View(NOW + 2, slots("abc"), both, noticed=NOW), 1, 3)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0",)
 
 
 def test_a_short_notice_is_not_waited_over() -> None:
-    decision = decide(View(NOW, seats("ab"), {"b": NOW + 3}, noticed=NOW), 1, 2)
+    decision = decide(View(NOW, slots("ab"), {"b": NOW + 3}, noticed=NOW), 1, 2)
     assert isinstance(decision, Resize)
 
 
 def test_below_the_fewest_a_checkpoint_is_saved_and_trained_on_until_shortly_before_the_deadline() -> None:
     def at(now: float, deadline: float, is_saved: bool) -> Decision:
-        return decide(View(now, seats("ab"), {"b": deadline}, NOW - 2, is_saved=is_saved, step_s=1.0), 2, 2)
+        return decide(View(now, slots("ab"), {"b": deadline}, NOW - 2, is_saved=is_saved, step_s=1.0), 2, 2)
 
     first = at(NOW, NOW + 30, is_saved=False)
     assert isinstance(first, Save)
@@ -101,14 +101,14 @@ def test_below_the_fewest_a_checkpoint_is_saved_and_trained_on_until_shortly_bef
         assert last.ends
 
 
-@given(SEATS, st.sets(st.sampled_from("abcd")), st.integers(1, 4), st.integers(0, 4))
+@given(SLOTS, st.sets(st.sampled_from("abcd")), st.integers(1, 4), st.integers(0, 4))
 def test_no_decision_trains_on_a_node_that_will_go_or_with_too_many(
-    chosen: list[Seat], doomed: set[str], low: int, more: int
+    chosen: list[WorkerSlot], doomed: set[str], low: int, more: int
 ) -> None:
     view = View(NOW, chosen, dict.fromkeys(doomed, math.inf), noticed=NOW - 10)
     decision = decide(view, low, low + more)
     if isinstance(decision, Resize):
-        nodes = {seat.worker: seat.node for seat in chosen}
+        nodes = {slot.worker: slot.node for slot in chosen}
         assert low <= len(decision.workers) <= low + more or len(decision.workers) > sum(s.in_group for s in chosen)
         assert len(decision.workers) <= low + more
         assert not doomed & {nodes[worker] for worker in decision.workers}

@@ -1,6 +1,5 @@
 """Optimizers by name: who decays, who is scaled by norms, and that shards, resizes and resumes change nothing of it."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from horovod_ranks import on_horovod_ranks
-from numbers_job import numbers_job
+from numbers_job import cpu_run, numbers_job
 from pydantic import ValidationError
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -17,18 +16,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from undula.config.job import load_spec
-from undula.errors import SpecError
+from undula.errors import RunError, SpecError
 from undula.optim.optimizers import SETTINGS, OptimizerConfig, make_optimizer
 from undula.plan.noise import Measured
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.state.ledger import read_ledger
+from undula.state.events import StartEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.state.model_state import load_state, model_and_optimizer_state
 from undula.storage import Store
 from undula.study.spec import CLASSES
 from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, rate_for
-from undula.train.run import Run, Step
+from undula.train.run import Step
 
 LAYERWISE = ("lars", "lamb")
 DECAY, LR = 0.1, 0.5
@@ -172,16 +172,16 @@ def test_both_groups_follow_the_schedule_and_lambs_averages_the_rule(name: str) 
     [
         (
             {"name": "adamw", "momentum": 0.9},
-            "momentum is 0.9, which name: adamw does not have: leave it out, or give ",
+            "momentum is 0.9, but name: adamw has no such setting: remove it, or use ",
         ),
         (
             {"name": "lamb", "nesterov": False},
-            "nesterov is false, which name: lamb does not have: .* name: sgd or lars",
+            "nesterov is false, but name: lamb has no such setting: .* name: sgd or lars",
         ),
-        ({"name": "sgd", "betas": (0.9, 0.99)}, r"betas is \(0.9, 0.99\), which name: sgd .* adam or adamw or lamb"),
-        ({"name": "lars", "eps": 1e-8}, "eps is 1e-08, which name: lars does not have"),
-        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient is 0.1, .* leave it out, or give name: lars"),
-        ({"name": "lars", "momentum": 0.0, "nesterov": True}, "nesterov is true, which looks ahead along momentum"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, r"betas is \(0.9, 0.99\), but name: sgd .* adam or adamw or lamb"),
+        ({"name": "lars", "eps": 1e-8}, "eps is 1e-08, but name: lars has no such setting"),
+        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient is 0.1, .* remove it, or use name: lars"),
+        ({"name": "lars", "momentum": 0.0, "nesterov": True}, "nesterov is true, but momentum is 0"),
     ],
 )
 def test_a_setting_that_the_optimizer_has_not_is_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -204,20 +204,66 @@ def test_a_jobs_optimizer_is_checked_with_its_yaml(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as refusal:
         load_spec(file, ["config.optimizer.eps=1e-3"], Config)
     assert str(refusal.value) == (
-        "command line: config.optimizer.eps is 0.001, which name: lars does not have: leave it out, or give name: "
+        "command line: config.optimizer.eps is 0.001, but name: lars has no such setting: remove it, or use name: "
         "adam or adamw or lamb"
     )
 
 
-def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    monkeypatch.delitem(sys.modules, "undula.optim.layerwise", raising=False)
-    with pytest.raises(SpecError, match=r"^optimizer.name is lars, which needs .*: pip install 'undula\[study\]'$"):
-        make_optimizer(nn.Linear(1, 1), config("lars"), LR)
+@pytest.mark.parametrize(("name", "title"), [("lars", "LARS"), ("lamb", "LAMB")])
+def test_sparse_gradients_are_refused(name: str, title: str) -> None:
+    module = nn.Embedding(4, 2, sparse=True)
+    module(torch.tensor([1])).sum().backward()
+    with pytest.raises(RunError, match=f"^{title} does not support sparse gradients: .* sparse=False, or use SGD$"):
+        make_optimizer(module, config(name), LR).step()
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_a_parameter_without_a_gradient_does_not_move_and_has_no_state(name: str) -> None:
+    module = network()
+    module.out.weight.grad = None
+    before = module.out.weight.detach().clone()
+    optimizer = make_optimizer(module, config(name), LR)
+    optimizer.step()
+    assert torch.equal(module.out.weight, before)
+    assert optimizer.state.get(module.out.weight) is None
+    assert module.words.weight in optimizer.state
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_parameters_of_several_dtypes_move_as_each_does_alone(name: str) -> None:
+    def step(*modules: nn.Linear) -> list[Tensor]:
+        holder = nn.ModuleList(modules)
+        for parameter in holder.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        make_optimizer(holder, config(name), LR).step()
+        return [module.weight.detach().clone() for module in modules]
+
+    def linear(dtype: torch.dtype) -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(3, 2, dtype=dtype)
+
+    alone = [*step(linear(torch.float32)), *step(linear(torch.float64))]
+    together = step(linear(torch.float32), linear(torch.float64))
+    assert [torch.equal(*pair) for pair in zip(alone, together, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_a_step_leaves_gradients_as_they_are_and_returns_the_closures_loss(name: str) -> None:
+    module, before = network(), network()
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        return 0.25
+
+    assert make_optimizer(module, config(name), LR).step(closure) == 0.25
+    for parameter, former in zip(module.parameters(), before.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert former.grad is not None
+        assert torch.equal(parameter.grad, former.grad)
 
 
 def test_lamb_refuses_complex_numbers() -> None:
-    with pytest.raises(SpecError, match="lamb, which is for real numbers, and weight is complex: give adamw"):
+    with pytest.raises(SpecError, match="lamb, which supports real parameters only, but weight is complex: use adamw"):
         make_optimizer(nn.Linear(2, 2, dtype=torch.complex64), config("lamb"), LR)
 
 
@@ -258,7 +304,7 @@ def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> d
     """The weights after a run with each, or after it was left before step `stop`."""
     found = {}
     for name, its_own in runs_of(job).items():
-        run = Run(its_own, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+        run = cpu_run(its_own, rank, world_size)
         model = run.model(nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1)))
         run.optimizer(make_optimizer(model, config(name), run.base_lr))
         steps: Iterator[Step] = run.steps()
@@ -285,8 +331,8 @@ def test_a_run_that_goes_on_at_another_world_size_has_the_same_bits(
     on_ranks(3, _trained, moved, 5)
     assert on_ranks(2, _trained, moved) == [alone, alone]
     for run in runs_of(moved).values():
-        told = read_ledger(Store(run.run_url)).events["message"].to_pylist()
-        assert [line for line in told if line.startswith(f"resumed from {origin} of step ")]
+        starts = events_of(read_ledger(Store(run.run_url)).events, StartEvent)
+        assert origin in [start.origin for start in starts]
 
 
 def test_horovod_reduces_for_them_as_torch_does(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from ranks import on_ranks
 from torch import nn
 
-from undula.parallel.collectives import sum_over_ranks
-from undula.parallel.engines.adasum import AdasumEngine, adasum, halves, largest_within
+from undula.parallel.collectives import all_reduce_over
+from undula.parallel.engines.adasum import AdasumEngine
+from undula.parallel.layout import join_layout
+from undula.parallel.reduce.adasum import adasum, halves, largest_within
 from undula.plan.plan import MicroBatch, assign
 
 
@@ -38,15 +40,16 @@ def _gradients(rank: int, world_size: int, samples: tuple[int, ...]) -> list[lis
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     rows = torch.randn(sum(samples), 3).split(samples)
-    shares = assign(len(samples), world_size)
-    engine = AdasumEngine(torch.device("cpu"), shares, rank, sum_over_ranks)
-    model = engine.wrap(module)
-    engine.begin_step(len(shares[rank]))
-    for place in shares[rank]:
-        engine.before_micro_batch(model, is_last=False)
-        (model(rows[place]).square().mean() * samples[place] / sum(samples)).backward()
-        engine.after_micro_batch(MicroBatch(0, place, 0, samples[place]))
-    engine.end_step(sum(samples))
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    engine = AdasumEngine(layout, len(samples), all_reduce_over(layout.shards))
+    model = engine.place(module)
+    mine = layout.virtual_workers(len(samples))
+    engine.begin_step(len(mine))
+    for place in mine:
+        engine.before_forward(is_last=False)
+        loss = model(rows[place]).square().mean()
+        engine.backward(loss, samples[place] / sum(samples), MicroBatch(0, place, 0, samples[place]), is_last=False)
+    engine.finish_gradients(sum(samples), max_norm=None)
     return [parameter.grad.flatten().tolist() for parameter in module.parameters()]
 
 

@@ -5,31 +5,34 @@ import math
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from torch import Tensor, nn
+from torch import nn
 
-from undula.parallel.engines.torch_engines import ExactEngine, TorchEngine
+from undula.parallel.collectives import all_reduce_over
+from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.engines.exact import ExactEngine
+from undula.parallel.layout import join_layout
 from undula.plan.plan import MicroBatch, assign
 from undula.train.buffers import BufferMean
-from undula.train.step_reduction import Asked, LocalStats, StepReducer, StepStats
+from undula.train.step_reduction import LocalStep, StepReducer, StepTotals, Wants
 
 
-def _reduce(rank: int, world_size: int) -> list[StepStats]:
+def _reduce(rank: int, world_size: int) -> list[StepTotals]:
     reducer = StepReducer(dist.group.WORLD)
-    first = LocalStats(losses=[rank + 1.0], sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": (3.0, 2.0)})
-    asked = Asked(leaves=rank == 1, has_saved=rank > 0)
-    second = LocalStats(losses=[], sample_digest=0, logged={"shared": (float(rank), 1.0)}, asked=asked)
-    return [reducer.reduce(first, 6), reducer.reduce(second, 6)]
+    first = LocalStep(losses=[rank + 1.0], sample_digest=2**64 - 1 - rank, logged={f"only rank {rank}": (3.0, 2.0)})
+    wants = Wants(leaves=rank == 1, has_saved=rank > 0)
+    second = LocalStep(losses=[], sample_digest=0, logged={"shared": (float(rank), 1.0)}, wants=wants)
+    return [reducer.reduce(first), reducer.reduce(second)]
 
 
 def test_sums_are_those_of_the_step_and_digests_wrap_at_64_bits() -> None:
     results = on_ranks(3, _reduce)
     assert results[0] == results[1] == results[2]
     first, second = results[0]
-    assert first.loss == (1 + 2 + 3) / 6
+    assert first.losses == 1 + 2 + 3
     assert first.sample_digest == sum(2**64 - 1 - rank for rank in range(3)) % 2**64
     assert first.logged == {f"only rank {rank}": 1.5 for rank in range(3)}
     assert second.logged == {"shared": 1.0}
-    assert second.asked == Asked(leaves=True)
+    assert second.wants == Wants(leaves=True)
 
 
 def _train_step(
@@ -39,20 +42,23 @@ def _train_step(
     module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(dtype)
     data = torch.randn(sum(shares), 5, dtype=dtype)
     pieces = data.split(shares)
-    engine = (ExactEngine if exact else TorchEngine)(torch.device("cpu"))
-    model = engine.wrap(module)
-    buffers = BufferMean(module, exact)
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    all_reduce = all_reduce_over(layout.shards)
+    engine = ExactEngine(layout, all_reduce) if exact else DataParallelEngine(layout)
+    model = engine.place(module)
+    buffers = BufferMean(module, all_reduce, exact)
     buffers.begin_step()
-    mine = assign(len(shares), world_size)[rank]
+    mine = layout.virtual_workers(len(shares))
     engine.begin_step(len(mine))
     for virtual_worker in mine:
-        engine.before_micro_batch(model, is_last=virtual_worker == mine[-1])
+        is_last = virtual_worker == mine[-1]
+        engine.before_forward(is_last)
         buffers.begin_micro_batch()
         loss = model(pieces[virtual_worker]).square().mean()
-        (loss * shares[virtual_worker] / sum(shares)).backward()
-        engine.after_micro_batch(MicroBatch(0, virtual_worker, 0, shares[virtual_worker]))
+        micro_batch = MicroBatch(0, virtual_worker, 0, shares[virtual_worker])
+        engine.backward(loss, shares[virtual_worker] / sum(shares), micro_batch, is_last)
         buffers.end_micro_batch(shares[virtual_worker])
-    engine.end_step(sum(shares))
+    engine.finish_gradients(sum(shares), max_norm=None)
     buffers.end_step(sum(shares))
     gradient = [float(value) for parameter in module.parameters() for value in parameter.grad.flatten()]
     return gradient, [float(value) for buffer in module.buffers() for value in buffer.flatten()]
@@ -80,7 +86,7 @@ def test_exact_gradients_and_buffers_are_the_same_bit_for_bit_at_any_world_size(
 def _losses_in_parts(rank: int, world_size: int, losses: list[float]) -> float:
     reducer = StepReducer(dist.group.WORLD)
     own = assign(len(losses), world_size)[rank]
-    return float(reducer.reduce(LocalStats(losses=[losses[place] for place in own]), 7).loss)
+    return reducer.reduce(LocalStep(losses=[losses[place] for place in own])).losses / 7
 
 
 def test_the_loss_of_a_step_is_the_same_bit_for_bit_at_any_world_size() -> None:
@@ -93,28 +99,28 @@ def test_the_loss_of_a_step_is_the_same_bit_for_bit_at_any_world_size() -> None:
     assert on_ranks(2, _losses_in_parts, [1e300, 1e300]) == [2e300 / 7] * 2
 
 
-def _constant_buffers(rank: int, world_size: int) -> list[Tensor]:
+def _constant_buffers(rank: int, world_size: int) -> list[list[float]]:
     module = nn.Module()
     for name, buffer in {"mask": torch.tensor([0.0, -torch.inf]), "table": torch.linspace(0, 1, 7)}.items():
         module.register_buffer(name, buffer)
-    buffers = BufferMean(module)
+    buffers = BufferMean(module, all_reduce_over(dist.group.WORLD))
     for _ in range(50):
         buffers.begin_step()
         buffers.begin_micro_batch()
         buffers.end_micro_batch([3, 0][rank])  # the second rank has no share
         buffers.end_step(3)
-    return list(module.buffers())
+    return [buffer.tolist() for buffer in module.buffers()]
 
 
 def test_buffers_that_nothing_changes_stay_what_they_are() -> None:
     for mask, table in on_ranks(2, _constant_buffers):
-        assert mask.tolist() == [0.0, -torch.inf]
-        assert torch.equal(table, torch.linspace(0, 1, 7))
+        assert mask == [0.0, -torch.inf]
+        assert table == torch.linspace(0, 1, 7).tolist()
 
 
 def test_buffers_go_back_to_before_an_unfinished_step_and_not_to_before_a_finished_one() -> None:
     norm = nn.BatchNorm1d(2)
-    buffers = BufferMean(norm)
+    buffers = BufferMean(norm, lambda tensor: None)
     for finished in (True, False):
         before = norm.running_mean.clone()  # type: ignore[union-attr]
         buffers.begin_step()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undula.errors import UsageError
 from undula.parallel.reduce.exact import LIMIT, MOST_ADDED, ExactSum, exact_total, total_value
 
 FLOAT32 = st.floats(-1e5, 1e5, width=32)
@@ -52,7 +53,7 @@ def test_as_many_of_the_largest_numbers_as_may_be_added_stay_in_range_and_one_mo
         sums.add(0, torch.tensor([largest], dtype=torch.float64))
     assert float(sums.values()[0]) == pytest.approx(MOST_ADDED * largest)
     sums.add(0, torch.tensor([1.0]))
-    with pytest.raises(RuntimeError, match="at most 8192 micro-batches a step, and this one has 8193"):
+    with pytest.raises(UsageError, match="this step has 8193 micro-batches, and deterministic=true sums at most 8192"):
         sums.values()
 
 

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from numbers_job import numbers_job
+from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from undula.parallel.engines.select import engine_for
+from undula.errors import UsageError
+from undula.parallel.engines.select import make_engine
+from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec
-from undula.recovery.restore import restore
+from undula.recovery.live_state import LiveState
+from undula.recovery.restore import Restorer
 from undula.recovery.snapshot import find_snapshots
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.state.checkpoint import Checkpointer
@@ -23,7 +25,6 @@ from undula.state.model_state import model_and_optimizer_state
 from undula.state.pieces import rank_state
 from undula.storage import Store
 from undula.train.job import Job
-from undula.train.run import Run
 
 
 def network(is_sharded: bool) -> nn.Module:
@@ -43,7 +44,7 @@ def whole(module: nn.Module) -> dict[str, list[float]]:
 
 
 def _weights(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[float]:
-    run = Run(job, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+    run = cpu_run(job, rank, world_size)
     model = run.model(network(is_sharded))
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
 
@@ -97,14 +98,13 @@ def _write(rank: int, world_size: int, folder: str, steps_of: list[list[int]]) -
 def _read(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any], bool]:
     model, optimizer = network(is_sharded=True), None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    world = dist.group.WORLD
-    assert world is not None
-    checkpoints = Checkpointer(Store(f"{folder}/run"), world, 2, keep=2)
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    checkpoints = Checkpointer(Store(f"{folder}/run"), layout.control, 2, keep=2)
 
     def find() -> list[Any]:  # each rank has another node
         return find_snapshots(Path(folder), "plan")[rank::world_size]
 
-    restored = restore(model, optimizer, checkpoints, "plan", None, find, lambda step: None, 2, world)
+    restored = Restorer(LiveState(model, optimizer), checkpoints, "plan", 2, layout, find).restore(None)
     moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
     return restored.step, whole(model), any(bool(moment.any()) for moment in moments)
 
@@ -123,22 +123,14 @@ def test_parts_of_several_ranks_make_up_a_state_for_any_number_of_them(
         assert step == 0 or weights == written[step]
 
 
-def _refusal(rank: int, world_size: int, folder: str) -> list[str]:
-    job = numbers_job(Path(folder))
-    half, adasum = GradientSpec(compression="fp16"), GradientSpec(reduce="adasum")
-    found = []
-    for changes in ({"deterministic": True}, {"engine": "horovod"}, {"gradient": half}, {"gradient": adasum}, {}):
-        module = nn.Sequential(nn.Linear(1, 2)) if not changes else network(is_sharded=True)
-        if not changes:
-            fully_shard(module[0])
-        with pytest.raises(RuntimeError) as refusal:
-            engine_for(module, torch.device("cpu"), replace(job, **changes), rank, world_size)
-        found.append(str(refusal.value))
-    return found
+def test_a_module_of_which_only_parts_are_sharded_is_refused() -> None:
+    on_ranks(1, _partly_sharded)
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    *keys, partly = on_ranks(1, _refusal, str(tmp_path))[0]
-    for message, key in zip(keys, ("deterministic: true", "engine: horovod", "fp16", "adasum"), strict=True):
-        assert key in message.partition("whole gradients")[0]
-    assert "call fully_shard() on it as well" in partly
+def _partly_sharded(rank: int, world_size: int) -> None:
+    module = nn.Sequential(nn.Linear(1, 2))
+    fully_shard(module[0])
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    engine = make_engine(module, layout, "torch", False, GradientSpec(), measures_noise=False, virtual_workers=1)
+    with pytest.raises(UsageError, match=r"call fully_shard\(\) on the module itself as well"):
+        engine.place(module)

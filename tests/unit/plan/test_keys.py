@@ -1,4 +1,4 @@
-"""Keys and permutations: the same on every machine and in every version, or no run could be repeated."""
+"""Tests of keys and permutations. They must be the same on every machine and in every version, or no run could be repeated."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -18,13 +18,13 @@ def ids(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def test_keys_are_what_they_were() -> None:
+def test_keys_never_change_between_versions() -> None:
     assert key64() == 13020603013274838756
     assert key64("validation", 0) == 9061410155417461602
     assert key64("row groups", 0, 1) == 5910924825573659972
 
 
-def test_keys_tell_parts_types_and_order_apart() -> None:
+def test_keys_depend_on_parts_types_and_order() -> None:
     parts = [("a", "b"), ("b", "a"), ("ab",), ("a", "b", ""), (1, 2), (12,), ("1", "2"), (1, "2"), (-1,), (1,)]
     assert len({key64(*each) for each in parts}) == len(parts)
 
@@ -35,10 +35,11 @@ def test_keys_have_64_bits(parts: list[int | str]) -> None:
 
 
 def whole(size: int, key: int) -> list[int]:
+    """Return a whole permutation."""
     return permuted(np.arange(size), size, key).tolist()
 
 
-def test_permutations_are_what_they_were() -> None:
+def test_permutations_never_change_between_versions() -> None:
     assert whole(10, 0) == [5, 4, 9, 1, 3, 6, 7, 8, 2, 0]
     assert whole(12, 2**64 - 1) == [1, 8, 5, 2, 10, 6, 3, 7, 9, 0, 11, 4]
     long = permuted(np.arange(100_000), 100_000, 42).astype("<i8").tobytes()
@@ -51,7 +52,7 @@ def test_permutation_holds_each_number_once(size: int, key: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**62), KEYS, st.integers(0)), min_size=1, max_size=20))
-def test_any_places_of_any_permutations_can_be_asked_for_at_once(asked: list[tuple[int, int, int]]) -> None:
+def test_places_of_several_permutations_can_be_evaluated_at_once(asked: list[tuple[int, int, int]]) -> None:
     sizes, keys, places = zip(*[(size, key, place % size) for size, key, place in asked], strict=True)
     together = permuted(ids(places), ids(sizes), np.array(keys, dtype=np.uint64))
     alone = [int(permuted(place, size, key)) for size, key, place in zip(sizes, keys, places, strict=True)]
@@ -60,7 +61,7 @@ def test_any_places_of_any_permutations_can_be_asked_for_at_once(asked: list[tup
 
 
 @given(st.integers(1, 200), KEYS, st.data())
-def test_a_place_holds_what_the_whole_permutation_has_there(size: int, key: int, data: st.DataObject) -> None:
+def test_a_single_place_agrees_with_the_whole_permutation(size: int, key: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, size - 1))
     assert permuted(place, size, key) == whole(size, key)[place]
 
@@ -71,7 +72,7 @@ def test_permutation_depends_on_the_key(one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 7, 10, 30])
-def test_every_number_stands_at_every_place_equally_often(size: int) -> None:
+def test_every_number_is_at_every_place_equally_often(size: int) -> None:
     draws = 20_000
     keys = subkeys(key64("uniform", size), np.arange(draws))
     drawn = permuted(np.arange(size)[None, :], size, keys[:, None])
@@ -87,7 +88,7 @@ def test_numbers_at_two_places_are_independent() -> None:
     drawn = permuted(np.arange(size)[None, :], size, keys[:, None])
     for one, other in [(0, 1), (0, 5), (2, 3)]:
         counts = np.bincount(drawn[:, one] * size + drawn[:, other], minlength=size * size)
-        pairs = np.delete(counts, np.arange(size) * (size + 1))  # no number stands twice
+        pairs = np.delete(counts, np.arange(size) * (size + 1))  # a permutation has no equal pairs
         expected = draws / (size * (size - 1))
         chi2 = float(((pairs - expected) ** 2 / expected).sum())
         assert chi2 < len(pairs) + 5 * (2 * len(pairs)) ** 0.5
@@ -101,7 +102,7 @@ def test_subkeys_depend_on_every_part_and_on_their_order() -> None:
     assert int(subkeys(8, 3, 4)) != int(subkeys(7, 3, 4))
 
 
-def test_digests_are_what_they_were() -> None:
+def test_digests_never_change_between_versions() -> None:
     assert multiset_digest(ids([])) == 0
     assert multiset_digest(ids([0])) == 16294208416658607535  # SplitMix64's first output for seed 0
     assert multiset_digest(ids(list(range(10)))) == 7438657777315996608
@@ -120,7 +121,9 @@ def test_digests_of_ranks_add_up(one: list[int], other: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=30), st.integers(0, 2**40), st.data())
-def test_digest_tells_a_missing_a_repeated_and_another_sample(values: list[int], new: int, data: st.DataObject) -> None:
+def test_a_missing_repeated_or_different_sample_changes_the_digest(
+    values: list[int], new: int, data: st.DataObject
+) -> None:
     digest = multiset_digest(ids(values))
     place = data.draw(st.integers(0, len(values) - 1))
     assert multiset_digest(ids(values[:place] + values[place + 1 :])) != digest

@@ -1,4 +1,4 @@
-"""The mix: what comes from which data set is known at any position, in the proportions that were asked for, evenly."""
+"""Tests of the mix: the data set of a sample is known at any position, and the proportions are even and as requested."""
 
 import numpy as np
 import pytest
@@ -12,9 +12,7 @@ weights = st.lists(st.floats(0.01, 100), min_size=2, max_size=6).map(tuple)
 
 
 @given(weights=weights, seed=st.integers(0, 99), position=st.integers(0, 10**12), count=st.integers(0, 500))
-def test_counts_are_what_the_sources_add_up_to(
-    weights: tuple[float, ...], seed: int, position: int, count: int
-) -> None:
+def test_counts_are_the_sums_of_the_sources(weights: tuple[float, ...], seed: int, position: int, count: int) -> None:
     mix = Mix(weights, seed)
     sources = mix.sources(3, position, count)
     counted = np.bincount(sources, minlength=len(weights))
@@ -23,16 +21,14 @@ def test_counts_are_what_the_sources_add_up_to(
 
 
 @given(weights=weights, position=st.integers(0, 10**9), count=st.integers(1, 2000))
-def test_any_stretch_holds_each_data_set_in_its_proportion(
-    weights: tuple[float, ...], position: int, count: int
-) -> None:
+def test_any_range_holds_each_data_set_in_its_proportion(weights: tuple[float, ...], position: int, count: int) -> None:
     found = np.bincount(Mix(weights, 0).sources(0, position, count), minlength=len(weights))
     asked = np.array(weights) / sum(weights) * count
     assert np.abs(found - asked).max() <= 2 * len(weights)
     assert found.sum() == count
 
 
-def test_virtual_workers_do_not_all_draw_on_one_data_set_at_once() -> None:
+def test_virtual_workers_do_not_all_draw_from_one_data_set_at_once() -> None:
     mix = Mix((1.0, 1.0), seed=5)
     step = [int(mix.sources(virtual_worker, 0, 1)[0]) for virtual_worker in range(64)]
     assert 16 <= sum(step) <= 48
@@ -42,6 +38,6 @@ def test_a_period_holds_exactly_the_rounded_weights() -> None:
     assert Mix((2.0, 1.0, 1.0), 0).counts(7, PERIOD).tolist() == [PERIOD // 2, PERIOD // 4, PERIOD // 4]
 
 
-def test_a_weight_too_small_to_be_seen_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"weight 1e-06 of 1\.0.* for its data set 2, less than one sample in 65536"):
+def test_a_weight_of_less_than_one_sample_per_period_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"data\.mix: .* data set 2 is 1e-06 of 1\.0.*, less than one sample in 65536"):
         Mix((1.0, 1e-6), 0)

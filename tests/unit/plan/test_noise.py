@@ -1,4 +1,4 @@
-"""The gradient noise scale: what estimates of it are worth, against gradients whose covariance is known."""
+"""Tests of the gradient noise scale on gradients with a known covariance."""
 
 import math
 import random
@@ -16,7 +16,10 @@ SQUARED = sum(each**2 for each in MEAN)  # |G|^2 = 1.3125; B_noise = 10.857
 
 
 def norms(source: random.Random, shares: list[int]) -> StepNorms:
-    """Of a step whose micro-batches have so many samples each, with Gaussian gradients: a quadratic's with noisy targets."""
+    """Return the norms of a step with Gaussian gradients, as of a quadratic with noisy targets.
+
+    `shares` are the sizes of its micro-batches in samples.
+    """
     samples = sum(shares)
     means = [
         [source.gauss(mean, deviation / math.sqrt(share)) for mean, deviation in zip(MEAN, DEVIATIONS, strict=True)]
@@ -30,7 +33,7 @@ def norms(source: random.Random, shares: list[int]) -> StepNorms:
 
 
 @pytest.mark.parametrize("shares", [[8] * 4, [8, 8, 7, 1], [1] * 32])
-def test_estimates_are_unbiased_however_the_samples_are_cut(shares: list[int]) -> None:
+def test_estimates_are_unbiased_for_any_sizes_of_micro_batches(shares: list[int]) -> None:
     source = random.Random(0)
     drawn = [norms(source, shares).estimates() for _ in range(20_000)]
     variances, squares = zip(*(each for each in drawn if each), strict=True)
@@ -39,7 +42,7 @@ def test_estimates_are_unbiased_however_the_samples_are_cut(shares: list[int]) -
     assert sum(squares) / 20_000 == pytest.approx(SQUARED, rel=0.03)
 
 
-def test_smoothed_apart_they_come_to_the_noise_scale() -> None:
+def test_separate_averages_converge_to_the_noise_scale() -> None:
     source = random.Random(1)
     found, noise = [], NoiseScale()
     for number in range(20_000):
@@ -52,7 +55,7 @@ def test_smoothed_apart_they_come_to_the_noise_scale() -> None:
 
 
 @given(st.integers(1, 400))
-def test_averages_are_not_biased_towards_their_beginning(steps: int) -> None:
+def test_averages_are_not_biased_towards_their_initial_zero(steps: int) -> None:
     noise = NoiseScale()
     for _ in range(steps):
         noise = noise.after(StepNorms(small_squared=3.0, whole_squared=1.5, micro_batches=4, samples=16))
@@ -61,7 +64,7 @@ def test_averages_are_not_biased_towards_their_beginning(steps: int) -> None:
     assert noise.samples == pytest.approx(8.0)
 
 
-def test_what_tells_nothing_changes_nothing() -> None:
+def test_steps_without_an_estimate_change_nothing() -> None:
     noise = NoiseScale(1.0, 1.0, 0.5)
     assert noise.after(StepNorms(3.0, 1.0, 1, 16)) is noise
     assert noise.after(StepNorms(math.nan, 1.0, 4, 16)) is noise
@@ -69,12 +72,12 @@ def test_what_tells_nothing_changes_nothing() -> None:
     assert NoiseScale().samples is None
 
 
-def test_noise_without_a_gradient_is_infinite_and_a_gradient_without_noise_is_none() -> None:
+def test_pure_noise_has_an_infinite_scale_and_a_gradient_without_noise_a_scale_of_zero() -> None:
     assert NoiseScale(1.0, -0.1, 0.5).samples == math.inf
     assert NoiseScale(-1.0, 0.1, 0.5).samples == 0.0
     assert NoiseScale(-1.0, -0.1, 0.5).samples == 0.0
 
 
-def test_what_was_measured_goes_through_a_checkpoint() -> None:
+def test_measurements_survive_a_checkpoint() -> None:
     measured = Measured(NoiseScale(0.1, 0.2, 0.3), 64.5)
     assert Measured.of(*measured.values()) == measured

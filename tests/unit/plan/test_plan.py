@@ -1,4 +1,4 @@
-"""The plan: steps, shares and who does what, for any numbers."""
+"""Tests of the plan: its steps, the virtual workers' shares and their assignment to ranks, for any numbers."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def test_shares_sum_to_the_samples_of_the_step(plan: Plan) -> None:
 
 
 @given(plans())
-def test_every_epoch_consumes_what_its_last_step_declares(plan: Plan) -> None:
+def test_every_epoch_consumes_the_samples_that_last_step_specifies(plan: Plan) -> None:
     shapes = [plan.step(index) for index in range(plan.spec.epochs * plan.steps_per_epoch)]
     batch, rows = plan.spec.global_batch, plan.num_rows
     expected = {"short": rows, "drop": rows - rows % batch, "wrap": rows + -rows % batch}[plan.spec.last_step]
@@ -52,7 +52,7 @@ def test_every_epoch_consumes_what_its_last_step_declares(plan: Plan) -> None:
 
 
 @given(plans())
-def test_total_samples_are_those_of_all_steps(plan: Plan) -> None:
+def test_total_samples_are_the_sum_over_all_steps(plan: Plan) -> None:
     assert plan.total_samples == sum(plan.step(index).samples for index in range(plan.total_steps))
     assert plan.total_steps <= (plan.spec.max_steps or plan.total_steps)
 
@@ -77,15 +77,15 @@ def test_assign_is_contiguous_even_and_covers_all(virtual_workers: int, world_si
         assert min(map(len, ranks)) >= 1
 
 
-def test_digest_is_of_the_plan_and_the_data() -> None:
+def test_digest_depends_on_the_plan_and_the_data() -> None:
     specs = [PlanSpec(), PlanSpec(seed=1), PlanSpec(global_batch=128), PlanSpec(shuffle="none"), PlanSpec(window=5)]
     digests = [Plan(spec, 1000).digest("data") for spec in specs] + [Plan(PlanSpec(), 1000).digest("other data")]
     assert len(set(digests)) == 6
     assert Plan(PlanSpec(), 1000).digest("data") == digests[0]
 
 
-def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> None:
-    with pytest.raises(ValidationError, match=r"global_batch is 10, .* \(4\) does not divide: give 8 or 12"):
+def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_multiples() -> None:
+    with pytest.raises(ValidationError, match=r"global_batch is 10, .* virtual_workers \(4\); set it to 8 or 12"):
         PlanSpec(global_batch=10, virtual_workers=4)
 
 

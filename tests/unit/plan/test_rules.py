@@ -1,4 +1,4 @@
-"""An elastic batch: how much a step takes, and the learning rate's way from one batch to the next."""
+"""Tests of the elastic batch: how many samples a step takes, and how the learning rate follows the batch size."""
 
 from math import inf, sqrt
 from typing import Any
@@ -23,7 +23,7 @@ ELASTIC = PlanSpec(global_batch=8, virtual_workers=8, epochs=3, batch="elastic",
     st.integers(8, 100),
     st.sampled_from(["short", "drop", "wrap"]),
 )
-def test_whatever_workers_come_and_go_the_steps_of_the_plan_are_taken_in_order_once(
+def test_every_step_of_the_plan_is_taken_once_and_in_order_at_any_sequence_of_world_sizes(
     world_sizes: list[int], num_rows: int, last_step: str
 ) -> None:
     spec = PlanSpec(global_batch=8, virtual_workers=8, epochs=3, batch="elastic", batch_workers=2, last_step=last_step)  # type: ignore[arg-type]
@@ -32,34 +32,34 @@ def test_whatever_workers_come_and_go_the_steps_of_the_plan_are_taken_in_order_o
     for number in range(10_000):
         if index == plan.total_steps:
             break
-        span = plan.span(index, world_sizes[number % len(world_sizes)])
-        assert span >= 1
-        assert plan.step(index).epoch == plan.step(index + span - 1).epoch
-        index += span
+        merged = plan.merged_steps(index, world_sizes[number % len(world_sizes)])
+        assert merged >= 1
+        assert plan.step(index).epoch == plan.step(index + merged - 1).epoch
+        index += merged
     assert index == plan.total_steps
 
 
-def test_a_fixed_batch_does_not_see_the_workers() -> None:
+def test_a_fixed_batch_does_not_depend_on_the_world_size() -> None:
     plan = Plan(PlanSpec(global_batch=8, virtual_workers=8), 80)
-    assert [plan.span(0, world_size) for world_size in (1, 2, 4, 8)] == [1, 1, 1, 1]
+    assert [plan.merged_steps(0, world_size) for world_size in (1, 2, 4, 8)] == [1, 1, 1, 1]
 
 
-def test_an_elastic_batch_follows_the_workers_by_whole_global_batches() -> None:
+def test_an_elastic_batch_grows_with_the_world_size_by_whole_global_batches() -> None:
     plan = Plan(ELASTIC, 800)
-    assert [plan.span(0, world_size) for world_size in (1, 2, 3, 4, 7, 8)] == [1, 1, 1, 2, 3, 4]
+    assert [plan.merged_steps(0, world_size) for world_size in (1, 2, 3, 4, 7, 8)] == [1, 1, 1, 2, 3, 4]
 
 
 MEASURING: list[RuleName] = [name for name, rule in RULES.items() if rule.is_measured]
 NOISE = st.just(None) | st.just(inf) | st.floats(0, 1e6)
 
 
-def test_the_rules() -> None:
+def test_each_rule_applies_its_formula() -> None:
     for name, expected in (
         ("none", Scaled()),
         ("linear", Scaled(4.0)),
         ("sqrt", Scaled(2.0)),
         ("legw", Scaled(2.0, warmup=4.0)),
-        ("adam_sde", Scaled(2.0, forgetting=4.0, eps=0.5)),
+        ("adam_sde", Scaled(2.0, one_minus_beta=4.0, eps=0.5)),
         ("adascale", Scaled(2.5, gain=2.5)),  # (4 + 1) / (4 / 4 + 1)
         ("noise_scale", Scaled(2.5)),  # (1 + 4) / (1 + 4 / 4)
         ("surge", Scaled(1.25)),  # the factor 2 / (1 + 1) over the base's 2 / (2 + 1 / 2)
@@ -71,12 +71,12 @@ def test_the_rules() -> None:
 def test_no_rule_changes_anything_at_the_base_batch(name: RuleName, noise: float | None) -> None:
     found = RULES[name].scaled(1.0, noise)
     assert (found.lr, found.eps, found.warmup) == (pytest.approx(1.0), 1.0, 1.0)
-    assert found.forgetting in (None, 1.0)
+    assert found.one_minus_beta in (None, 1.0)
     assert found.gain in (None, pytest.approx(1.0))
 
 
 @given(st.sampled_from(MEASURING), st.floats(1, 1000), NOISE)
-def test_measuring_rules_stay_between_no_factor_and_that_of_pure_noise(
+def test_measured_factors_lie_between_those_without_noise_and_with_pure_noise(
     name: RuleName, kappa: float, noise: float | None
 ) -> None:
     factor = RULES[name].scaled(kappa, noise).lr
@@ -103,17 +103,17 @@ def test_surge_peaks_where_the_batch_is_the_noise_scale(noise: float, apart: flo
     )
 
 
-def test_betas_average_over_as_many_samples_as_before_and_no_fewer_than_one_step() -> None:
+def test_betas_average_over_the_same_number_of_samples_and_at_least_one_step() -> None:
     assert scaled_beta(0.999, 8.0) == pytest.approx(0.992)
     assert scaled_beta(0.9, 8.0) == pytest.approx(0.2)
     with pytest.raises(
-        SpecError, match=r"batches below 10 times schedule.base_batch where a beta is 0.9, .* have 16 times"
+        SpecError, match=r"adam_sde with a beta of 0.9 .* below 10 times schedule.base_batch, .* reach 16 times"
     ):
         scaled_beta(0.9, 16.0)
 
 
 @pytest.mark.parametrize(
-    ("rule", "optimizer", "told"),
+    ("rule", "optimizer", "message"),
     [
         ("linear", torch.optim.SGD, None),
         ("none", torch.optim.Rprop, None),
@@ -122,37 +122,39 @@ def test_betas_average_over_as_many_samples_as_before_and_no_fewer_than_one_step
         (
             "linear",
             torch.optim.AdamW,
-            "LARS, SGD, and the optimizer is AdamW: for AdamW there are sqrt, adam_sde, surge",
+            "LARS, SGD, but the optimizer is AdamW; for AdamW, use one of sqrt, adam_sde, surge",
         ),
         (
             "adam_sde",
             torch.optim.SGD,
-            "Adam, AdamW, RMSprop, and the optimizer is SGD: for SGD there are linear, sqrt, legw, adascale, noise_scale",
+            "Adam, AdamW, RMSprop, but the optimizer is SGD; for SGD, use one of linear, sqrt, legw, adascale, noise_scale",
         ),
         (
             "linear",
             torch.optim.Rprop,
-            "LARS, SGD, and the optimizer is Rprop: compare the run with one at the base batch",
+            "LARS, SGD, but the optimizer is Rprop; compare the run with one at the base batch",
         ),
     ],
 )
-def test_a_rule_warns_outside_of_its_optimizers(rule: RuleName, optimizer: Any, told: str | None) -> None:
+def test_a_rule_warns_about_optimizers_that_it_is_not_known_for(
+    rule: RuleName, optimizer: Any, message: str | None
+) -> None:
     made = optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     plan = Plan(PlanSpec(global_batch=8), 80)
     found = GroupRates(made, ScheduleSpec(batch_rule=rule, base_batch=4), plan).warning
-    assert found == (told and f"schedule.batch_rule {rule} is known to hold for {told}")
-    assert GroupRates(made, ScheduleSpec(batch_rule=rule), plan).warning is None  # nothing follows
+    assert found == (message and f"schedule.batch_rule={rule} is only known to hold for {message}")
+    assert GroupRates(made, ScheduleSpec(batch_rule=rule), plan).warning is None  # the batch is the base batch
 
 
 def test_rules_for_layerwise_optimizers() -> None:
     for rule, optimizer in (("linear", "LARS"), ("sqrt", "LARS"), ("legw", "LARS"), ("sqrt", "Lamb"), ("legw", "Lamb")):
         assert warning(rule, (optimizer, "BaseOptimizer", "Optimizer")) is None  # type: ignore[arg-type]
-    told = warning("linear", ("Lamb", "BaseOptimizer", "Optimizer"))
-    assert told is not None
-    assert told.endswith("and the optimizer is Lamb: for Lamb there are sqrt, legw")
+    message = warning("linear", ("Lamb", "BaseOptimizer", "Optimizer"))
+    assert message is not None
+    assert message.endswith("but the optimizer is Lamb; for Lamb, use one of sqrt, legw")
 
 
-def test_an_own_class_is_known_by_the_one_that_it_derives_from() -> None:
+def test_a_subclass_is_judged_by_its_nearest_known_base_class() -> None:
     assert warning("adam_sde", ("Mine", "AdamW", "Adam", "Optimizer")) is None
     assert "the optimizer is SGD" in str(warning("surge", ("Mine", "SGD", "Optimizer")))
 
@@ -161,62 +163,62 @@ def test_an_own_class_is_known_by_the_one_that_it_derives_from() -> None:
     st.lists(st.tuples(st.floats(0.1, 10), st.integers(0, 500)), min_size=1, max_size=8),
     st.integers(0, 300),
 )
-def test_the_batch_climbs_without_a_jump_and_falls_at_once(changes: list[tuple[float, int]], rewarm: int) -> None:
+def test_the_batch_rises_without_a_jump_and_falls_at_once(changes: list[tuple[float, int]], rewarm: int) -> None:
     ramp, samples = Ramp(1.0, 1.0), 0
     for end, after in changes:
         samples += after
         before = ramp.at(samples)
         ramp = ramp.towards(end, samples, rewarm)
         at_change = ramp.at(samples)
-        is_on_its_way = ramp.end > ramp.begin and samples < ramp.since + ramp.length
-        assert at_change == pytest.approx(before if is_on_its_way else ramp.end)
+        is_rising = ramp.end > ramp.begin and samples < ramp.since + ramp.length
+        assert at_change == pytest.approx(before if is_rising else ramp.end)
         assert ramp.at(samples + rewarm) == ramp.end
-        way = [ramp.at(samples + step * rewarm // 4) for step in range(5)]
-        assert way == sorted(way)
+        sizes = [ramp.at(samples + step * rewarm // 4) for step in range(5)]
+        assert sizes == sorted(sizes)
         assert ramp.towards(end, samples + 1, rewarm) is ramp
         assert Ramp(**ramp.values()) == ramp
 
 
-def multipliers(rate: Rate, begin: int, steps: list[int], span: int) -> list[float]:
-    return [rate.at(begin + samples, 8 * span, span, Measured()).lr for samples in steps]
+def multipliers(rate: Rate, begin: int, steps: list[int], merged: int) -> list[float]:
+    return [rate.at(begin + samples, 8 * merged, merged, Measured()).lr for samples in steps]
 
 
-def test_a_group_goes_on_from_where_the_rate_of_the_one_before_was() -> None:
+def test_a_new_worker_group_continues_from_the_previous_groups_learning_rate() -> None:
     schedule = ScheduleSpec(base_lr=1.0, decay="constant", batch_rule="linear", rewarm_samples=32)
     plan = Plan(ELASTIC, 800)
-    first, told = rate_for(schedule, plan, 2, 0, {})
-    assert told is not None
+    first, event = rate_for(schedule, plan, 2, 0, {})
+    assert event is not None
     assert multipliers(first, 0, [8], 1) == [1.0]
-    grown, told = rate_for(schedule, plan, 4, 10, first.values())
-    assert told is not None
-    assert told.message == "steps of 16 samples, learning rate times 2 after 32 samples"
+    grown, event = rate_for(schedule, plan, 4, 10, first.values())
+    assert event is not None
+    assert (event.samples, event.lr_factor, event.warmup_samples) == (16, 2.0, 32.0)
     assert multipliers(grown, 80, [0, 16, 32, 48], 2) == [1.0, 1.5, 2.0, 2.0]
     assert multipliers(grown, 80, [48], 1) == [1.0]  # the last step of an epoch, with one global batch left
-    # A crash on the way up: the same workers come back, and the way goes on.
-    again, told = rate_for(schedule, plan, 4, 12, grown.values())
-    assert told is None
+    # After a crash during the re-warmup, a group of the same size continues it.
+    again, event = rate_for(schedule, plan, 4, 12, grown.values())
+    assert event is None
     assert multipliers(again, 80, [16], 2) == [1.5]
     shrunk, _ = rate_for(schedule, plan, 2, 12, again.values())
     assert multipliers(shrunk, 80, [24], 1) == [1.0]
 
 
-def test_legw_warms_up_again_for_as_much_longer_as_the_batch_has_grown() -> None:
+def test_legw_rewarms_longer_in_proportion_to_the_growth_of_the_batch() -> None:
     schedule = ScheduleSpec(decay="constant", batch_rule="legw", rewarm_samples=32)
     plan = Plan(ELASTIC, 800)
     first, _ = rate_for(schedule, plan, 2, 0, {})
-    grown, told = rate_for(schedule, plan, 8, 10, first.values())
-    assert told is not None
-    assert told.message == "steps of 32 samples, learning rate times 2 after 128 samples"
+    grown, event = rate_for(schedule, plan, 8, 10, first.values())
+    assert event is not None
+    assert (event.samples, event.lr_factor, event.warmup_samples) == (32, 2.0, 128.0)
     assert multipliers(grown, 80, [0, 64, 128], 4) == pytest.approx([1.0, sqrt(2.5), 2.0])
 
 
-def test_a_rate_for_a_base_batch_is_scaled_to_the_batch_of_the_run() -> None:
+def test_the_learning_rate_is_scaled_from_the_base_batch_to_the_batch_of_the_run() -> None:
     plan = Plan(PlanSpec(global_batch=8, virtual_workers=4), 80)
-    rate, told = rate_for(ScheduleSpec(decay="constant", base_batch=2), plan, 1, 0, {})
+    rate, event = rate_for(ScheduleSpec(decay="constant", base_batch=2), plan, 1, 0, {})
     assert multipliers(rate, 0, [8, 16], 1) == [4.0, 4.0]
-    assert told is not None
-    assert told.message == "steps of 8 samples, learning rate times 4"
-    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # it was told at the beginning
+    assert event is not None
+    assert (event.samples, event.lr_factor, event.warmup_samples) == (8, 4.0, 0.0)
+    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # it was event at the beginning
     assert rate_for(ScheduleSpec(), plan, 1, 0, {})[1] is None
 
 
@@ -228,7 +230,7 @@ def test_no_rule_changes_a_run_of_the_base_batch(rule: RuleName) -> None:
     assert multipliers(ruled, 0, [8, 40, 80], 1) == multipliers(plain, 0, [8, 40, 80], 1)
 
 
-def test_adascales_schedule_moves_by_gains_and_that_of_pure_noise_by_samples() -> None:
+def test_adascales_schedule_advances_by_gains() -> None:
     plan = Plan(PlanSpec(global_batch=8, virtual_workers=4), 80)
     schedule = ScheduleSpec(decay="polynomial", final_fraction=0, base_batch=2, batch_rule="adascale")
     rate, _ = rate_for(schedule, plan, 1, 0, {})
@@ -244,7 +246,7 @@ def test_adascales_schedule_moves_by_gains_and_that_of_pure_noise_by_samples() -
     assert short.clock == 42.5
 
 
-def test_adam_moves_with_its_betas_and_eps_and_comes_back() -> None:
+def test_adams_betas_and_eps_follow_the_batch_and_return_with_it() -> None:
     plan = Plan(PlanSpec(global_batch=8, virtual_workers=8, batch="elastic"), 800)
     schedule = ScheduleSpec(decay="constant", batch_rule="adam_sde")
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1, betas=(0.9, 0.999), eps=1e-8)
@@ -257,29 +259,29 @@ def test_adam_moves_with_its_betas_and_eps_and_comes_back() -> None:
         assert group["betas"] == pytest.approx(betas)
 
 
-def test_other_rules_leave_averages_to_the_script() -> None:
+def test_other_rules_do_not_change_the_betas() -> None:
     plan = Plan(PlanSpec(global_batch=8, virtual_workers=8, batch="elastic"), 800)
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     rates = GroupRates(optimizer, ScheduleSpec(batch_rule="sqrt"), plan)
-    optimizer.param_groups[0]["betas"] = (0.8, 0.9)  # in the middle of the run
+    optimizer.param_groups[0]["betas"] = (0.8, 0.9)  # as a script may do in the middle of a run
     rates.set(optimizer, rate_for(ScheduleSpec(batch_rule="sqrt"), plan, 4, 0, {})[0].at(32, 32, 4, Measured()))
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
-def test_averages_that_would_forget_more_than_there_is_are_refused_before_the_first_step() -> None:
+def test_betas_that_would_become_negative_are_refused_before_the_first_step() -> None:
     plan = Plan(PlanSpec(global_batch=16, virtual_workers=16, batch="elastic"), 800)
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     schedule = ScheduleSpec(batch_rule="adam_sde")
-    with pytest.raises(SpecError, match=r"adam_sde is for batches below 10 times schedule.base_batch"):
+    with pytest.raises(SpecError, match=r"adam_sde .* below 10 times schedule.base_batch"):
         GroupRates(torch.optim.Adam(parameters), schedule, plan)
     GroupRates(torch.optim.Adam(parameters, betas=(0.95, 0.999)), schedule, plan)
-    with pytest.raises(SpecError, match=r"where a beta is 0.9,"):
+    with pytest.raises(SpecError, match=r"with a beta of 0.9 "):
         GroupRates(torch.optim.RMSprop(parameters, alpha=0.9), schedule, plan)
     GroupRates(torch.optim.SGD(parameters), schedule, plan)
 
 
 def test_torchs_sgd_needs_no_momentum_correction() -> None:
-    """Equation 10 of Goyal et al. 2017 with its correction of the buffer by lr / former lr, step for step."""
+    """The updates equal equation 10 of Goyal et al. 2017, which corrects the buffer by lr / previous lr, at every step."""
     torch.manual_seed(0)
     gradients = torch.randn(12, 3, dtype=torch.float64)
     weights = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))

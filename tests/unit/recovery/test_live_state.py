@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from undula.recovery.live_state import LiveState
-from undula.state.model_state import model_and_optimizer_state
 
 
 def test_state_that_an_optimizer_makes_anew_is_seen_whatever_address_it_gets() -> None:
@@ -12,10 +11,10 @@ def test_state_that_an_optimizer_makes_anew_is_seen_whatever_address_it_gets() -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 1000)).sum().backward()
     optimizer.step()
-    live = LiveState(model, optimizer, lambda: model_and_optimizer_state(model, optimizer))
+    live = LiveState(model, optimizer)
     for number in range(20):
         for _ in range(2):  # the second one gets the place of the one before the first
             optimizer.state[model.weight]["momentum_buffer"] = torch.full((1, 1000), float(number))
         held = live.held()
-        assert held.parts["optimizer.state.weight.momentum_buffer"].tensor[0, 0] == number
+        assert held.pieces["optimizer.state.weight.momentum_buffer"].tensor[0, 0] == number
     assert live.held() is held

@@ -1,21 +1,23 @@
 """A group begins at the newest state there is: of the last attempt, and there of the last step."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
-from undula.recovery.handover import Kept
-from undula.recovery.restore import Restored, restore
+from undula.parallel.layout import Layout, join_layout
+from undula.recovery.live_state import LiveState
+from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import Snapshot, find_snapshots
 from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
 from undula.state.model_state import model_and_optimizer_state
-from undula.state.pieces import rank_state
+from undula.state.pieces import piece_of, rank_state
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -34,35 +36,49 @@ def state(value: float) -> dict[str, Any]:
 
 
 def restored(
-    folder: Path, kept: Age | None, snapshot: Age | None, saved: Age | None, attempt: int
+    folder: Path, held: Age | None, snapshot: Age | None, saved: Age | None, attempt: int
 ) -> tuple[Restored, float, list[int]]:
-    """What a group of this attempt begins with; the weight is 1 of the kept state, 2 of the snapshot, 3 of the checkpoint, else 0."""
-    world = dist.group.WORLD
-    assert world is not None
-    mine = Kept("plan", *kept, rank_state(state(1)), ()) if kept else None
+    """What a group of this attempt begins with; the weight is 1 of the held state, 2 of the snapshot, 3 of the checkpoint, else 0."""
+    layout = join_layout(0, 1, torch.device("cpu"))
+    mine = HeldState("plan", *held, rank_state(state(1)), ()) if held else None
     if snapshot:
         writer = SnapshotWriter(folder / "memory", "plan", snapshot[0])
         writer.begin(snapshot[1], rank_state(state(2)), {}, [])
         writer.close()
     if saved:
-        former = Checkpointer(Store(str(folder)), world, saved[0], keep=2)
-        former.save(saved[1], "plan", state(3))
+        former = Checkpointer(Store(str(folder)), layout.control, saved[0], keep=2)
+        former.save(saved[1], "plan", rank_state(state(3)))
         assert former.wait() is None
-    checkpoints = Checkpointer(Store(str(folder)), world, attempt, keep=2)
-    model, optimizer = trained(0)
     begun: list[int] = []
-    beside = {"measured": torch.zeros(2, dtype=torch.float64)}
 
     def find() -> list[Snapshot]:
         return find_snapshots(folder / "memory", "plan")
 
-    result = restore(model, optimizer, checkpoints, "plan", mine, find, begun.append, attempt, world, beside)
-    assert beside["measured"].tolist() == [model.weight[0, 0].item()] * 2  # type: ignore[union-attr, index, operator]
-    return result, model.weight[0, 0].item(), begun  # type: ignore[union-attr, index, operator]
+    result, weight, measured = restore_into(0, folder, attempt, layout, mine, find, begun.append)
+    assert measured == [weight] * 2
+    return result, weight, begun
+
+
+def restore_into(
+    value: float,
+    folder: Path,
+    attempt: int,
+    layout: Layout,
+    held: HeldState | None,
+    find: Callable[[], list[Snapshot]],
+    begin: Callable[[int], None],
+) -> tuple[Restored, float, list[float]]:
+    """Restore a new model with a tensor beside it; also its first weight and that tensor afterwards."""
+    model, optimizer = trained(value)
+    measured = piece_of(torch.zeros(2, dtype=torch.float64))
+    live = LiveState(model, optimizer, lambda: {"measured": measured})
+    checkpoints = Checkpointer(Store(str(folder)), layout.control, attempt, keep=2)
+    result = Restorer(live, checkpoints, "plan", attempt, layout, find, begin).restore(held)
+    return result, model.weight[0, 0].item(), measured.tensor.tolist()  # type: ignore[union-attr, index, operator]
 
 
 @pytest.mark.parametrize(
-    ("kept", "snapshot", "saved", "weight", "step"),
+    ("held", "snapshot", "saved", "weight", "step"),
     [
         (None, None, None, 0, 0),
         ((4, 50), (4, 50), (4, 40), 1, 50),
@@ -77,23 +93,19 @@ def restored(
     ],
 )
 def test_the_newest_state_of_the_last_attempt_is_taken(
-    tmp_path: Path, kept: Age | None, snapshot: Age | None, saved: Age | None, weight: float, step: int
+    tmp_path: Path, held: Age | None, snapshot: Age | None, saved: Age | None, weight: float, step: int
 ) -> None:
-    result, found, begun = restored(tmp_path, kept, snapshot, saved, attempt=5)
+    result, found, begun = restored(tmp_path, held, snapshot, saved, attempt=5)
     assert (found, result.step, begun) == (weight, step, [step])
     assert result.is_checkpoint == (weight == 3)
 
 
 def _given(rank: int, world_size: int, folder: str) -> tuple[float, list[float]]:
     """Rank 1 was in the last group, and rank 0 is new."""
-    world = dist.group.WORLD
-    assert world is not None
-    kept = Kept("plan", 4, 50, rank_state(state(1)), ()) if rank else None
-    model, optimizer = trained(0)
-    beside = {"measured": torch.zeros(2, dtype=torch.float64)}
-    checkpoints = Checkpointer(Store(folder), world, 5, keep=2)
-    restore(model, optimizer, checkpoints, "plan", kept, list, lambda step: None, 5, world, beside)
-    return model.weight[0, 0].item(), beside["measured"].tolist()  # type: ignore[union-attr, index, operator]
+    held = HeldState("plan", 4, 50, rank_state(state(1)), ()) if rank else None
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    _, weight, measured = restore_into(0, Path(folder), 5, layout, held, list, lambda step: None)
+    return weight, measured
 
 
 def test_a_rank_that_is_new_gets_what_another_one_has(tmp_path: Path) -> None:

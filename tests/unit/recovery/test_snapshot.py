@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from undula.parallel.layout import join_layout
 from undula.recovery import snapshot, snapshot_writer
-from undula.recovery.live_state import find_state
+from undula.recovery.rank_snapshots import find_state
 from undula.recovery.snapshot import Snapshot, available_memory, find_snapshots, is_private, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
-from undula.state.pieces import Part, RankState, rank_state
+from undula.state.pieces import Piece, RankState, TensorSpec, rank_state
 from undula.state.records import StepRow
 
 
@@ -44,7 +45,7 @@ def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
     found = newest_snapshot(tmp_path, "plan")
     assert found is not None
     assert (found.age, found.rows) == ((0, 3), (row(2),))
-    assert found.sharding is None
+    assert found.holding is None
     loaded = found.load().whole()
     assert loaded.keys() == state(3).keys()
     for name, value in state(3.0).items():
@@ -67,7 +68,7 @@ def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
     found = newest_snapshot(tmp_path, "plan")
     assert found is not None
     assert found.age == (0, 2)
-    assert torch.equal(found.load().parts["model.w"].tensor, torch.full((3, 5), 2.0))
+    assert torch.equal(found.load().pieces["model.w"].tensor, torch.full((3, 5), 2.0))
 
 
 def test_a_new_writer_does_not_begin_by_losing_what_is_there(tmp_path: Path) -> None:
@@ -117,13 +118,13 @@ def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
 def test_the_interval_and_the_memory_are_told_once_they_are_known(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     for step in range(1, 9):
-        assert writer.words() is None
+        assert writer.cost() is None
         writer.is_due(step_s=0.1)
         take(writer, step)
     writer._cost_s = 0.0025
-    assert writer.words() == "snapshots every 3 steps, 0 MiB of each node's memory, 0.8% of the time"
+    assert writer.cost() == (3, pytest.approx(0.0083, rel=0.01))
     writer._cost_s = 0.0005
-    assert writer.words() == "snapshots after every step, 0 MiB of each node's memory, 0.5% of the time"
+    assert writer.cost() == (1, pytest.approx(0.005))
 
 
 def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
@@ -131,18 +132,21 @@ def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
     writer = SnapshotWriter(folder, "plan")
     take(writer, 1)
     assert writer.bytes > 0
-    writer.forget()
+    writer.delete()
     assert not folder.exists()
 
 
 def test_a_part_of_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
-    part = Part(torch.arange(6.0).view(2, 3), (5, 3), (3, 0))
-    meta, data = packed("plan", (2, 7), RankState({"w": part}, {"lr": 0.5}), [row(6)])
+    piece = Piece(torch.arange(6.0).view(2, 3), (5, 3), (3, 0))
+    meta, data = packed("plan", (2, 7), RankState({"w": piece}, {"lr": 0.5}), [row(6)])
     found = parsed(meta, data)
-    assert (found.age, found.rows, found.sharding) == ((2, 7), (row(6),), {"w": ((5, 3), ((3, 0), (2, 3)))})
-    again = found.load().parts["w"]
-    assert (again.shape, again.offsets) == (part.shape, part.offsets)
-    assert torch.equal(again.tensor, part.tensor)
+    assert (found.age, found.rows) == ((2, 7), (row(6),))
+    assert found.holding is not None
+    assert found.holding.expected == {"w": TensorSpec("float32", (5, 3))}
+    assert found.holding.boxes == {"w": ((3, 0), (2, 3))}
+    again = found.load().pieces["w"]
+    assert (again.shape, again.offsets) == (piece.shape, piece.offsets)
+    assert torch.equal(again.tensor, piece.tensor)
 
 
 def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -> None:
@@ -159,7 +163,9 @@ def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -
     assert torch.equal(loaded["model.more"], torch.full((1000,), 3.0))
 
 
+@pytest.mark.usefixtures("process_group")
 def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> None:
+    layout = join_layout(0, 1, torch.device("cpu"))
     folder = tmp_path / "open" / "run"
     take(SnapshotWriter(folder, "plan"), 1)
     assert is_private(folder)
@@ -167,9 +173,9 @@ def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> No
     writer = SnapshotWriter(folder, "plan")
     take(writer, 2)
     assert writer.problem == f"{folder.parent} can be written to by others: remove it"
-    assert find_state(folder, "plan", None, 0, 1) == []
+    assert find_state(folder, "plan", None, layout) == []
     folder.parent.chmod(0o700)
-    assert [found.age for found in find_state(folder, "plan", None, 0, 1)] == [(0, 1)]
+    assert [found.age for found in find_state(folder, "plan", None, layout)] == [(0, 1)]
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

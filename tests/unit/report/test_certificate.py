@@ -68,15 +68,15 @@ def elastic_run(manifest: Manifest, world_sizes: list[int], changed: int | None 
     steps: list[StepRow] = []
     for world_size in world_sizes:
         index = steps[-1].done if steps else 0
-        span = plan.span(index, world_size)
-        shapes = [plan.step(each) for each in range(index, index + span)]
+        merged = plan.merged_steps(index, world_size)
+        shapes = [plan.step(each) for each in range(index, index + merged)]
         samples = sum(shape.samples for shape in shapes)
-        ids = np.concatenate([planned.step_ids(each) for each in range(index, index + span)])
+        ids = np.concatenate([planned.step_ids(each) for each in range(index, index + merged)])
         steps.append(
             StepRow(
                 *(1, index, shapes[0].epoch, shapes[0].samples_before + samples, samples, world_size, 1 / (index + 1)),
                 *(0.1, 0.1, 0.1, 0.1, 0.1, multiset_digest(ids), float(index)),
-                span=span if changed != len(steps) else span + 1,
+                merged_steps=merged if changed != len(steps) else merged + 1,
             )
         )
     recorded = run(manifest, steps)
@@ -87,7 +87,7 @@ def elastic_run(manifest: Manifest, world_sizes: list[int], changed: int | None 
 def test_a_run_whose_batch_follows_its_workers_is_certified(manifest: Manifest) -> None:
     # Of five steps an epoch two at once twice, and the last alone.
     recorded = elastic_run(manifest, [4, 4, 4, 2, 4, 2, 2])
-    assert recorded.ledger.steps["span"].to_pylist() == [2, 2, 1, 1, 2, 1, 1]
+    assert recorded.ledger.steps["merged_steps"].to_pylist() == [2, 2, 1, 1, 2, 1, 1]
     found = certify(recorded, manifest, against=elastic_run(manifest, [4, 4, 4, 2, 2, 2, 2, 2]))
     assert found.holds, found.difference
     assert any("10 steps, each recorded exactly once" in text for text in found.proved)

@@ -21,7 +21,7 @@ from undula.report.render.cost_section import cost_lines
 from undula.report.render.page import write_report
 from undula.report.render.terminal import print_run
 from undula.report.text import dollars
-from undula.state.records import Event
+from undula.state.events import Event
 from undula.storage import Store
 
 LIST = PriceList("ours", "2026-11-22", "", ("here",), {"a": 3.6, "b": 7.2, "c": 1.0}, {"a": 0.36, "b": 0.72})

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.report.data.goodput import CLASSES, goodput
+from undula.state.events import EndEvent, Event, GroupEvent, StopEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 
 
 def row(step: int, time: float, attempt: int, world: int, data_s: float = 0.1, blocked_s: float = 0.0) -> StepRow:
@@ -16,8 +17,9 @@ def row(step: int, time: float, attempt: int, world: int, data_s: float = 0.1, b
     )
 
 
-def group(time: float, workers: int) -> Event:
-    return Event("group", "", data={"workers": [{"rank": rank} for rank in range(workers)]}, time=time)
+def group(time: float, workers: int, job: str = "") -> GroupEvent:
+    places: list[WorkerPlace] = [{"rank": rank} for rank in range(workers)]
+    return GroupEvent(tuple(places), job, time=time)
 
 
 def ledger(steps: list[StepRow], replaced: list[StepRow], events: list[Event]) -> Ledger:
@@ -28,7 +30,7 @@ def ledger(steps: list[StepRow], replaced: list[StepRow], events: list[Event]) -
 
 
 def test_a_run_without_trouble_is_useful_but_for_its_start_and_its_waits() -> None:
-    events = [group(0.0, 2), Event("end", "", time=13.0)]
+    events = [group(0.0, 2), EndEvent(time=13.0)]
     spent = goodput(ledger([row(step, 4.0 + step, 1, 2) for step in range(10)], [], events), events)
     # 3 s until the first step begins, ten steps of 1 s with 0.1 s of waiting each; two ranks.
     assert spent.seconds["restarting"] == pytest.approx(6)
@@ -41,9 +43,9 @@ def test_a_run_without_trouble_is_useful_but_for_its_start_and_its_waits() -> No
 def test_steps_done_again_are_not_useful_and_waiting_for_nodes_is_told_apart() -> None:
     events = [
         group(0.0, 2),
-        Event("waiting", "", data={"ready": 1}, time=5.0),
+        WaitingEvent(1, time=5.0),
         group(9.0, 1),
-        Event("end", "", time=13.0),
+        EndEvent(time=13.0),
     ]
     first = [row(step, 2.0 + step, 1, 2, data_s=0.0) for step in range(3)]
     again = [row(step, 11.0 + step - 1, 2, 1, data_s=0.0) for step in range(1, 4)]
@@ -55,27 +57,23 @@ def test_steps_done_again_are_not_useful_and_waiting_for_nodes_is_told_apart() -
 
 
 def test_workers_that_become_ready_while_others_are_waited_for_are_held_from_then_on() -> None:
-    waiting = [Event("waiting", "", data={"ready": ready}, time=5.0 + 2 * ready) for ready in range(3)]
-    events = [group(0.0, 3), *waiting, group(19.0, 3), Event("end", "", time=20.0)]
+    waiting = [WaitingEvent(ready, time=5.0 + 2 * ready) for ready in range(3)]
+    events = [group(0.0, 3), *waiting, group(19.0, 3), EndEvent(time=20.0)]
     spent = goodput(ledger([row(0, 5.0, 1, 3)], [], events), events)
     assert spent.seconds["capacity"] == pytest.approx(2 * 0 + 2 * 1 + 10 * 2)
 
 
-def waiting(time: float, ready: int, job: str = "a") -> Event:
-    return Event("waiting", "", data={"ready": ready, "workers": [{"node": "n"}] * ready, "job": job}, time=time)
-
-
-def group_of(job: str, time: float, workers: int) -> Event:
-    found = group(time, workers)
-    return Event("group", "", data={**found.data, "job": job}, time=time)
+def waiting(time: float, ready: int, job: str = "a") -> WaitingEvent:
+    place: WorkerPlace = {"node": "n"}
+    return WaitingEvent(ready, workers=(place,) * ready, job=job, time=time)
 
 
 def test_workers_that_wait_for_the_first_group_are_held_too() -> None:
     events = [
         waiting(0.0, 0),
         waiting(4.0, 1),
-        group_of("a", 9.0, 2),
-        Event("end", "", time=13.0),
+        group(9.0, 2, "a"),
+        EndEvent(time=13.0),
     ]
     spent = goodput(ledger([row(0, 12.0, 1, 2)], [], events), events)
     assert spent.seconds["capacity"] == pytest.approx(5)
@@ -83,15 +81,15 @@ def test_workers_that_wait_for_the_first_group_are_held_too() -> None:
 
 
 def test_a_job_that_only_waited_holds_nobody_until_it_is_submitted_again() -> None:
-    events = [waiting(0.0, 2), Event("stop", "", time=60.0), waiting(86400.0, 1, "b"), Event("end", "", time=86410.0)]
+    events = [waiting(0.0, 2), StopEvent(time=60.0), waiting(86400.0, 1, "b"), EndEvent(time=86410.0)]
     spent = goodput(ledger([], [], events), events)
     assert spent.seconds["capacity"] == pytest.approx(2 * 60 + 10)
 
 
 @pytest.mark.parametrize("waits", [[], [waiting(1000.0, 1, "b")]])
 def test_the_time_between_two_submissions_of_a_job_held_nobody(waits: list[Event]) -> None:
-    began = [group_of("a", 0.0, 2), waiting(6.0, 1), Event("stop", "", time=8.0)]
-    events = [*began, *waits, group_of("b", 1010.0, 2), Event("end", "", time=1013.0)]
+    began = [group(0.0, 2, "a"), waiting(6.0, 1), StopEvent(time=8.0)]
+    events = [*began, *waits, group(1010.0, 2, "b"), EndEvent(time=1013.0)]
     spent = goodput(ledger([row(0, 5.0, 1, 2), row(1, 1012.0, 2, 2)], [], events), events)
     assert spent.seconds["capacity"] == pytest.approx(2 + 10 * len(waits))
     assert spent.held_s == pytest.approx(2 * 6 + 2 + 10 * len(waits) + 2 * 3)
@@ -114,7 +112,7 @@ def test_the_classes_add_up_to_what_was_held(groups: list[tuple[int, float, int,
             step += 1
         now += end_s + 0.01
         held += workers * (now - began)
-    events.append(Event("end", "", time=now))
+    events.append(EndEvent(time=now))
     spent = goodput(ledger(rows, [], events), events)
     assert set(spent.seconds) == set(CLASSES)
     assert spent.held_s == pytest.approx(held, rel=0.01)

@@ -12,8 +12,8 @@ from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.report.data.summary import summarize
 from undula.report.render.charts import CURVE_POINTS
 from undula.report.render.page import render, write_report
+from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
-from undula.state.records import Event
 from undula.storage import Store
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -31,7 +31,7 @@ def recorded(
         "world_size": index * 0 + 2, "loss": loss, "lr": 1e-3 * (1 - index / max(steps, 1)), "data_s": loss * 0 + 0.1,
         "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3, "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
         "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps, "weights_digest": [None] * steps, "blocked_s": loss * 0,
-        "span": index * 0 + 1,
+        "merged_steps": index * 0 + 1, "cells": index * 0 + 2, "grad_norm": loss, "applied": [True] * steps,
     }  # fmt: skip
     table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
     told = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)
@@ -49,7 +49,9 @@ def data_of(html: str) -> dict[str, dict[str, dict[str, list[dict[str, list[floa
 
 
 def test_text_of_the_run_cannot_become_markup() -> None:
-    run = recorded(5, (Event("crash", EVIL, None, {}, 3.0), Event(EVIL, EVIL, 1, {}, 4.0)), EVIL, {EVIL: 1.0})
+    run = recorded(
+        5, (CrashEvent("failure", EVIL, time=3.0), RecordedEvent(EVIL, EVIL, step=1, time=4.0)), EVIL, {EVIL: 1.0}
+    )
     run = RecordedRun(JobRecord(EVIL, EVIL, {EVIL: EVIL, "config": {"api_key": EVIL}}, 5), run.ledger, run.events)
     html = page(run)
     assert "<script>alert" not in html
@@ -92,7 +94,7 @@ def test_loss_that_is_never_a_number_has_a_page() -> None:
 
 def test_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
     names = {f"value-{place}": 1 / 3 for place in range(6)}
-    events = tuple(Event("checkpoint", f"checkpoint {at}", at, {}, float(at)) for at in range(100, 100_000, 100))
+    events = tuple(CheckpointEvent(1.0, step=at, time=float(at)) for at in range(100, 100_000, 100))
     html = page(recorded(100_000, events, logged=names))
     assert len(html.encode()) < 2_000_000
     loss = data_of(html)["charts"]["loss"]["curves"][0]

@@ -12,12 +12,13 @@ from hypothesis.extra.numpy import arrays
 
 from undula.errors import RunError
 from undula.report.data.curves import downsample, markers_of, smooth
-from undula.report.data.run_record import JobRecord, decode_events, read_run
+from undula.report.data.run_record import JobRecord, read_run
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, throughput, validations
 from undula.report.render.ticks import nice_step, tick_text, ticks
 from undula.report.text import duration, number, printable
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
-from undula.state.records import Event, StepRow
+from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, Event, ResizeEvent, StartEvent, ValidationEvent
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger, decode_events
+from undula.state.records import StepRow
 from undula.storage import Store
 
 JOB = JobRecord("run", total_steps=10, total_samples=80)
@@ -38,15 +39,15 @@ def ledger(steps: list[StepRow], events: list[Event], replaced: list[StepRow] | 
 
 
 def start(time: float, step: int = 0) -> Event:
-    return Event("start", "started", step, {"world_size": 2, "attempt": 1}, time)
+    return StartEvent(2, 1, step=step, time=time)
 
 
 def validation(time: float, step: int, loss: float) -> Event:
-    return Event("validation", "validated", step, {"loss": loss, "samples": 5}, time)
+    return ValidationEvent(loss, 5, step=step, time=time)
 
 
 def end(time: float) -> Event:
-    return Event("end", "finished", 10, {}, time)
+    return EndEvent(step=10, time=time)
 
 
 def summary_of(events: list[Event], now: float) -> RunSummary:
@@ -78,10 +79,10 @@ def test_figures_are_those_of_the_ledger() -> None:
         start(-1),
         validation(0, 0, 9.0),
         validation(15, 15, 2.0),
-        Event("crash", "lost", None, {"error": "e"}, 16),
-        Event("resize", "2 to 1", None, {"from": 2, "to": 1}, 17),
+        CrashEvent("failure", "e", time=16),
+        ResizeEvent(2, 1, "a notice", time=17),
         start(18, 16),
-        Event("checkpoint", "saved", 20, {"seconds": 1.0, "bytes": 1}, 20),
+        CheckpointEvent(1.0, step=20, time=20),
         validation(30, 30, 3.0),
         end(31),
     ]
@@ -113,7 +114,7 @@ def test_validation_of_steps_done_again_gives_way_to_the_later_one() -> None:
 
 def test_event_without_a_step_lies_at_the_last_step_that_stays() -> None:
     steps = ledger([row(0, time=1), row(1, time=2), row(2, attempt=2, time=9)], []).steps
-    (marker,) = markers_of([Event("crash", "lost", None, {}, 5.0)], steps, began=1.0)
+    (marker,) = markers_of([CrashEvent("failure", "e", time=5.0)], steps, began=1.0)
     assert (marker.time, marker.samples) == (4.0, 16.0)
 
 

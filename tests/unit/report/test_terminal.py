@@ -18,8 +18,9 @@ from undula.report.data.summary import SECONDS_CLASSES, RunSummary
 from undula.report.render.plots import plot, strip
 from undula.report.render.terminal import print_run, print_runs, run_tables
 from undula.report.text import duration
+from undula.state.events import CrashEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 
 FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -29,16 +30,15 @@ def write_run(store: Store, name: str, steps: int = 30, began: float = 1000.0) -
     """Half the steps with two workers, a crash, half with one; a second each."""
     store.write("job.json", json.dumps({"name": name, "plan_digest": "d" * 64, "total_steps": steps}).encode())
     events = EventWriter(store, "test")
-    events.event(Event("start", "started with [red]2[/red] workers", 0, {"world_size": 2, "attempt": 1}, began))
+    events.event(StartEvent(2, 1, "the [red]past[/red]", step=0, time=began))
     for attempt, some in ((1, range(steps // 2)), (2, range(steps // 2, steps))):
         ledger = LedgerWriter(store, attempt)
         for step in some:
             row = (attempt, step, 0, (step + 1) * 8, 8, 3 - attempt, 5 - step / 10, 0.1, 0.1, 0.5, 0.3, 0.1, 0)
             ledger.step(StepRow(*row, time=began + step + 10 * attempt))
         ledger.close()
-    events.event(Event("crash", "lost \x1b[2Ja node", None, {"error": "e"}, began + 10 + steps / 2))
-    data = {"loss": 1.25, "samples": 9}
-    events.event(Event("validation", "validation loss 1.2500", steps, data, began + 20 + steps))
+    events.event(CrashEvent("failure", "lost \x1b[2Ja node", time=began + 10 + steps / 2))
+    events.event(ValidationEvent(1.25, 9, step=steps, time=began + 20 + steps))
     return store
 
 
@@ -111,7 +111,7 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert text.index("newer") < text.index("older") < text.index("broken")
     assert "has no job.json" in text
     assert "elsewhere" not in text
-    assert "rates is a study: use `undula study status rates`" in text
+    assert f"rates is a study: use `undula study status {tmp_path}/rates`" in text
     assert "\x1b" not in text
 
 
@@ -165,7 +165,7 @@ def test_no_runs_is_a_plain_sentence(tmp_path: Path) -> None:
 def test_run_fits_the_terminal_and_keeps_its_words(tmp_path: Path, width: int) -> None:
     text = shown(width, print_run, write_run(Store(str(tmp_path)), "[blink]run"))
     assert max(map(len, text.splitlines())) <= width
-    for part in ("[blink]run", "loss over samples", "world size (1–2)", "1 crash", "compute", "●", "2[/red] workers"):
+    for part in ("[blink]run", "loss over samples", "world size (1–2)", "1 crash", "compute", "●", "past[/red]"):
         assert part in text
     assert "…" not in text
     assert "\x1b" not in text

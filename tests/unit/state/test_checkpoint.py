@@ -1,4 +1,4 @@
-"""Checkpoints in one process: whole or invisible, checked before they are loaded, never unpickled."""
+"""Tests of checkpoints in one process: they are complete or invisible, checked before loading, and never unpickled."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from undula.errors import CheckpointError
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import COMMIT, check_shapes, commit_json, find_commits
+from undula.state.pieces import rank_state
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -26,33 +27,33 @@ def state(value: float) -> dict[str, object]:
 
 
 def save(checkpoints: Checkpointer, step: int, value: float) -> None:
-    checkpoints.save(step, "plan", state(value))
+    checkpoints.save(step, "plan", rank_state(state(value)))
     assert checkpoints.wait() is None
 
 
-def test_what_is_loaded_is_what_was_saved(store: Store) -> None:
+def test_a_loaded_state_equals_the_saved_one(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     save(checkpoints, 10, 1.5)
     commit, damaged = checkpoints.newest_whole()
     assert commit is not None
     assert (commit.step, commit.plan_digest, damaged) == (10, "plan", {})
     into = state(0.0)
-    assert checkpoints.load(commit, into) == {"optimizer.betas": [0.9, 0.95]}
+    assert checkpoints.load(commit, rank_state(into).pieces) == {"optimizer.betas": [0.9, 0.95]}
     assert torch.equal(into["model.a"], torch.full((2, 3), 1.5))
 
 
-def test_training_may_change_its_tensors_while_they_are_written(store: Store) -> None:
+def test_training_can_change_its_tensors_during_a_save(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     live = state(1.0)
-    checkpoints.save(1, "plan", live)
+    checkpoints.save(1, "plan", rank_state(live))
     live["model.a"].fill_(99.0)
     assert checkpoints.wait() is None
     into = state(0.0)
-    checkpoints.load(checkpoints.newest_whole()[0], into)
+    checkpoints.load(checkpoints.newest_whole()[0], rank_state(into).pieces)
     assert torch.equal(into["model.a"], torch.full((2, 3), 1.0))
 
 
-def test_the_newest_are_kept(store: Store) -> None:
+def test_only_the_newest_checkpoints_are_kept(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
     for step in (1, 2, 3):
         save(checkpoints, step, step)
@@ -60,7 +61,7 @@ def test_the_newest_are_kept(store: Store) -> None:
     assert not [entry for entry in store.list("checkpoints") if "step-00000001" in entry.name]
 
 
-def test_without_its_commit_a_checkpoint_is_invisible(store: Store) -> None:
+def test_a_checkpoint_without_its_commit_is_invisible(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
@@ -83,7 +84,7 @@ def test_the_commit_comes_last_and_after_the_ledger(store: Store) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip a bit", "cut", "delete"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Store, harm: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(store: Store, harm: str) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
@@ -104,7 +105,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_found(store: Sto
 
 
 @pytest.mark.parametrize("harm", ["edit", "cut", "empty"])
-def test_a_commit_that_is_not_what_was_written_is_named_and_passed_over(store: Store, harm: str) -> None:
+def test_a_damaged_commit_is_named_and_skipped(store: Store, harm: str) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     save(checkpoints, 2, 2)
@@ -116,13 +117,13 @@ def test_a_commit_that_is_not_what_was_written_is_named_and_passed_over(store: S
     assert commit is not None
     assert commit.step == 1
     assert list(damaged) == [folder]
-    assert f"{folder}/{COMMIT} is not what was written" in damaged[folder]
+    assert f"{folder}/{COMMIT}" in damaged[folder]
 
 
-def test_damaged_checkpoints_push_out_no_whole_one_and_go_when_there_is_a_newer_one(store: Store) -> None:
-    former = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
-    save(former, 100, 1)
-    save(former, 200, 2)
+def test_a_damaged_checkpoint_displaces_no_intact_one_and_is_deleted_after_the_next_save(store: Store) -> None:
+    previous = Checkpointer(store, dist.group.WORLD, attempt=1, keep=2)
+    save(previous, 100, 1)
+    save(previous, 200, 2)
     store.write("checkpoints/step-00000200-a1/rank-00000.safetensors", b"")
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=2, keep=1)
     commit, _ = checkpoints.newest_whole()
@@ -132,7 +133,7 @@ def test_damaged_checkpoints_push_out_no_whole_one_and_go_when_there_is_a_newer_
     assert [left.step for left in find_commits(store)[0]] == [150]
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_stays(store: Store) -> None:
+def test_a_checkpoint_of_another_version_is_refused_and_kept(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=3)
     save(checkpoints, 1, 1)
     path = "checkpoints/step-00000001-a1/commit.json"
@@ -140,22 +141,22 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(store: Store) -> N
     del body["sha256"]
     store.write(path, commit_json({**body, "format": 99}))
     with pytest.raises(
-        CheckpointError, match=r"step-00000001-a1 is of format 99, and this version reads 1: use the version"
+        CheckpointError, match=r"step-00000001-a1 has checkpoint format 99, .* reads format 2; use the version"
     ):
         checkpoints.newest_whole()
     assert store.exists(path)
 
 
-def test_what_a_later_attempt_is_writing_is_left_alone(store: Store) -> None:
+def test_an_attempt_does_not_delete_the_unfinished_checkpoint_of_a_later_attempt(store: Store) -> None:
     for attempt in (1, 2, 3):
-        store.write(f"checkpoints/step-00000009-a{attempt}/rank-00000.safetensors", b"half of it")
+        store.write(f"checkpoints/step-00000009-a{attempt}/rank-00000.safetensors", b"unfinished")
     Checkpointer(store, dist.group.WORLD, attempt=2, keep=1).remove_uncommitted()
     assert [entry.name for entry in store.list("checkpoints")] == [
         "checkpoints/step-00000009-a3/rank-00000.safetensors"
     ]
 
 
-def test_of_two_attempts_the_later_one_counts(store: Store) -> None:
+def test_the_later_of_two_attempts_wins_at_the_same_step(store: Store) -> None:
     for attempt in (9, 10):
         save(Checkpointer(store, dist.group.WORLD, attempt=attempt, keep=5), 7, attempt)
     commit, _ = Checkpointer(store, dist.group.WORLD, attempt=11, keep=5).newest_whole()
@@ -163,33 +164,32 @@ def test_of_two_attempts_the_later_one_counts(store: Store) -> None:
     assert commit.attempt == 10
 
 
-def test_weights_that_share_memory_are_saved_and_loaded(store: Store) -> None:
+def test_tied_weights_are_saved_and_loaded(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     tied = torch.arange(6.0).view(2, 3)
-    checkpoints.save(1, "plan", {"model.embedding": tied, "model.head": tied, "model.part": tied[1]})
+    checkpoints.save(1, "plan", rank_state({"model.embedding": tied, "model.head": tied, "model.part": tied[1]}))
     assert checkpoints.wait() is None
     into = {"model.embedding": torch.zeros(2, 3), "model.head": torch.zeros(2, 3), "model.part": torch.zeros(3)}
-    checkpoints.load(checkpoints.newest_whole()[0], into)
+    checkpoints.load(checkpoints.newest_whole()[0], rank_state(into).pieces)
     assert torch.equal(into["model.embedding"], tied)
     assert torch.equal(into["model.head"], tied)
     assert torch.equal(into["model.part"], tied[1])
 
 
-def test_a_failed_save_is_told_and_leaves_the_former_one(store: Store) -> None:
+def test_a_failed_save_is_reported_and_keeps_the_previous_checkpoint(store: Store) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
     folder = Path(store.path("checkpoints"))
-    (folder / "step-00000002-a1").touch()  # a file where the next checkpoint's folder would be
-    checkpoints.save(2, "plan", state(2))
+    (folder / "step-00000002-a1").touch()  # blocks the folder of the next checkpoint
+    checkpoints.save(2, "plan", rank_state(state(2)))
     assert checkpoints.wait() is not None
     commit, _ = checkpoints.newest_whole()
     assert commit is not None
     assert commit.step == 1
 
 
-def test_a_pickle_in_place_of_a_tensor_file_is_not_run(store: Store, tmp_path: Path) -> None:
-    """Even one whose checksum somebody has put right."""
-    import json
+def test_a_pickle_in_place_of_a_tensor_file_is_never_loaded(store: Store, tmp_path: Path) -> None:
+    """The attacker has also replaced the checksums in the commit."""
     import pickle
     from hashlib import sha256
 
@@ -208,22 +208,22 @@ def test_a_pickle_in_place_of_a_tensor_file_is_not_run(store: Store, tmp_path: P
     store.write(f"{folder}/{COMMIT}", commit_json(body))
     commit, _ = checkpoints.newest_whole()
     with pytest.raises(CheckpointError, match="cannot be loaded: Error while deserializing"):
-        checkpoints.load(commit, state(0))
+        checkpoints.load(commit, rank_state(state(0)).pieces)
     assert not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize(
-    ("shapes", "sentence"),
+    ("shapes", "difference"),
     [
-        ({"a": (2, 3), "n": (), "extra": (1,)}, "has no 'extra', which the model has"),
-        ({"a": (3, 2), "n": ()}, r"has 'a' with shape \(2, 3\), the model has \(3, 2\)"),
+        ({"a": (2, 3), "n": (), "extra": (1,)}, "lacks 'extra', which the model has"),
+        ({"a": (3, 2), "n": ()}, r"'a' has shape \(2, 3\), .* shape \(3, 2\)"),
         ({"a": (2, 3)}, "has 'n', which the model lacks"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_named(
-    store: Store, shapes: dict[str, tuple[int, ...]], sentence: str
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
+    store: Store, shapes: dict[str, tuple[int, ...]], difference: str
 ) -> None:
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
     save(checkpoints, 1, 1)
-    with pytest.raises(CheckpointError, match=sentence):
+    with pytest.raises(CheckpointError, match=difference):
         check_shapes(find_commits(store)[0][0], shapes, "model.")

@@ -1,4 +1,4 @@
-"""The run directory: one job at a time, and nothing of anybody else's is deleted."""
+"""Tests of the run directory: one job at a time uses it, and only the run's own files are deleted."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from undula.errors import RunError
-from undula.state.directory import forget, held
+from undula.state.directory import delete_run, held
 from undula.storage import Store
 
 HOLD = """
@@ -20,12 +20,12 @@ with held(Store(sys.argv[1])):
 """
 
 
-def test_a_run_is_held_by_one_job_until_it_ends_even_by_sigkill(tmp_path: Path) -> None:
+def test_one_job_holds_the_run_until_it_ends_even_if_it_is_killed(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "run"))
     other = subprocess.Popen([sys.executable, "-c", HOLD, store.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None
     assert other.stdout.readline() == b"1\n"
-    with pytest.raises(RunError, match="is being trained by another job"), held(store):
+    with pytest.raises(RunError, match=f"another job is training in {store.url}"), held(store):
         pass
     other.kill()
     other.communicate()
@@ -33,17 +33,17 @@ def test_a_run_is_held_by_one_job_until_it_ends_even_by_sigkill(tmp_path: Path) 
         pass
 
 
-def test_forget_deletes_what_a_run_put_there_and_nothing_else(tmp_path: Path) -> None:
+def test_delete_run_deletes_the_runs_files_and_no_others(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for name in ("job.json", "ledger/a.parquet", "checkpoints/x/commit.json", "ray/notes", "mine/notes.txt"):
         store.write(name, b"")
-    forget(store)
+    delete_run(store)
     assert [entry.name for entry in store.list()] == ["mine/notes.txt"]
 
 
-def test_a_directory_that_holds_no_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_not_deleted(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("thesis.tex", b"")
-    with pytest.raises(RunError, match=r"holds 'thesis.tex' and no run"):
-        forget(store)
+    with pytest.raises(RunError, match=r"holds 'thesis.tex' but no run"):
+        delete_run(store)
     assert store.exists("thesis.tex")

@@ -1,4 +1,4 @@
-"""The ledger: nothing that was told is lost, and what was done twice counts once."""
+"""Tests of the ledger: no row is lost, and a step that was repeated counts once."""
 
 import threading
 from dataclasses import asdict
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from undula.errors import StorageError
 from undula.state import ledger as module
-from undula.state.ledger import LedgerWriter, committed, last_event, next_attempt, read_ledger
-from undula.state.records import Event, StepRow
+from undula.state.events import CrashEvent, EndEvent, StartEvent
+from undula.state.ledger import LedgerWriter, committed, decode_events, last_event, next_attempt, read_ledger
+from undula.state.records import StepRow
 from undula.storage import Store
 
 
@@ -23,12 +24,12 @@ def row(attempt: int, step: int) -> StepRow:
     )  # fmt: skip
 
 
-def test_rows_and_events_are_read_back_and_later_attempts_replace_earlier(tmp_path: Path) -> None:
+def test_later_attempts_replace_the_steps_of_earlier_ones(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     for start in (0, 3):
         attempt = next_attempt(store)
         writer = LedgerWriter(store, attempt)
-        writer.event(Event("start", "started", start, {"world_size": 1}))
+        writer.event(StartEvent(1, attempt, step=start))
         for step in range(start, start + 5):
             writer.step(row(attempt, step))
         writer.close()
@@ -37,11 +38,13 @@ def test_rows_and_events_are_read_back_and_later_attempts_replace_earlier(tmp_pa
     assert ledger.steps["attempt"].to_pylist() == [1, 1, 1, 2, 2, 2, 2, 2]
     assert ledger.replaced["step"].to_pylist() == [3, 4]
     assert ledger.steps["sample_digest"][0].as_py() == 2**64 - 1
-    assert last_event(ledger.events, "start")["data"] == {"world_size": 1}
-    assert last_event(ledger.events, "end") is None
+    last = last_event(ledger.events, StartEvent)
+    assert last is not None
+    assert (last.world_size, last.attempt, last.step) == (1, 2, 3)
+    assert last_event(ledger.events, EndEvent) is None
 
 
-def test_a_segment_that_is_full_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_segment_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
@@ -54,15 +57,16 @@ def test_a_segment_that_is_full_is_not_written_again(tmp_path: Path, monkeypatch
     assert read_ledger(store).steps["step"].to_pylist() == list(range(7))
 
 
-def test_an_event_is_there_as_soon_as_it_is_told(tmp_path: Path) -> None:
+def test_an_event_is_stored_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
-    writer.event(Event("crash", "a worker died"))
-    assert read_ledger(store).events["message"].to_pylist() == ["a worker died"]
+    event = CrashEvent("failure", "a worker died")
+    writer.event(event)
+    assert decode_events(read_ledger(store).events) == (event,)
     writer.close()
 
 
-def test_who_appends_does_not_wait_for_the_storage_and_loses_nothing_to_its_faults(tmp_path: Path) -> None:
+def test_append_does_not_wait_for_the_storage_and_no_row_is_lost_to_its_faults(tmp_path: Path) -> None:
     is_writing, may_fail = threading.Event(), threading.Event()
 
     class Faulty(Store):
@@ -83,7 +87,7 @@ def test_who_appends_does_not_wait_for_the_storage_and_loses_nothing_to_its_faul
     flush = threading.Thread(target=flush_once)
     flush.start()
     assert is_writing.wait(10)
-    writer.append(asdict(row(1, 1)))  # while the write stands
+    writer.append(asdict(row(1, 1)))  # while the write is blocked
     may_fail.set()
     flush.join()
     writer.flush()
@@ -95,11 +99,11 @@ def test_a_run_without_a_ledger_reads_as_empty(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 15)), min_size=1, max_size=6))
-def test_committed_steps_are_each_step_once_from_the_attempt_that_came_last(spans: list[tuple[int, int]]) -> None:
-    """Each attempt begins at or before the end of what the run had, as a resume does."""
+def test_each_step_is_committed_once_by_the_last_attempt_that_ran_it(resumes: list[tuple[int, int]]) -> None:
+    """As in a real run, each attempt starts at or before the end of the steps so far."""
     attempts, steps, reached = [], [], 0
     owner: dict[int, int] = {}
-    for attempt, (start, length) in enumerate(spans, 1):
+    for attempt, (start, length) in enumerate(resumes, 1):
         start = min(start, reached)
         owner = {step: who for step, who in owner.items() if step < start}
         for step in range(start, start + length):
@@ -111,7 +115,7 @@ def test_committed_steps_are_each_step_once_from_the_attempt_that_came_last(span
     assert {(s, a) for s, a, k in zip(steps, attempts, keep, strict=True) if k} == set(owner.items())
 
 
-def test_a_full_disk_holds_rows_back_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_survive_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(str(tmp_path))
     ledger = LedgerWriter(store, 1)
     with monkeypatch.context() as full:
@@ -120,21 +124,21 @@ def test_a_full_disk_holds_rows_back_and_ends_nothing(tmp_path: Path, monkeypatc
             raise StorageError("cannot write: No space left on device")
 
         full.setattr(Store, "write", refuse)
-        ledger.event(Event("start", "started", 0))
+        ledger.event(StartEvent(1, 1, step=0))
         with pytest.raises(StorageError):  # what a checkpoint's commit must know
             ledger.flush()
     ledger.close()
-    assert read_ledger(store).events["message"].to_pylist() == ["started"]
+    assert read_ledger(store).events["kind"].to_pylist() == ["start"]
 
 
-def test_rows_that_another_attempt_has_written_again_count_once(tmp_path: Path) -> None:
+def test_rows_that_a_later_attempt_writes_again_count_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     first, second = LedgerWriter(store, 1), LedgerWriter(store, 2)
     for step in range(3):
         first.step(row(1, step))
     first.flush()
     assert first.stored_steps == 3
-    second.event(Event("start", "resumed", 4))
+    second.event(StartEvent(1, 2, "the memory of a worker", step=4))
     for step in (2, 3):  # the last that the first attempt's other ranks had; its rank 0 was lost with step 3
         second.step(row(1, step))
     second.step(row(2, 4))

@@ -345,7 +345,7 @@ def test_no_records_at_all_make_findings() -> None:
 def test_a_rule_outside_its_optimizer_is_warned_of() -> None:
     findings = find(study(rules=("none", "linear"), optimizers=("adamw",)), [])
     assert any(
-        text.startswith("linear is known to hold for LARS, SGD, and the optimizer is AdamW")
+        text.startswith("linear is only known to hold for LARS, SGD, but the optimizer is AdamW")
         for text in findings.warnings
     )
 

@@ -8,20 +8,21 @@ import pytest
 import ray
 
 from undula.data.spec import DataSpec
+from undula.driver.launch import LaunchSpec
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import StorageError
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.state.records import Event
+from undula.state.events import ValidationEvent
 from undula.state.spec import CheckpointSpec
 from undula.study import process
-from undula.study.process import Order, TrialProcess
+from undula.study.process import TrialProcess, TrialSpec
 from undula.train.job import Job, ValidationSpec
 
 
-def order() -> Order:
+def spec() -> TrialSpec:
     job = Job(
         name="trial",
         run_url="/nowhere",
@@ -34,11 +35,11 @@ def order() -> Order:
         deterministic=False,
         config=None,
     )
-    return Order(job, WorkersSpec(), None, "validation_loss", is_packed=True, work=Work(1, 0.0))
+    return TrialSpec(LaunchSpec(job, WorkersSpec(), None, Work(1, 0.0)), "validation_loss", is_packed=True)
 
 
 def config() -> dict[str, Any]:
-    return {"order": ray.cloudpickle.dumps(order())}  # type: ignore[no-untyped-call]
+    return {"spec": ray.cloudpickle.dumps(spec())}  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
         def leave() -> None:
             """There are no steps."""
 
-    monkeypatch.setattr(process, "Alone", Training)
+    monkeypatch.setattr(process, "SingleProcess", Training)
     monkeypatch.setattr(process, "STORAGE_PAUSES_S", (0.0, 0.0))
 
     def begun(train: Callable[[Any], None]) -> TrialProcess:
@@ -97,7 +98,7 @@ def test_a_storage_that_fails_for_a_while_fails_no_trial(trial: Begin) -> None:
     def train(publish: Any) -> None:
         if failures:
             raise failures.pop()
-        publish(Event("validation", "", 2, {"loss": 1.0}))
+        publish(ValidationEvent(1.0, 9, step=2))
 
     made = trial(train)
     assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
@@ -109,7 +110,7 @@ def test_the_next_trial_of_a_process_begins_when_the_former_one_has_left(trial: 
 
     def train(publish: Any) -> None:
         told.append("begun")
-        publish(Event("validation", "", 0, {"loss": 1.0}))
+        publish(ValidationEvent(1.0, 9, step=0))
         leaves.wait(10)
         told.append("left")
 

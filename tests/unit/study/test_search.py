@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.study.progress import Progress
+from undula.study.progress import StudyProgress
 from undula.study.search import bracket, rate_at, wanted
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Measurement, State, Trial, TrialRecord
@@ -96,7 +96,7 @@ def test_adaptive_search_trains_no_more_than_it_may() -> None:
 
 def test_adaptive_search_waits_for_a_trial_that_failed_and_for_no_other_batch() -> None:
     """Its script may be mended, and a rate that was never trained is not a bad one."""
-    progress = Progress(study(search="adaptive", trials=60, batches=(16, 64)))
+    progress = StudyProgress(study(search="adaptive", trials=60, batches=(16, 64)))
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         for trial in todo:
             state: State = "failed" if trial.batch == 16 else "complete"
@@ -125,7 +125,7 @@ def test_adaptive_search_trains_a_curve_once() -> None:
 @pytest.mark.parametrize("behind", ["complete", "stopped"])
 def test_adaptive_search_leaves_a_plateau_on_which_nothing_learns(seeds: tuple[int, ...], behind: State) -> None:
     """There the lowest loss is so by chance, that of one seed too, and ASHA stops by chance."""
-    progress = Progress(study(search="adaptive", trials=60, batches=(20_000,), seeds=seeds))
+    progress = StudyProgress(study(search="adaptive", trials=60, batches=(20_000,), seeds=seeds))
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         for trial in todo:
             chance = -0.1 if trial.seed else 0.2

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from undula.cli import main as cli
+from undula.cli.main import main
 from undula.study import self_test
-from undula.study.self_test import Check, table
+from undula.study.self_test import SelfTestResult, table
 
 DOCS = Path(__file__).parents[3] / "docs" / "studies.md"
 
@@ -27,17 +27,17 @@ def test_every_check_passes_within_a_minute_and_the_docs_show_them() -> None:
 
 
 def test_a_number_that_is_off_fails() -> None:
-    assert Check("topic", "what", 100.0, 101.0, 0.01).passed
-    assert not Check("topic", "what", 100.0, 101.1, 0.01).passed
-    assert not Check("topic", "what", 100.0, float("nan"), 0.01).passed
-    assert not Check("topic", "what", -1.0, 1.0, 0.5).passed
+    assert SelfTestResult("topic", "what", 100.0, 101.0, 0.01).passed
+    assert not SelfTestResult("topic", "what", 100.0, 101.1, 0.01).passed
+    assert not SelfTestResult("topic", "what", 100.0, float("nan"), 0.01).passed
+    assert not SelfTestResult("topic", "what", -1.0, 1.0, 0.5).passed
 
 
 def test_table_names_each_topic_once() -> None:
     checks = [
-        Check("A", "one", 1507368, 1508044, 0.001),
-        Check("A", "two", 2, 2.5, 0.02),
-        Check("B", "three", 1, 1, 0.1),
+        SelfTestResult("A", "one", 1507368, 1508044, 0.001),
+        SelfTestResult("A", "two", 2, 2.5, 0.02),
+        SelfTestResult("B", "three", 1, 1, 0.1),
     ]
     assert table(checks).splitlines() == [
         "          expected        got  within",
@@ -55,11 +55,11 @@ def test_exit_status_says_whether_one_failed(
 ) -> None:
     monkeypatch.setattr(self_test, "TOPICS", {"Gains": lambda: iter([("gain", known, 2.0, 0.01)])})
     with pytest.raises(SystemExit) as ended:
-        cli.main(["study", "self-test"])
+        main(["study", "self-test"])
     assert ended.value.code == status
     assert ("FAIL" in capsys.readouterr().out) == bool(status)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["study", "self-test", "--json"])
+        main(["study", "self-test", "--json"])
     assert ended.value.code == status
     assert json.loads(capsys.readouterr().out)[0]["passed"] is not bool(status)
 
@@ -67,4 +67,4 @@ def test_exit_status_says_whether_one_failed(
 def test_without_the_extra_the_sentence_says_what_to_install() -> None:
     hide = "import sys; sys.modules['scipy'] = None; from undula.cli.main import main; main(['study', 'self-test'])"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "undula: scipy is not installed: pip install 'undula[study]'\n")
+    assert (done.returncode, done.stderr) == (2, "undula: scipy is not installed; run pip install 'undula[study]'\n")

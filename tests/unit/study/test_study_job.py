@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from small_text import write_text
 
-from undula import study_command
 from undula.cli.main import main
+from undula.cluster import submission
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.state.directory import JOB_FILE
 from undula.study.conduct import conduct
@@ -73,7 +73,7 @@ def test_a_warmup_that_is_longer_than_a_training_is_told_where_it_comes_from(stu
 
 def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
     overrides = {"gradient.noise_every_steps": 8, "plan.micro_batch": 4, "plan.virtual_workers": 1}
-    with pytest.raises(SpecError, match=r"a step is one: .*\(this is of the trial own-none-b4-lr0\.1-w64-s0\)"):
+    with pytest.raises(SpecError, match=r"a step has one; .*\(in the trial own-none-b4-lr0\.1-w64-s0\)"):
         check(study(batches=[8, 4], overrides=overrides))
 
 
@@ -112,7 +112,9 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
 
 
 def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
-    with pytest.raises(SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples"):
+    with pytest.raises(
+        SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples; lower first_rung"
+    ):
         check(study(scheduler="asha", first_rung=999))
 
 
@@ -120,7 +122,7 @@ def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
 def test_a_price_is_a_price(price: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["study", "report", "rates", "--worker-hour", price])
-    assert f"--worker-hour: invalid price value: '{price}'" in capsys.readouterr().err
+    assert "undula: Invalid value for '--worker-hour': " in capsys.readouterr().err
 
 
 def test_a_run_s_directory_is_no_study_s(study: StudyOf) -> None:
@@ -156,6 +158,7 @@ def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
     assert exit.value.code == 0
     out = capsys.readouterr().out
     assert "all 4 trials have ended: --fresh starts over" in out
+    assert out.splitlines()[-1] == f"study directory: {made.url}"
     assert "starting" not in out
     assert "target 2" in Path(made.store.path("report/index.html")).read_text()
     assert read_spec(made.store).target == 2.0
@@ -170,7 +173,7 @@ def test_a_study_that_is_not_done_goes_to_a_cluster(
     state: State = "complete" if is_fresh else "failed"
     write_outcome(made.store / TRIALS / failed.name, TrialRecord(failed, state, 0.1), False)
     asked: list[str] = []
-    monkeypatch.setattr(study_command, "submit_and_follow", lambda *arguments: asked.append("submitted") or 0)
+    monkeypatch.setattr(submission, "submit_and_follow", lambda *arguments: asked.append("submitted") or 0)
     with pytest.raises(SystemExit) as exit:
         main(["study", str(tmp_path / "study.yaml"), *(["--fresh"] if is_fresh else [])])
     assert (exit.value.code, asked) == (0, ["submitted"])
@@ -181,7 +184,7 @@ def test_a_cluster_that_is_there_may_see_other_files(
 ) -> None:
     study()
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://elsewhere:8265")
-    monkeypatch.setattr(study_command, "submit_and_follow", lambda *arguments: 0)
+    monkeypatch.setattr(submission, "submit_and_follow", lambda *arguments: 0)
     with pytest.raises(SystemExit) as exit:
         main(["study", str(tmp_path / "study.yaml"), "overrides.data.train=/on/the/cluster"])
     assert exit.value.code == 0

@@ -176,7 +176,7 @@ def test_unfinished_trials_are_told_of(report: Path) -> None:
         (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch: lower ones are needed"),
         (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "best learning rate of no batch sizes is inside the range"),
         (study(warmups=(0,)), "The study has one warmup (0 samples)"),
-        (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is known to hold for LARS, SGD, and the optimizer is AdamW"),
+        (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is only known to hold for LARS, SGD, but the optimizer is AdamW"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_said_where_it_would_be(tmp_path: Path, spec: StudySpec, told: str) -> None:

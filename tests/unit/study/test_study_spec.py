@@ -1,4 +1,4 @@
-"""A study's YAML: read as it is meant, and refused in one sentence that names the place, the key and the mend."""
+"""A study's YAML: read as it is meant, and refused in one sentence that names the place, the key and the fix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
         ("base_lrs: [0.1, 0.10000001]\n", "study.yaml:4: base_lrs has 0.1 twice: keep one"),
         (
             RATES + "overrides: {plan: {seed: 1}, plan.micro_batch: 2}\n",
-            "study.yaml:5: overrides has plan.seed, which a study sets",
+            "study.yaml:5: overrides has plan.seed, which the study sets from seeds; remove it",
         ),
         (
             RATES + "overrides: {plan: {micro_batch: 1}, plan.micro_batch: 2}\n",
@@ -136,7 +136,7 @@ def test_one_batch_has_nothing_to_scale_to(refused: Refused, load: Load) -> None
 
 def test_batch_that_the_job_cannot_divide_is_refused(refused: Refused) -> None:
     assert refused(RATES, "batches=[64, 66]") == (
-        "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide: give multiples of it"
+        "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide; give multiples of it"
     )
 
 
@@ -161,30 +161,32 @@ def test_the_command_line_is_above_an_override_however_it_is_written(load: Load)
 
 def test_what_a_study_sets_cannot_be_overridden(load: Load, refused: Refused) -> None:
     assert refused(RATES + "overrides: {plan.global_batch: 8}\n") == (
-        "study.yaml:5: overrides has plan.global_batch, which a study sets, by batches: leave it out"
+        "study.yaml:5: overrides has plan.global_batch, which the study sets from batches; remove it"
     )
-    assert "by keep_models" in refused(RATES + "overrides: {checkpoint.keep: 3}\n")
-    assert "by warmups" in refused(RATES + "warmups: [8]\noverrides: {schedule.warmup_steps: 3}\n")
-    assert "by optimizers" in refused(RATES + "optimizers: [sgd]\noverrides: {config.optimizer.name: lamb}\n")
-    assert "by samples" in refused(RATES + "samples: 64\noverrides: {plan: {epochs: 2}}\n")
+    assert "from keep_models" in refused(RATES + "overrides: {checkpoint.keep: 3}\n")
+    assert "from warmups" in refused(RATES + "warmups: [8]\noverrides: {schedule.warmup_steps: 3}\n")
+    assert "from optimizers" in refused(RATES + "optimizers: [sgd]\noverrides: {config.optimizer.name: lamb}\n")
+    assert "from samples" in refused(RATES + "samples: 64\noverrides: {plan: {epochs: 2}}\n")
     assert load(RATES + "overrides: {plan: {epochs: 2}}\n").job.spec.plan.epochs == 2
 
 
 def test_a_key_of_the_job_s_is_told_where_it_goes(refused: Refused) -> None:
     assert refused(RATES, "runs=/runs") == (
-        "command line: unknown key runs: it is the job's: write overrides.runs, or below overrides"
+        "command line: unknown key runs: it is a key of the job; write overrides.runs, or put it below overrides"
     )
     text = "name: job\ndata: {train: /data}\n"
-    assert refused("", text=text).startswith("study.yaml:2: unknown key data: this is a job's YAML, which `undula run`")
+    assert refused("", text=text).startswith(
+        "study.yaml:2: unknown key data: this is a job's YAML; start it with `undula run`"
+    )
     text = "name: job\nconfig: {}\ndata: {train: /data}\n"
     assert refused("", text=text).startswith(
-        "study.yaml:2: unknown key config: this is a job's YAML, which `undula run`"
+        "study.yaml:2: unknown key config: this is a job's YAML; start it with `undula run`"
     )
 
 
 def test_a_study_is_no_job(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text("name: study\nsamples: 8\n" + STUDY.partition("\n")[2])
-    with pytest.raises(SpecError, match="unknown key samples: this is a study's YAML, which `undula study` trains"):
+    with pytest.raises(SpecError, match="unknown key samples: this is a study's YAML; start it with `undula study`"):
         load_spec(tmp_path / "study.yaml")
 
 
@@ -196,15 +198,17 @@ def test_what_a_trial_cannot_have_is_said_where_the_study_gives_it(load: Load) -
 
 def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> None:
     without = "overrides: {data.validation: null}\n"
-    assert refused(RATES + without).endswith("has no data.validation: give it, or metric: training_loss")
+    assert refused(RATES + without).endswith("has no data.validation; add it, or give metric: training_loss")
     assert load(RATES + without + "metric: training_loss\n").job.spec.data.validation is None
     assert "plan.batch of job.yaml is elastic" in refused(RATES + "overrides: {plan.batch: elastic}\n")
-    assert "leave out one of them" in refused(RATES + "packed: 2\noverrides: {engine: horovod}\n")
+    assert "cannot be combined with engine=horovod of job.yaml" in refused(
+        RATES + "packed: 2\noverrides: {engine: horovod}\n"
+    )
 
 
 def test_job_that_is_not_there_is_named(refused: Refused) -> None:
     assert refused(RATES, "job=jobs/none.yaml") == (
-        'command line: job is "jobs/none.yaml", and there is no file jobs/none.yaml: give a job\'s YAML'
+        "command line: job is \"jobs/none.yaml\", and there is no file jobs/none.yaml; give a job's YAML, relative to the study's"
     )
 
 
@@ -212,7 +216,7 @@ def test_file_that_is_no_study_is_refused(refused: Refused) -> None:
     assert (
         refused("", text="") == "study.yaml is empty: a study's YAML is a mapping with the keys name, job, batches, ..."
     )
-    assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing: it must be given"
+    assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing; add it"
 
 
 def test_trainings_that_share_nothing_are_refused(refused: Refused) -> None:

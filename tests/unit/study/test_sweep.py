@@ -8,60 +8,61 @@ from typing import Any
 import pytest
 
 from undula.elastic.pure.spec import WorkersSpec
+from undula.state.events import StartEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
 from undula.study import sweep
-from undula.study.progress import Progress
+from undula.study.progress import StudyProgress
 from undula.study.records import TRIALS, read_outcome
 from undula.study.spec import StudySpec
-from undula.study.sweep import _Halving, _Keeper, _room
+from undula.study.sweep import _max_at_once, _Recorder, _SuccessiveHalving
 from undula.study.trials import Measurement, Trial, TrialRecord
 
 SPEC = StudySpec("study", "job.yaml", batches=(10,), base_lrs=(0.1, 0.2), samples=90, scheduler="asha")
 TRIAL = Trial(10, 0.1, "none", 0, "own", 0)
 
 
-def keeper_of(folder: Path, progress: Progress) -> _Keeper:
-    return _Keeper(Store(str(folder)), progress, {"1": TRIAL}, lambda _trial, step: 10 * step, lambda _record: None)
+def recorder_of(folder: Path, progress: StudyProgress) -> _Recorder:
+    return _Recorder(Store(str(folder)), progress, {"1": TRIAL}, lambda _trial, step: 10 * step, lambda _record: None)
 
 
 def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lost(tmp_path: Path) -> None:
     store = Store(str(tmp_path)) / TRIALS / TRIAL.name
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "", 0, {"world_size": 1}))
+    ledger.event(StartEvent(1, 1, step=0))
     for step in range(4):
         ledger.step(StepRow(1, step, 0, 10 * (step + 1), 10, 1, 1.0, 0.1, 0, 1, 0, 0, 0, 100.0 + step))
-        ledger.event(Event("validation", "", step + 1, {"loss": (5.0, 4.0, 1.0, 1.1)[step]}))
+        ledger.event(ValidationEvent((5.0, 4.0, 1.0, 1.1)[step], 9, step=step + 1))
     ledger.close()
     heard = (Measurement(30, 3, 1.0), Measurement(40, 4, 1.1))  # by the process that took its place
-    progress = Progress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1, heard)})
+    progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1, heard)})
     ended = SimpleNamespace(trial_id="1", last_result={"state": "complete", "message": ""})
-    keeper_of(tmp_path, progress).on_trial_complete(0, [], ended)
+    recorder_of(tmp_path, progress).on_trial_complete(0, [], ended)
     assert progress.records[TRIAL].state == "complete"
     assert read_outcome(store) == progress.records[TRIAL]
 
     worse = replace(progress.records[TRIAL], curve=(Measurement(0, 0, 0.5), *progress.records[TRIAL].curve))
-    keeper = keeper_of(tmp_path / "other", progress)
-    keeper.end(worse)
+    recorder = recorder_of(tmp_path / "other", progress)
+    recorder.end(worse)
     assert progress.records[TRIAL].state == "diverged"
     assert progress.records[TRIAL].message == "its loss went from 0.5 to 1.1"
-    keeper.end(replace(worse, state="stopped"))
+    recorder.end(replace(worse, state="stopped"))
     assert progress.records[TRIAL].state == "diverged", "that ASHA saw it first makes it no better"
 
 
 def test_a_trial_that_failed_says_by_what(tmp_path: Path) -> None:
-    progress = Progress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1)})
+    progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1)})
     lost: Any = SimpleNamespace(trial_id="1", status="ERROR", get_error=lambda: "trace\nModuleNotFoundError: x\n")
-    keeper_of(tmp_path, progress).on_trial_error(0, [], lost)
+    recorder_of(tmp_path, progress).on_trial_error(0, [], lost)
     assert progress.records[TRIAL].message.endswith("ModuleNotFoundError: x")
 
 
 def test_a_trial_at_its_last_sample_is_complete_however_it_compares() -> None:
     other = replace(TRIAL, base_lr=0.2)
     curve = tuple(Measurement(10 * step, step, 1.0) for step in range(1, 10))
-    progress = Progress(SPEC, {TRIAL: TrialRecord(TRIAL, "complete", 0.1, curve)})
-    halving = _Halving(progress, {"2": other}, lambda _trial, step: 10 * step)
+    progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "complete", 0.1, curve)})
+    halving = _SuccessiveHalving(progress, {"2": other}, lambda _trial, step: 10 * step)
     this: Any = SimpleNamespace(trial_id="2")
     halving.on_trial_add(None, this)
     losses = [0.5] * 8 + [2.0]
@@ -73,7 +74,7 @@ def test_a_trial_at_its_last_sample_is_complete_however_it_compares() -> None:
 
     late = tuple(Measurement(point.samples, point.step, loss) for point, loss in zip(curve, losses, strict=True))
     progress.records[other] = TrialRecord(other, "running", 0.2, late)
-    assert not _Halving(progress, {}, lambda _trial, step: 10 * step).lost
+    assert not _SuccessiveHalving(progress, {}, lambda _trial, step: 10 * step).to_stop
 
 
 @pytest.mark.parametrize(
@@ -84,10 +85,10 @@ def test_as_many_trials_as_the_cluster_holds_and_always_one(
     monkeypatch: pytest.MonkeyPatch, has: dict[str, float], at_once: int
 ) -> None:
     monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: has)
-    assert _room(SPEC, WorkersSpec(max=2))() == at_once
-    assert _room(replace(SPEC, max_concurrent=1), WorkersSpec(max=2))() == 1
+    assert _max_at_once(SPEC, WorkersSpec(max=2))() == at_once
+    assert _max_at_once(replace(SPEC, max_concurrent=1), WorkersSpec(max=2))() == 1
 
 
 def test_shares_of_a_cpu_are_counted_without_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: {"CPU": 1.0})
-    assert _room(SPEC, WorkersSpec(cpus=0.1))() == 10
+    assert _max_at_once(SPEC, WorkersSpec(cpus=0.1))() == 10

@@ -13,16 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.errors import RunError
+from undula.state.events import CheckpointEvent, LossEvent, StartEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
-from undula.state.records import Event, StepRow
+from undula.state.records import StepRow
 from undula.storage import Store
-from undula.study import under_way
+from undula.study import heartbeat
+from undula.study.heartbeat import (
+    HEARTBEAT_FILE,
+    SILENCE_S,
+    Heartbeat,
+    has_driver,
+    keep_heartbeat,
+    refuse_another_driver,
+)
 from undula.study.live_table import best_of, fewest_steps, seconds_left, study_table
-from undula.study.process import Listener, News
+from undula.study.process import Listener, TrialUpdate
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord, reached, trial_row
-from undula.study.under_way import SILENCE_S, UNDER_WAY_FILE, Sign, is_under_way, refuse_another_driver, said_under_way
 from undula.telemetry.messages import Status
 
 SPEC = StudySpec("study", "job.yaml", batches=(10, 20), base_lrs=(0.1, 0.2), samples=40, target=1.0)
@@ -73,15 +81,15 @@ def row(step: int, loss: float, attempt: int = 1, **values: object) -> StepRow:
     return replace(base, **values)  # type: ignore[arg-type]
 
 
-def written(folder: Path, metric: str = "validation") -> Store:
+def written(folder: Path) -> Store:
     """A run of three steps with a measurement after each, the last of which was made twice."""
     store = Store(str(folder))
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "started", 0, {"world_size": 2}, time=99.0))
+    ledger.event(StartEvent(2, 1, step=0, time=99.0))
     for step, loss in enumerate((5.0, 4.0, 3.0)):
         ledger.step(row(step, loss, logged='{"noise_scale": 7.5}' if step == 1 else "{}"))
-        ledger.event(Event(metric, "", step + 1, {"loss": loss - 1}, time=100.0 + step))
-    ledger.event(Event(metric, "", 3, {"loss": 1.5}, time=103.0))
+        ledger.event(ValidationEvent(loss - 1, 9, step=step + 1, time=100.0 + step))
+    ledger.event(ValidationEvent(1.5, 9, step=3, time=103.0))
     ledger.close()
     return store
 
@@ -97,11 +105,11 @@ def test_a_trial_that_trains_is_read_from_its_ledger(tmp_path: Path) -> None:
 def test_training_loss_is_the_mean_since_the_last_place(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     ledger = LedgerWriter(store, 1)
-    ledger.event(Event("start", "started", 0, {"world_size": 1}))
+    ledger.event(StartEvent(1, 1, step=0))
     for step, loss in enumerate((5.0, 4.0, 3.0, 2.0)):
         ledger.step(row(step, loss))
     for step in (2, 4):
-        ledger.event(Event("loss", "", step, {"loss": 99.0}))  # of a group that saw a part of the steps alone
+        ledger.event(LossEvent(99.0, 9, step=step))  # of a group that saw a part of the steps alone
     ledger.close()
     found = read_record(store, replace(SPEC, metric="training_loss"), TRIAL)
     assert [point.loss for point in found.curve] == [4.5, 2.5]
@@ -118,17 +126,17 @@ def test_what_was_written_of_an_end_is_what_is_read(tmp_path: Path) -> None:
     assert read_outcome(store) == read_record(store, SPEC, TRIAL) == ended
 
 
-def test_a_damaged_file_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write(OUTCOME, b"{")
-    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial goes on"):
+    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial resumes"):
         read_outcome(store)
     with pytest.raises(RunError, match="holds no study: give the directory of one"):
         read_spec(store)
 
 
-def heard(*messages: object, error: str | None = None) -> list[News]:
-    told: list[News] = []
+def heard(*messages: object, error: str | None = None) -> list[TrialUpdate]:
+    told: list[TrialUpdate] = []
     listener = Listener("validation_loss", told.append)
     for message in messages:
         listener(message)  # type: ignore[arg-type]
@@ -136,12 +144,12 @@ def heard(*messages: object, error: str | None = None) -> list[News]:
     return told
 
 
-def measured(step: int, loss: float) -> Event:
-    return Event("validation", "", step, {"loss": loss})
+def measured(step: int, loss: float) -> ValidationEvent:
+    return ValidationEvent(loss, 9, step=step)
 
 
 def test_a_trial_tells_its_measurements_and_how_it_ended() -> None:
-    told = heard(measured(0, 3.0), Event("checkpoint", ""), measured(2, 1.0))
+    told = heard(measured(0, 3.0), CheckpointEvent(1.0, step=1), measured(2, 1.0))
     assert [(news.step, news.loss, news.is_measured, news.state) for news in told] == [
         (0, 3.0, True, "running"),
         (2, 1.0, True, "running"),
@@ -229,13 +237,13 @@ def test_the_table_has_a_column_for_each_way_in_which_trials_were_lost() -> None
 
 def test_a_study_without_a_driver_has_no_time_left() -> None:
     records = [record(3, 0.5), record(3, state="waiting", batch=20)]
-    assert "study: 1 of 2 trials, not under way" in study_table(SPEC, records, is_under_way=False)
-    assert "study: 1 of 1 trials" in study_table(SPEC, records[:1], is_under_way=False)
-    assert "not under way" not in study_table(SPEC, records[:1], is_under_way=False)
+    assert "study: 1 of 2 trials, not running" in study_table(SPEC, records, is_running=False)
+    assert "study: 1 of 1 trials" in study_table(SPEC, records[:1], is_running=False)
+    assert "not running" not in study_table(SPEC, records[:1], is_running=False)
 
 
-def said(machine: str, process: int, ago_s: float) -> bytes:
-    return json.dumps(asdict(Sign(time.time() - ago_s, machine, process))).encode()
+def beat(machine: str, process: int, ago_s: float) -> bytes:
+    return json.dumps(asdict(Heartbeat(time.time() - ago_s, machine, process))).encode()
 
 
 def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tmp_path: Path) -> None:
@@ -243,43 +251,43 @@ def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tm
     script = (
         "import sys\n"
         "from undula.storage import Store\n"
-        "from undula.study.under_way import said_under_way\n"
-        f"with said_under_way(Store({str(tmp_path)!r})):\n"
-        "    print('said', flush=True)\n"
+        "from undula.study.heartbeat import keep_heartbeat\n"
+        f"with keep_heartbeat(Store({str(tmp_path)!r})):\n"
+        "    print('begun', flush=True)\n"
         "    input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
         assert driver.stdout
         assert driver.stdout.readline()
-        assert is_under_way(store)
+        assert has_driver(store)
         driver.kill()
-    assert not is_under_way(store)
+    assert not has_driver(store)
     for machine in ("elsewhere", ""):
-        store.write(UNDER_WAY_FILE, said(machine, driver.pid, 0))
-        assert is_under_way(store), "of another machine's processes nothing is known, nor in another container"
+        store.write(HEARTBEAT_FILE, beat(machine, driver.pid, 0))
+        assert has_driver(store), "of another machine's processes nothing is known, nor in another container"
 
 
 def test_a_driver_is_there_for_as_long_as_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     store = Store(str(tmp_path))
-    assert not is_under_way(store)
-    with said_under_way(store):
-        assert is_under_way(store)
-        store.write(UNDER_WAY_FILE, said("elsewhere", 1, 2 * SILENCE_S))
+    assert not has_driver(store)
+    with keep_heartbeat(store):
+        assert has_driver(store)
+        store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
         until = time.monotonic() + 20
-        while not is_under_way(store) and time.monotonic() < until:
+        while not has_driver(store) and time.monotonic() < until:
             time.sleep(0.005)
-        assert is_under_way(store), "it says so again and again"
-    assert not is_under_way(store)
-    store.write(UNDER_WAY_FILE, said("elsewhere", 1, 2 * SILENCE_S))
-    assert not is_under_way(store), "one that was killed"
+        assert has_driver(store), "it says so again and again"
+    assert not has_driver(store)
+    store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
+    assert not has_driver(store), "one that was killed"
     refuse_another_driver(store)
-    store.write(UNDER_WAY_FILE, said("elsewhere", 1, 0))
+    store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 0))
     refuse_another_driver(store)  # it was killed a moment ago, and says nothing more
-    with said_under_way(store), pytest.raises(RunError, match="is being trained by another driver"):
+    with keep_heartbeat(store), pytest.raises(RunError, match="is being trained by another driver"):
         refuse_another_driver(store)
-    store.write(UNDER_WAY_FILE, b"{")
-    assert not is_under_way(store)
+    store.write(HEARTBEAT_FILE, b"{")
+    assert not has_driver(store)
 
 
 def test_rows_have_no_number_that_json_lacks() -> None:

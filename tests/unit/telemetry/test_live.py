@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from undula.state.records import Event
+from undula.state.events import CrashEvent
 from undula.telemetry.live import LiveScreen, message_lines, status_line
 from undula.telemetry.messages import Line, Status, clock
 
@@ -28,9 +28,9 @@ def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
 
 
 def test_of_several_statuses_the_last_is_shown_and_of_other_messages_all() -> None:
-    messages = [status(1), Event("crash", "a worker died", time=0), Line(1, "hello"), status(2)]
-    lines = message_lines(messages)
-    assert [line.split("  ")[-1] for line in lines[:2]] == ["a worker died", "rank 1: hello"]
+    crash = CrashEvent("failure", "a worker died", time=0)
+    lines = message_lines([status(1), crash, Line(1, "hello"), status(2)])
+    assert [line.split("  ")[-1] for line in lines[:2]] == [crash.message, "rank 1: hello"]
     assert lines[2].startswith("step   2/400")
     assert len(lines) == 3
 

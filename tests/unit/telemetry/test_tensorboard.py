@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from undula.errors import StorageError
 from undula.storage import Store
 from undula.telemetry import tensorboard as board
-from undula.telemetry.tensorboard import Board
+from undula.telemetry.tensorboard import TensorBoardWriter
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -19,7 +19,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def test_everything_is_there_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "FILE_BYTES", 2000)
-    written = Board(Store(str(tmp_path)), attempt=1, start=0)
+    written = TensorBoardWriter(Store(str(tmp_path)), attempt=1, start=0)
     for step in range(200):
         written.add(step, {"loss/train": 1 / (step + 1)})
         if step % 17 == 0:
@@ -34,7 +34,7 @@ def test_everything_is_there_in_files_of_bounded_size(tmp_path: Path, monkeypatc
 
 def test_a_later_attempt_replaces_the_steps_from_its_own_on(tmp_path: Path) -> None:
     for attempt, steps in ((1, range(10)), (2, range(6, 12))):
-        written = Board(Store(str(tmp_path)), attempt, start=steps.start)
+        written = TensorBoardWriter(Store(str(tmp_path)), attempt, start=steps.start)
         for step in steps:
             written.add(step, {"loss/train": float(attempt)})
         written.flush()
@@ -42,7 +42,7 @@ def test_a_later_attempt_replaces_the_steps_from_its_own_on(tmp_path: Path) -> N
 
 
 def test_storage_that_takes_nothing_for_a_while_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = Board(Store(str(tmp_path)), attempt=1, start=0)
+    written = TensorBoardWriter(Store(str(tmp_path)), attempt=1, start=0)
 
     def full(*_: object) -> None:
         raise StorageError("no space left")

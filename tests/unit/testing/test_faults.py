@@ -1,4 +1,4 @@
-"""Schedules of faults and traces of nodes."""
+"""Tests of schedules of faults and traces of nodes."""
 
 import pytest
 from hypothesis import given
@@ -25,21 +25,21 @@ COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 
 
 @given(st.lists(FAULTS))
-def test_a_schedule_reads_as_it_is_written(faults: list[Fault]) -> None:
+def test_a_written_schedule_parses_to_the_same_faults(faults: list[Fault]) -> None:
     assert parse_faults("\n".join(map(str, faults))) == tuple(faults)
 
 
-def test_comments_and_blank_lines_are_no_faults() -> None:
+def test_comments_and_blank_lines_are_ignored() -> None:
     assert parse_faults("# a plan\n\nat step 4: add node  # here\n") == (Fault("add", at_step=4),)
 
 
-def test_what_is_no_fault_is_refused_by_its_line() -> None:
-    with pytest.raises(SpecError, match=r"plan\.txt:2: 'at step x: explode' is no fault: write at step N"):
+def test_an_invalid_line_is_refused_with_its_number() -> None:
+    with pytest.raises(SpecError, match=r"plan\.txt:2: 'at step x: explode' is not a fault; write at step N"):
         parse_faults("at step 1: add node\nat step x: explode", "plan.txt")
 
 
 @given(COUNTS, st.integers(1, 5), st.floats(1, 1000))
-def test_changes_tell_the_count_at_every_moment(counts: list[int], most: int, speedup: float) -> None:
+def test_changes_give_the_count_at_every_time(counts: list[int], most: int, speedup: float) -> None:
     changes = Trace(tuple(counts), 300.0).changes(speedup, most)
     assert changes[0] == (0.0, min(counts[0], most))
     for tick, count in enumerate(counts):
@@ -48,21 +48,21 @@ def test_changes_tell_the_count_at_every_moment(counts: list[int], most: int, sp
 
 
 @given(COUNTS, st.integers(1, 5), st.integers(1, 5))
-def test_a_window_has_the_changes_that_were_asked_for(counts: list[int], most: int, wanted: int) -> None:
+def test_a_window_has_the_requested_number_of_changes(counts: list[int], most: int, wanted: int) -> None:
     trace = Trace(tuple(counts), 300.0)
-    there = len(trace.changes(1.0, most)) - 1
-    assert len(trace.window(wanted, most).changes(1.0, most)) - 1 == (wanted if there >= wanted else there)
+    existing = len(trace.changes(1.0, most)) - 1
+    assert len(trace.window(wanted, most).changes(1.0, most)) - 1 == min(wanted, existing)
 
 
-def test_the_oracle_uses_every_node_from_the_fewest_on() -> None:
+def test_the_oracle_uses_all_nodes_whenever_there_are_enough() -> None:
     changes = ((0.0, 2), (10.0, 1), (20.0, 0), (30.0, 3))
     assert oracle_rank_s(changes, 35.0, low=1) == 20 + 10 + 0 + 15
     assert oracle_rank_s(changes, 35.0, low=2) == 20 + 0 + 0 + 15
     assert oracle_rank_s(changes, 5.0, low=1) == 10
 
 
-def test_what_is_no_trace_is_refused() -> None:
+def test_an_invalid_trace_is_refused() -> None:
     assert parse_trace({"metadata": {"gap_seconds": 60}, "data": [1, 0]}, "t.json") == Trace((1, 0), 60.0)
     for tree in ([], {"data": []}, {"metadata": {"gap_seconds": 60}, "data": [-1]}):
-        with pytest.raises(SpecError, match=r"t\.json is no trace"):
+        with pytest.raises(SpecError, match=r"t\.json is not a trace"):
             parse_trace(tree, "t.json")

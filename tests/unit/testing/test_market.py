@@ -1,4 +1,4 @@
-"""The deadline's policy, on arbitrary comings and goings of spot nodes."""
+"""Tests of the deadline policy under arbitrary changes of the spot market."""
 
 import pytest
 from hypothesis import given
@@ -17,24 +17,24 @@ START_S = 300.0
     slack=st.floats(1.05, 2.0),
     start_s=st.floats(60.0, 300.0),
 )
-def test_a_run_that_on_demand_nodes_make_in_time_is_never_late(
+def test_a_run_that_on_demand_nodes_can_finish_in_time_is_never_late(
     size: int, counts: list[int], slack: float, start_s: float
 ) -> None:
     market = Market(tuple(counts), gap_s=600.0)
-    # On-demand nodes by themselves take so long, with a start at the beginning and two for the safety net.
-    deadline_s = int(TOTAL_S * slack + 3 * start_s + 4 * market.look_s)
+    # Time that on-demand nodes alone need, with one start at the beginning and two for the safety net.
+    deadline_s = int(TOTAL_S * slack + 3 * start_s + 4 * market.decision_s)
     bill = run_under(market, FleetSpec(deadline=f"{deadline_s}s", node_start_s=start_s), size, TOTAL_S)
     assert bill.seconds <= deadline_s
 
 
-def test_spot_alone_costs_what_the_work_does_where_there_is_enough() -> None:
+def test_with_enough_spot_nodes_the_cost_is_that_of_the_work_alone() -> None:
     bill = run_under(Market((4,), 600.0), FleetSpec(spot_only=True, node_start_s=START_S), 4, TOTAL_S)
     assert bill.seconds == pytest.approx(TOTAL_S + START_S)
     assert bill.paid_s == {SPOT: pytest.approx(4 * bill.seconds), ON_DEMAND: 0.0}
     assert bill.dollars(spot=1.0, on_demand=3.0) == pytest.approx(4 * bill.seconds / 3600)
 
 
-def test_spot_that_comes_and_goes_makes_the_run_longer_and_each_restart_more_so() -> None:
+def test_preemptions_and_restarts_make_a_run_longer() -> None:
     market = Market((4, 0), 1200.0)
     spec = FleetSpec(spot_only=True, node_start_s=START_S)
     elastic, restarted = run_under(market, spec, 4, TOTAL_S), run_under(market, spec, 4, TOTAL_S, restart_s=75.0)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from numbers_job import numbers_job, write_numbers
+from numbers_job import cpu_run, numbers_job, write_numbers
 from torch import nn
 
-from undula.errors import RunError
-from undula.recovery.handover import GroupEndedError, process
+from undula.errors import RunError, UsageError
+from undula.recovery.worker_state import GroupEndedError, WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 from undula.train.job import Job
@@ -32,8 +32,8 @@ def job(tmp_path: Path) -> Job:
     return numbers_job(tmp_path)
 
 
-def steps_of(job: Job) -> Iterator[tuple[Run, nn.Module, Step]]:
-    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+def steps_of(job: Job, worker: WorkerState | None = None) -> Iterator[tuple[Run, nn.Module, Step]]:
+    run = cpu_run(job, worker=worker)
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
     for step in run.steps():
@@ -71,7 +71,7 @@ def test_a_step_that_leaves_its_batches_early_is_refused(job: Job) -> None:
     for batch in step.batches():
         step.backward(model(batch["x"][:, None]).mean())
         break
-    with pytest.raises(RuntimeError, match=r"after the loop over step\.batches\(\), all of them"):
+    with pytest.raises(UsageError, match=r"before the loop over step\.batches\(\)"):
         step.update()
     steps.close()
 
@@ -81,25 +81,27 @@ def test_batches_of_a_step_come_once(job: Job) -> None:
     _, model, step = next(steps)
     for batch in step.batches():
         step.backward(model(batch["x"][:, None]).mean())
-    with pytest.raises(RuntimeError, match="called twice"):
+    with pytest.raises(UsageError, match="called twice"):
         next(step.batches())
     steps.close()
 
 
 def test_a_group_that_is_lost_before_its_first_commit_leaves_what_a_fresh_start_has(job: Job) -> None:
     """AdamW's state, asked for before there is one, would have counted a step."""
-    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    worker = WorkerState()
+    run = cpu_run(job, worker=worker)
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
     steps = run.steps()
     next(next(steps).batches())
     run.hand_over()
-    assert process.kept is None
+    assert worker.held is None
     steps.close()
 
 
 def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
-    steps = steps_of(job)
+    worker = WorkerState()
+    steps = steps_of(job, worker)
     run, model, step = next(steps)
     for batch in step.batches():
         step.backward(model(batch["x"][:, None]).mean())
@@ -107,8 +109,9 @@ def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
     run, model, step = next(steps)
     steps.close()
     run.hand_over()
-    run.forget()
-    process.kept = None
+    run.free()
+    assert worker.held is not None
+    worker.held = None
     held = weakref.ref(model)
     del model, step, steps
     gc.collect()  # as a worker does when it joins the next group: torch leaves cycles
@@ -116,16 +119,14 @@ def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
 
 
 def test_a_rank_that_computes_after_its_group_has_ended_ends_with_the_next_batch(job: Job) -> None:
-    steps = steps_of(job)
+    worker = WorkerState()
+    steps = steps_of(job, worker)
     _, model, step = next(steps)
     batches = step.batches()
     step.backward(model(next(batches)["x"][:, None]).mean())
-    process.has_ended = True
-    try:
-        with pytest.raises(GroupEndedError) as caught:
-            next(batches)
-    finally:
-        process.join_group()
+    worker.has_ended = True
+    with pytest.raises(GroupEndedError) as caught:
+        next(batches)
     assert is_of_collective(caught.value)
     steps.close()
 

@@ -11,37 +11,39 @@ import pyarrow as pa
 import pytest
 import torch
 from horovod_ranks import on_horovod_ranks
-from numbers_job import numbers_job
+from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from undula.data.write import write_shards
+from undula.parallel.capabilities import Feature, refusal
+from undula.parallel.engines.engine import trainable
+from undula.parallel.norms import gradient_norm
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms
 from undula.plan.schedule import ScheduleSpec
-from undula.recovery.handover import process
+from undula.recovery.worker_state import WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import Store
+from undula.train.context import TrainContext
 from undula.train.job import Job
-from undula.train.noise_scale import NoiseMeter
+from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.run import Run
 
 
 def one_step(
-    meter: NoiseMeter, module: nn.Module, shares: list[Tensor], index: int = 0, scale: float = 1.0
+    meter: NoiseScaleMeter, module: nn.Module, shares: list[Tensor], index: int = 0, scale: float = 1.0
 ) -> StepNorms:
     """A step over micro-batches of some samples each, with gradients that add up, as the loop takes it."""
     samples = sum(map(len, shares))
     module.zero_grad()
-    meter.begin_step(index, 1)
+    meter.begin_step(index, 1, trainable(module))
     for share in shares:
         meter.begin_backward()
         (module(share) * scale * len(share) / samples).backward()
         meter.end_backward(len(share))
-    whole = meter.whole_square()
     small = meter.small_squares(samples)
-    return StepNorms(sum(small), 0.0 if whole is None else float(whole), len(small), samples)
+    return StepNorms(sum(small), (float(gradient_norm(module.parameters())) / scale) ** 2, len(small), samples)
 
 
 class Quadratic(nn.Module):
@@ -59,7 +61,7 @@ def test_a_quadratic_with_gaussian_targets_has_the_noise_scale_of_its_covariance
     """At x = 1, with targets around 0 of deviation 3 in each of 60 coordinates: tr(Sigma) / |G|^2 = 60 * 3^2 / 60 = 9 samples."""
     torch.manual_seed(0)
     module = Quadratic(60)
-    meter = NoiseMeter(module, every_steps=1)
+    meter = NoiseScaleMeter(every_steps=1)
     found = []
     for index in range(600):
         norms = one_step(meter, module, [torch.randn(4, 60) * 3 for _ in range(8)], index)
@@ -76,7 +78,7 @@ def test_norms_are_those_of_the_micro_batches_and_of_their_mean() -> None:
     network = nn.ModuleDict({"body": module, "unused": nn.Linear(2, 2)})
     loss = _Loss(network)
     shares = [torch.randn(size, 3) for size in (4, 3, 1)]
-    norms = one_step(NoiseMeter(loss, every_steps=1, scale=3.0), loss, shares, scale=3.0)
+    norms = one_step(NoiseScaleMeter(every_steps=1, scale=3.0), loss, shares, scale=3.0)
     used = list(module.parameters())
     squares = []
     for part in [*shares, torch.cat(shares)]:
@@ -100,7 +102,7 @@ class _Loss(nn.Module):
 
 def test_steps_between_measurements_cost_nothing_and_change_nothing() -> None:
     module = Quadratic(3)
-    meter = NoiseMeter(module, every_steps=3)
+    meter = NoiseScaleMeter(every_steps=3)
     kept = []
     for index in range(6):
         norms = one_step(meter, module, [torch.randn(2, 3), torch.randn(2, 3)], index)
@@ -108,7 +110,7 @@ def test_steps_between_measurements_cost_nothing_and_change_nothing() -> None:
         meter.keep(norms, clock=0.0)
         kept.append((norms.micro_batches, meter.measured.noise != before))
     assert kept == [(0, False), (0, False), (2, True)] * 2
-    assert NoiseMeter(Quadratic(3), every_steps=0).tensors == {}
+    assert NoiseScaleMeter(every_steps=0).state() == {}
 
 
 def measuring(folder: Path, rule: Any, deterministic: bool = False, **plan: Any) -> Job:
@@ -120,9 +122,9 @@ def measuring(folder: Path, rule: Any, deterministic: bool = False, **plan: Any)
     return replace(job, schedule=schedule, deterministic=deterministic, gradient=GradientSpec(noise_every_steps=2))
 
 
-def steps_of(job: Job, rank: int = 0, world_size: int = 1) -> Iterator[Run]:
+def steps_of(job: Job, rank: int = 0, world_size: int = 1, worker: WorkerState | None = None) -> Iterator[Run]:
     """Trains; gives the run after each step."""
-    run = Run(job, rank, world_size, torch.device("cpu"), lambda message: None, local_rank=rank)
+    run = cpu_run(job, rank, world_size, worker)
     model = run.model(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9))
     for step in run.steps():
@@ -131,6 +133,11 @@ def steps_of(job: Job, rank: int = 0, world_size: int = 1) -> Iterator[Run]:
             step.backward((model(x) - x - 1).square().mean())
         step.update()
         yield run
+
+
+def context_of(run: Run) -> TrainContext:
+    assert run._loop is not None
+    return run._loop._context
 
 
 def told(job: Job) -> list[tuple[float, float | None]]:
@@ -142,7 +149,7 @@ def told(job: Job) -> list[tuple[float, float | None]]:
 def _train(rank: int, world_size: int, job: Job) -> list[float]:
     for run in steps_of(job, rank, world_size):
         weights = torch.cat([each.detach().flatten() for each in run._model.parameters()]).tolist()  # type: ignore[union-attr]
-    return [*weights, *run._meter.measured.values()]
+    return [*weights, *context_of(run).noise.measured.values()]
 
 
 @pytest.mark.parametrize(("rule", "deterministic"), [("noise_scale", True), ("adascale", False), ("surge", False)])
@@ -180,19 +187,19 @@ def test_what_was_measured_outlives_its_group(
     whole = replace(job, run_url=f"{tmp_path}/whole", run_id=f"{tmp_path}/whole")
     for _ in steps_of(whole):
         pass
-    steps = steps_of(job)
+    worker = WorkerState()
+    steps = steps_of(job, worker=worker)
     for _ in range(6 if through_memory else 7):  # a checkpoint is taken every two steps, and the last of them is of six
         run = next(steps)
     if through_memory:
         run.hand_over()
-        assert process.kept is not None
+        assert worker.held is not None
     else:
-        run._memory.forget()  # type: ignore[union-attr]
+        context_of(run).snapshots.delete()  # type: ignore[union-attr]
     steps.close()
-    for _ in steps_of(job):
+    for _ in steps_of(job, worker=worker):
         pass
     assert told(job) == told(whole)
-    process.kept = None
 
 
 @pytest.mark.usefixtures("process_group")
@@ -200,19 +207,11 @@ def test_a_run_that_measures_nothing_has_nothing_more_to_save(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     job = numbers_job(tmp_path)
     for run in steps_of(job):
-        assert not [name for name in run._state() if not name.startswith(("model.", "optimizer."))]
+        held = context_of(run).live.held()
+        assert not [name for name in (*held.pieces, *held.values) if not name.startswith(("model.", "optimizer."))]
     assert {noise for _, noise in told(job)} == {None}
-    process.kept = None
-
-
-def _refusal(rank: int, world_size: int) -> str:
-    module = Quadratic(4)
-    fully_shard(module)
-    with pytest.raises(RuntimeError) as refusal:
-        NoiseMeter(module, every_steps=1)
-    NoiseMeter(module, every_steps=0)
-    return str(refusal.value)
 
 
 def test_a_sharded_model_is_refused() -> None:
-    assert "takes norms of whole gradients, and this model is sharded" in on_ranks(1, _refusal)[0]
+    message = refusal({Feature.SHARDED, Feature.NOISE_SCALE})
+    assert message == f"{Feature.SHARDED} cannot be combined with {Feature.NOISE_SCALE}; remove one of them"

@@ -1,1 +1,1 @@
-"""Decisions about nodes and workers. Pure: what is seen and the time go in, a decision comes out; no Ray, no torch."""
+"""Pure decisions about nodes and workers: each takes a view of the cluster and the time, and uses neither Ray nor torch."""

@@ -1,4 +1,4 @@
-"""Which nodes a run asks the cluster's autoscaler for, which it trains on, and which it gives back."""
+"""The fleet of a run: which nodes it requests from the cluster's autoscaler, which it uses, and which it gives back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,52 +12,53 @@ from undula.plan.fleet import (
     TYPE,
     Fleet,
     FleetSpec,
-    Progress,
+    RemainingWork,
     by_deadline,
     on_demand_floor,
     spot_only,
 )
-from undula.state.records import Event
+from undula.state.events import Event, FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 
-LOOK_S = 1.0
-"""Between a policy's looks."""
+DECISION_INTERVAL_S = 1.0
+"""Seconds between two decisions."""
 UNUSED_S = 60.0
-"""For which there may be room that nobody uses before it is told."""
+"""Seconds for which a node may have unused room before an event reports it."""
 KEPT_STEPS = 500
+"""Number of steps after which older measurements of the pace lose half of their weight."""
 MEASURED_STEPS = 10
-"""Before which a pace is not known."""
+"""Number of steps without which the pace is unknown."""
 HURRIES_BELOW, HURRIES_UNTIL = 2.0, 4.0
-"""Changeovers of time to spare, below which a run hurries, and until which it goes on with it."""
+"""Spare time below which a run begins to hurry, and above which it stops, as multiples of the time of a changeover."""
 REFUSED_AGAIN_S = 600.0
-"""Between two words on the same type that could not be had."""
+"""Seconds between two events about the same refused type of nodes."""
 AVOID_S = 60.0
-"""For which a type of nodes that could not be had is not asked for again."""
+"""Seconds for which the run does not request a type of nodes again after the cloud refused it."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a deadline is reckoned from."""
+    """The size of a job and its start, from which the policy computes whether it will meet its deadline."""
 
     total_steps: int
     began: float
-    """When the job was first submitted, in seconds since the epoch."""
+    """Time of the job's first submission in seconds since the epoch."""
 
 
 @dataclass
 class Pace:
-    """How long a worker needs for a step, from what the groups have done; what is long ago counts less and less."""
+    """The worker-seconds that a step takes, as an average over the groups' steps that gives old ones less and less weight."""
 
     worker_s: float = 0.0
-    """Seconds of all workers."""
+    """Measured seconds, summed over workers."""
     steps: float = 0.0
-    """In them."""
+    """Number of steps in that time."""
     done: int = 0
-    """Steps that the run has come to."""
+    """Number of steps that the run has committed."""
     _last: tuple[float | None, int] | None = None
-    """When the group's newest step was seen, None before its first, which may compile; and the step."""
+    """Time of the newest step that was observed, and its number; no time before the group's first step, which may compile."""
 
-    def saw(self, step: int, world_size: int, now: float) -> None:
-        """A group of so many workers has committed `step` steps."""
+    def observe(self, step: int, world_size: int, now: float) -> None:
+        """Record that a group of `world_size` workers has committed `step` steps."""
         since, before = self._last or (None, step)
         self._last = self._last or (None, step)
         if step > before:
@@ -69,25 +70,26 @@ class Pace:
         self.done = step
 
     def pause(self) -> None:
-        """The group has ended: what follows is no training."""
+        """Record that the group has ended, so that the time until the next one does not count."""
         self._last = None
 
     def step_s(self, size: int) -> float | None:
-        """Seconds that so many workers need for a step; None before some were measured."""
+        """Seconds that `size` workers need for a step; None while the pace is unknown."""
         return self.worker_s / self.steps / size if self.steps >= MEASURED_STEPS else None
 
 
 @dataclass
 class FleetManager:
-    """Carries out a FleetSpec: decides which market's nodes to ask for, and gives back those that are too many.
+    """Carries out a FleetSpec: decides from which markets to request nodes, and gives back surplus nodes.
 
     Args:
         spec: the policy.
-        size: workers of the whole fleet, the job's most.
-        fewest: workers without which the job waits.
-        work: what there is to do.
-        has_gpus: whether room that nobody uses is worth a word.
-        refusals: tells which types of nodes were not to be had since a time, and why, as Refusals does.
+        size: number of workers of the whole fleet, which is the job's maximum.
+        fewest: smallest number of workers with which the job trains.
+        work: the job's steps and its start.
+        has_gpus: whether workers use GPUs, so that unused room is reported.
+        on_event: receives the fleet's events.
+        refusals: returns the types of nodes that the cloud has refused since a time, each with its reason; see Refusals.
     """
 
     spec: FleetSpec
@@ -99,146 +101,138 @@ class FleetManager:
     refusals: Callable[[float], Mapping[str, str]]
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))
-    given_back: frozenset[str] = frozenset()
-    """Nodes that the run leaves, for the autoscaler to end."""
+    released: frozenset[str] = frozenset()
+    """Ids of nodes that the run leaves, so that the autoscaler can end them."""
     labels: Sequence[Mapping[str, str]] = ()
-    """That each worker's node is to have, for the autoscaler; one mapping for each worker that is wanted."""
-    _looked: float = float("-inf")
+    """Labels that the autoscaler must find on the node of each wanted worker; one mapping per worker."""
+    _decided_at: float = float("-inf")
     _short_since: float | None = None
     _hurries: bool = False
     _refused: Mapping[str, str] = field(default_factory=dict)
     _unused_since: dict[str, float] = field(default_factory=dict)
     _spot: int = 0
-    """Room on spot nodes, as last seen."""
-    _told: dict[str, float] = field(default_factory=dict)
-    """When it was told of a type that is refused, of a node that is not used, and of a deadline that has passed."""
+    """Number of workers that fit on spot nodes, when last observed."""
+    _reported: dict[str, float] = field(default_factory=dict)
+    """Time of the last event on each subject: a refused type, an unused node, or a passed deadline."""
 
-    def look(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
-        """Decide anew.
+    def update(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
+        """Decide which nodes to request and which to give back.
 
         Args:
-            nodes: that are alive.
-            ready: workers that can train, by node.
-            own: all workers of the run, by node.
-            now: in seconds since the epoch.
+            nodes: the nodes that are alive, by id.
+            ready: number of workers that can train on each node.
+            own: number of all of the run's workers on each node.
+            now: current time in seconds since the epoch.
         """
-        if now - self._looked < LOOK_S:
+        if now - self._decided_at < DECISION_INTERVAL_S:
             return
-        self._looked = now
+        self._decided_at = now
         staying = [node for node in nodes.values() if node.deadline is None]
-        # What others use of a node is no room for this run.
-        there = [replace(node, slots=min(node.slots, node.free + own.get(node.id, 0))) for node in staying]
+        # Resources that other jobs use on a node are not available to this run.
+        usable = [replace(node, slots=min(node.slots, node.free + own.get(node.id, 0))) for node in staying]
         if not self.spec.is_any:
-            self._follow(there, ready, now)
-        used = [node for node in there if node.id not in self.given_back]
+            self._follow_policy(usable, ready, now)
+        used = [node for node in usable if node.id not in self.released]
         if self.has_gpus:
-            self._tell_unused(used, now)
+            self._report_unused(used, now)
         self._learn_refusals(used, now)
         self.labels = self._labels(used)
 
     def room(self, market: str | None, workers: Mapping[str | None, int]) -> int:
-        """Workers that may still be started on nodes of a market, given how many there are by market."""
+        """Number of workers that may still start on nodes of a market, given the numbers of workers by market."""
         if self.spec.is_any or market is None:
             return self.size - sum(workers.values())
         return (self.wanted.spot if market == SPOT else self.wanted.on_demand) - workers.get(market, 0)
 
-    def _follow(self, there: Sequence[Node], ready: Mapping[str, int], now: float) -> None:
-        """The policy."""
-        on = {market: [node for node in there if node.market == market] for market in (SPOT, ON_DEMAND)}
+    def _follow_policy(self, usable: Sequence[Node], ready: Mapping[str, int], now: float) -> None:
+        on = {market: [node for node in usable if node.market == market] for market in (SPOT, ON_DEMAND)}
         counts = {market: sum(ready.get(node.id, 0) for node in found) for market, found in on.items()}
-        wanted, why = self._decide(on, Fleet(counts[SPOT], counts[ON_DEMAND]), now)
+        wanted, event = self._decide(on, Fleet(counts[SPOT], counts[ON_DEMAND]), now)
         if wanted != self.wanted:
             self.wanted = wanted
-            self.on_event(Event("fleet", f"asking for {_words(wanted)}{why}", data=vars(wanted)))
+            self.on_event(event)
         limits = {SPOT: max(wanted.spot, self.size - counts[ON_DEMAND]), ON_DEMAND: wanted.on_demand}
-        self._give_back({node for market, found in on.items() for node in _beyond(found, ready, limits[market])})
+        self._release({node for market, found in on.items() for node in _surplus(found, ready, limits[market])})
 
-    def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, str]:
+    def _decide(self, on: Mapping[str, list[Node]], ready: Fleet, now: float) -> tuple[Fleet, FleetEvent]:
         if self.spec.on_demand_floor:
-            return on_demand_floor(self.size, self.spec.on_demand_floor), ""
+            return _without_deadline(on_demand_floor(self.size, self.spec.on_demand_floor))
         if self.spec.deadline_s is None:
-            return spot_only(self.size), ""
-        progress = self._progress(self.spec.deadline_s, now)
-        if progress.time_left_s < 0:
-            late = f"the deadline was {-progress.time_left_s:.0f} s ago"
-            words = f"{late}: on spot nodes from now on; to have others, raise workers.fleet.deadline"
-            self._tell("deadline", words, now)
-            return spot_only(self.size), ""
+            return _without_deadline(spot_only(self.size))
+        remaining = self._remaining(self.spec.deadline_s, now)
+        if remaining.time_left_s < 0:
+            self._report("deadline", OverdueEvent(-remaining.time_left_s), now)
+            return _without_deadline(spot_only(self.size))
         spot = min(sum(node.slots for node in on[SPOT]), self.size)
-        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.given_back)
-        if spot > self._spot:  # where one has come, others may follow
-            self._short_since = None
-        self._spot = spot
-        self._short_since = None if spot == self.size else self._short_since or now
-        expected = spot
-        if self._short_since is not None and now - self._short_since < self.spec.node_start_s:
-            expected = self.size  # what is missing may be on its way
-        spare = progress.spare_s / progress.changeover_s
+        on_demand = sum(node.slots for node in on[ON_DEMAND] if node.id not in self.released)
+        expected = self._expected_spot(spot, now)
+        spare = remaining.spare_s / remaining.changeover_s
         self._hurries = self.pace.steps >= MEASURED_STEPS and (
             spare < (HURRIES_UNTIL if self._hurries else HURRIES_BELOW) and (self._hurries or spot < self.size)
         )
-        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, progress, self._hurries)
-        if 0 < expected < self.fewest:  # or they are held, and nothing trains on them
+        wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, remaining, self._hurries)
+        if 0 < expected < self.fewest:  # otherwise the spot nodes would be held while nothing trains on them
             wanted = Fleet(wanted.spot, max(wanted.on_demand, self.fewest - expected))
-        is_known = self.pace.step_s(self.size) is not None
-        work = f"about {progress.left_s:.0f} s of work of the whole fleet are" if is_known else "unmeasured work is"
-        return wanted, f": {work} left, and {progress.time_left_s:.0f} s to do it"
+        work_left_s = None if self.pace.step_s(self.size) is None else remaining.left_s
+        return wanted, FleetEvent(wanted.spot, wanted.on_demand, work_left_s, remaining.time_left_s)
 
-    def _progress(self, deadline_s: float, now: float) -> Progress:
-        # Before steps were measured the work is unknown: the run is behind, as nothing is done, and need not hurry.
+    def _expected_spot(self, spot: int, now: float) -> int:
+        """Number of workers to expect on spot nodes: the whole fleet as long as missing nodes may still start."""
+        if spot > self._spot:  # a node that has started shows that others may follow
+            self._short_since = None
+        self._spot = spot
+        self._short_since = None if spot == self.size else self._short_since or now
+        may_start = self._short_since is not None and now - self._short_since < self.spec.node_start_s
+        return self.size if may_start else spot
+
+    def _remaining(self, deadline_s: float, now: float) -> RemainingWork:
+        # While the pace is unknown so is the work: the run counts as behind, because nothing is done, but it does not hurry.
         step_s = self.pace.step_s(self.size) or 1e-9
-        return Progress(
+        return RemainingWork(
             elapsed_s=now - self.work.began,
             deadline_s=deadline_s,
             total_s=self.work.total_steps * step_s,
             done_s=self.pace.done * step_s,
-            changeover_s=self.spec.node_start_s + LOOK_S,
+            changeover_s=self.spec.node_start_s + DECISION_INTERVAL_S,
         )
 
-    def _give_back(self, nodes: set[str]) -> None:
-        for node in sorted(nodes - self.given_back):
-            words = f"node {node[:8]} is given back: {_words(self.wanted)} are wanted"
-            self.on_event(Event("fleet", words, data={"node": node}))
-        self.given_back = frozenset(nodes)
+    def _release(self, nodes: set[str]) -> None:
+        for node in sorted(nodes - self.released):
+            self.on_event(ReleaseEvent(node, self.wanted.spot, self.wanted.on_demand))
+        self.released = frozenset(nodes)
 
     def _learn_refusals(self, used: Sequence[Node], now: float) -> None:
-        """Which types of nodes are not to be had: Ray's autoscaler would ask for the same one for ever."""
+        """Learn which types of nodes the cloud refuses, because Ray's autoscaler would request the same type forever."""
         rooms = {market: sum(node.slots for node in used if market in (None, node.market)) for market in self._counts()}
         if all(rooms[market] >= count for market, count in self._counts().items()):
             self._refused = {}
             return
         self._refused = self.refusals(now - AVOID_S)
         for name, why in sorted(self._refused.items()):
-            reason = f" ({why[:200]})" if why else ""
-            words = f"{name} is not to be had{reason}: other types are asked for"
-            self._tell(f"refused {name}", words, now, again_s=REFUSED_AGAIN_S)
+            self._report(f"refused {name}", RefusalEvent(name, why[:200]), now, again_s=REFUSED_AGAIN_S)
 
     def _counts(self) -> dict[str | None, int]:
-        """Workers that are wanted by market; None for any."""
+        """Number of wanted workers by market; the market None stands for any."""
         if self.spec.is_any:
             return {None: self.size}
         return {SPOT: self.wanted.spot, ON_DEMAND: self.wanted.on_demand}
 
-    def _tell_unused(self, used: Sequence[Node], now: float) -> None:
-        """Room that is held, and that nobody uses."""
+    def _report_unused(self, used: Sequence[Node], now: float) -> None:
+        """Report nodes that have had room for more workers for a while."""
         unused = {node.id: node.free for node in used if node.free}
         self._unused_since = {node: self._unused_since.get(node, now) for node in unused}
         for node, free in unused.items():
             if now - self._unused_since[node] >= UNUSED_S:
-                words = (
-                    f"node {node[:8]} has had room for {free} more worker{'s' if free > 1 else ''} for {UNUSED_S:.0f} s"
-                )
-                mend = f"the job takes {self.size} at most (workers.max, workers.grow), so let the cluster have less"
-                self._tell(f"unused {node}", f"{words}: {mend}", now, kind="idle")
+                self._report(f"unused {node}", IdleEvent(node, free, UNUSED_S, self.size), now)
 
-    def _tell(self, what: str, words: str, now: float, kind: str = "fleet", again_s: float = inf) -> None:
-        """Tell it once, or again after so long."""
-        if what not in self._told or now - self._told[what] >= again_s:
-            self._told[what] = now
-            self.on_event(Event(kind, words))
+    def _report(self, subject: str, event: Event, now: float, again_s: float = inf) -> None:
+        """Send an event unless one on the same subject was sent less than `again_s` seconds ago."""
+        if subject not in self._reported or now - self._reported[subject] >= again_s:
+            self._reported[subject] = now
+            self.on_event(event)
 
     def _labels(self, used: Sequence[Node]) -> list[dict[str, str]]:
-        """Nodes that are there are asked for by their own type, as what is left goes to types that are not refused."""
+        """Labels of the wanted nodes: existing nodes keep their own type, and all others must be of a type that was not refused."""
         found: list[dict[str, str]] = []
         for market, count in self._counts().items():
             base = {MARKET: market} if market else {}
@@ -252,8 +246,8 @@ class FleetManager:
         return found
 
 
-def _beyond(nodes: list[Node], workers: Mapping[str, int], limit: int) -> list[str]:
-    """The nodes that are not needed for so many workers; those with workers are needed first."""
+def _surplus(nodes: list[Node], workers: Mapping[str, int], limit: int) -> list[str]:
+    """Ids of the nodes that are not needed for `limit` workers; nodes on which workers run are needed first."""
     found, room = [], limit
     for node in sorted(nodes, key=lambda node: (-workers.get(node.id, 0), node.id)):
         if room <= 0:
@@ -262,7 +256,5 @@ def _beyond(nodes: list[Node], workers: Mapping[str, int], limit: int) -> list[s
     return found
 
 
-def _words(fleet: Fleet) -> str:
-    """`2 spot and 1 on-demand workers`."""
-    parts = [f"{count} {market}" for count, market in ((fleet.spot, SPOT), (fleet.on_demand, ON_DEMAND)) if count]
-    return f"{' and '.join(parts) or 'no'} worker{'s' if fleet.spot + fleet.on_demand != 1 else ''}"
+def _without_deadline(wanted: Fleet) -> tuple[Fleet, FleetEvent]:
+    return wanted, FleetEvent(wanted.spot, wanted.on_demand)

@@ -1,4 +1,4 @@
-"""A node of the cluster as the policies see it."""
+"""A node of the cluster, as the policies see it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +10,54 @@ class Node:
 
     id: str
     slots: int
-    """Workers that fit on it when nothing else runs there."""
+    """Number of workers that fit on the empty node."""
     free: int
-    """Workers that fit on it beside what runs there now."""
+    """Number of workers that fit beside the current load."""
     deadline: float | None
-    """When it goes, in seconds since the epoch: infinity where that is not known, None where it stays."""
+    """Time at which the node is removed, in seconds since the epoch: infinity where it is not known, None for a node that stays."""
     market: str | None = None
-    """The value of its label MARKET."""
+    """Value of the node's label MARKET."""
     type: str | None = None
-    """The value of its label TYPE."""
+    """Value of the node's label TYPE."""
 
 
 def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
-    """How many workers a node's resources are enough for; a worker that needs nothing fits once."""
+    """Number of workers for which a node's resources suffice; of workers that need nothing, one fits."""
     needs = {name: amount for name, amount in per_worker.items() if amount > 0}
-    # Ray counts in units of 1e-4; 0.3 from 0.9 goes three times.
+    # Ray counts in units of 1e-4, which absorbs the rounding of 0.9 / 0.3.
     return int(min((resources.get(name, 0.0) / amount + 1e-4 for name, amount in needs.items()), default=1))
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The resource that lets the fewest workers fit on a node."""
+
+    resource: str
+    """Name of the resource, as Ray has it."""
+    needed: float
+    """Amount that one worker needs."""
+    offered: float
+    """Amount that the node has."""
+    num_fitting: int
+    """Number of workers that fit on the node."""
+
+
+def shortage(offered: Mapping[str, float], per_worker: Mapping[str, float], num_workers: int) -> Shortage | None:
+    """What keeps workers from fitting on one node; None where all of them fit.
+
+    Args:
+        offered: Resources of the node, by Ray's names.
+        per_worker: Resources that each worker needs, by Ray's names.
+        num_workers: Number of workers that must fit.
+    """
+    num_fitting = workers_that_fit(offered, per_worker)
+    if num_fitting >= num_workers:
+        return None
+    scarcest = min(
+        (name for name, amount in per_worker.items() if amount > 0),
+        key=lambda name: offered.get(name, 0.0) / per_worker[name],
+        default=None,
+    )
+    if scarcest is None:
+        return None
+    return Shortage(scarcest, per_worker[scarcest], offered.get(scarcest, 0.0), num_fitting)

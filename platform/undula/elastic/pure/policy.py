@@ -1,4 +1,4 @@
-"""When to change the group of workers, and to which workers. Pure: what is seen, now -> Hold | Resize | Save."""
+"""The decision when to change the worker group, and to which workers. Pure: a View goes in, and Hold, Resize or Save comes out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,77 +7,78 @@ from math import inf
 from undula.recovery.progress import ProgressView
 
 SETTLE_S = 1.0
-"""Two notices that come within this time cost one resize."""
+"""Seconds after a notice during which the policy waits for more of them, so that they cost one resize together."""
 EXPECTED_INTERVAL_S = 600.0
-"""Expected time to the next change of a cluster of which nothing is known yet."""
+"""Expected seconds until the cluster changes again, before the run has seen any change."""
 EXPECTED_COST_S = 2.0
-"""Expected pause of a resize before one was measured."""
+"""Expected pause of a resize in seconds, before one was measured."""
 LEAVE_S = 5.0
-"""So long before its last node goes a group ends, at a checkpoint."""
+"""Seconds before the first deadline of its nodes at which a group that becomes too small checkpoints and stops."""
 HANG_FACTOR = 10.0
+"""Maximum time without a step before a rank counts as hung, as a multiple of its longest recent step."""
 HANG_FLOOR_S = 5.0
-"""A rank that is this often its longest step without a sign, and at least so long, is lost."""
+"""Smallest value of that time in seconds."""
 START_LIMIT_S = 600.0
-"""The same where it does not step: while it starts, validates or saves."""
+"""Maximum seconds without a sign from a rank that starts, validates or saves."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A worker process that may be in a group."""
+class WorkerSlot:
+    """A worker process that can be in a group."""
 
     worker: str
-    """Its actor's id."""
+    """Id of the worker's actor."""
     node: str
     in_group: bool
-    """Whether it trains now."""
+    """Whether the worker trains now."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Whether it pays to take in more workers: work won until the next change, against work lost in the pause."""
+    """Weighs the work that more workers would do until the next change against the work that the pause of a resize costs."""
 
     interval_s: float = EXPECTED_INTERVAL_S
-    """Expected time to the next change."""
+    """Expected seconds until the cluster changes again."""
     cost_s: float = EXPECTED_COST_S
-    """Expected pause."""
+    """Expected pause of a resize in seconds."""
 
     def pays(self, current: int, wanted: int) -> bool:
         return (wanted - current) * self.interval_s > wanted * self.cost_s
 
-    def words(self, current: int, wanted: int) -> str:
+    def describe(self, current: int, wanted: int) -> str:
         return (
-            f"{wanted - current} more for an expected {self.interval_s:.0f} s until the next change, "
-            f"for a pause of about {self.cost_s:.1f} s"
+            f"{wanted - current} more can train for about {self.interval_s:.0f} s until the next change, "
+            f"at the price of a pause of about {self.cost_s:.1f} s"
         )
 
 
 @dataclass(frozen=True)
 class View:
-    """What the policy sees."""
+    """The cluster and the group, as the policy sees them."""
 
     now: float
-    """Seconds since the epoch, as deadlines are."""
-    seats: Sequence[Seat]
-    """Workers that answer: those of the group, and those that are ready to join."""
+    """Current time in seconds since the epoch."""
+    slots: Sequence[WorkerSlot]
+    """Workers of the group, and workers that are ready to join it."""
     deadlines: Mapping[str, float] = field(default_factory=dict)
-    """Nodes that will go: node -> when; infinity where that is not known."""
+    """Time at which each node with a notice is removed, in seconds since the epoch; infinity where it is not known."""
     noticed: float = 0.0
-    """When the newest of these notices came."""
+    """Time of the newest of these notices, in seconds since the epoch."""
     growth: Growth = field(default_factory=Growth)
     is_saved: bool = False
-    """Whether a checkpoint was asked for since then."""
+    """Whether a checkpoint was requested since that notice."""
     step_s: float = 0.0
-    """The longest of the last few steps."""
+    """Duration of the longest recent step in seconds."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Train on."""
+    """Keep training with the same group."""
 
 
 @dataclass(frozen=True)
 class Resize:
-    """End the group at its next step boundary and go on with these workers."""
+    """End the group at its next step boundary, and continue with these workers."""
 
     workers: tuple[str, ...]
     reason: str
@@ -89,58 +90,63 @@ class Save:
 
     reason: str
     ends: bool = True
-    """Whether to wait for nodes then, or to train on."""
+    """Whether the group ends after the checkpoint and waits for nodes, instead of training on."""
 
 
 Decision = Hold | Resize | Save
 
 
 def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
-    """What to do with a group that trains.
+    """Decide what happens to a group that trains.
 
     Args:
-        view: what is seen.
-        low, high: fewest and most workers.
-        grow: "auto" where growth must pay, "always" or "never".
+        view: the cluster and the group.
+        low, high: smallest and largest number of workers.
+        grow: "auto" if growth must pay for its pause, otherwise "always" or "never".
     """
-    group = [seat for seat in view.seats if seat.in_group]
-    staying = [seat for seat in group if seat.node not in view.deadlines]
-    joining = [seat for seat in view.seats if not seat.in_group and seat.node not in view.deadlines]
-    wanted = tuple(seat.worker for seat in [*staying, *joining][:high])
+    group = [slot for slot in view.slots if slot.in_group]
+    staying = [slot for slot in group if slot.node not in view.deadlines]
+    joining = [slot for slot in view.slots if not slot.in_group and slot.node not in view.deadlines]
+    wanted = tuple(slot.worker for slot in [*staying, *joining][:high])
     if len(staying) < len(group):
-        deadline = min(view.deadlines[seat.node] for seat in group if seat.node in view.deadlines)
+        deadline = min(view.deadlines[slot.node] for slot in group if slot.node in view.deadlines)
         if view.now - view.noticed < SETTLE_S and deadline - view.now > 5 * SETTLE_S:
             return Hold()
-        doomed = f"{len(group) - len(staying)} of {len(group)} workers on nodes that will go"
+        doomed = f"{len(group) - len(staying)} of {len(group)} workers run on nodes that will be removed"
         if len(wanted) >= low:
             return Resize(wanted, doomed)
-        reason = f"{doomed}, {len(wanted)} left, at least {low} needed"
+        reason = f"{doomed}, which leaves {len(wanted)} of at least {low}"
         last_moment = deadline - LEAVE_S - 3 * view.step_s
         if deadline == inf or view.now >= last_moment:
             return Save(reason)
         return Hold() if view.is_saved else Save(reason, ends=False)
     is_growth = len(wanted) > len(group) and grow != "never"
     if is_growth and (grow == "always" or view.growth.pays(len(group), len(wanted))):
-        return Resize(wanted, view.growth.words(len(group), len(wanted)))
+        return Resize(wanted, view.growth.describe(len(group), len(wanted)))
     return Hold()
 
 
 def hang_limit_s(longest_step_s: float, override_s: float | None) -> float:
-    """Seconds after which a rank without a sign is lost, of the job's own last steps; 0 where there are none yet."""
+    """Maximum seconds without a step before a rank counts as hung.
+
+    Args:
+        longest_step_s: duration of the longest recent step; 0 before the first.
+        override_s: the job's own limit, if it has one.
+    """
     if override_s is not None:
         return override_s
     return max(HANG_FACTOR * longest_step_s, HANG_FLOOR_S) if longest_step_s else START_LIMIT_S
 
 
 def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], limit_s: float) -> list[int]:
-    """Ranks that make no step, to be treated as lost.
+    """Ranks that make no step and must be treated as lost.
+
+    A rank in a collective waits for other ranks, so it counts as lost only if every rank is in a collective.
 
     Args:
-        ranks: where each stands, as it last said; None where it never did.
-        silent_s: for how long each has not answered.
-        limit_s: of `hang_limit_s`.
-
-    A rank that waits in a collective waits for others: it is named only where every rank waits there.
+        ranks: newest progress of each rank; None for a rank that has not reported any.
+        silent_s: seconds for which each rank has not answered a poll.
+        limit_s: result of `hang_limit_s`.
     """
     silent = [rank for rank, seconds in enumerate(silent_s) if seconds > limit_s]
     if silent:
@@ -153,6 +159,6 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
 
 
 def _patience_s(rank: ProgressView, limit_s: float) -> float:
-    """A first step may compile."""
+    """Limit for a rank in its current phase; a first step may compile, and so has the longer one."""
     steps = rank.phase in ("compute", "reduce") and rank.longest_step_s > 0
     return limit_s if steps else max(limit_s, START_LIMIT_S)

@@ -1,1 +1,1 @@
-"""Everything that uses private API of Ray. No other package may."""
+"""The only package that uses private API of Ray."""

@@ -1,16 +1,14 @@
-"""The actor in which a worker of Ray Train lives, made to outlast its worker group."""
+"""The actor of a Ray Train worker, extended to outlive its worker group."""
 
 import gc
-import os
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from ray.air._internal.device_manager import get_torch_device_manager_by_context
@@ -20,152 +18,173 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
-from undula.recovery.handover import Request, process
 from undula.recovery.progress import ProgressView
 from undula.recovery.snapshot import Age, packed
+from undula.recovery.worker_state import Request, WorkerState
 
-AT_ONCE_S = 0.3
-"""In which a train function ends by itself after it has left, or after a collective has failed."""
+PROMPT_END_S = 0.3
+"""Seconds in which a train function normally ends after it has left the group, or after a collective has failed."""
 LATE_IMPORTS = (
     *("ray.tune", "undula.elastic.ray.backend"),
     *(
         "undula.train.run",
         "undula.telemetry.tensorboard",
-        "undula.state.safetensors_io",
-        "torch.distributed.checkpoint.state_dict_saver",
+        "undula.state.checkpoint_files",
     ),
 )
-"""What Ray Train, a group's first rendezvous and a run's first checkpoint would import in a worker."""
+"""Modules that Ray Train, a group's first rendezvous and a run's first checkpoint would otherwise import while ranks wait."""
 PIECE_BYTES = 8 * 2**20
+"""Size of the pieces in which memory is faulted in."""
 FAULT_IN_BYTES = 2**30
-"""At most; what a thread frees at the end of the heap stays there up to this size."""
+"""Maximum memory to fault in, which is also what the heap keeps when it is freed."""
 
 
 @dataclass
 class ElasticStatus(WorkerStatus):
-    """A worker's answer to a poll."""
+    """Answer of a worker to a poll."""
 
     progress: ProgressView | None = None
-    """Where its rank stands; None where the train function is not a Run's."""
+    """Progress of the rank; None if the train function does not use a Run."""
     has_left: bool = False
-    """Whether it has left the group at a step boundary."""
+    """Whether the rank has left the group at a step boundary."""
     resident_bytes: int = 0
-    """Memory of its process."""
+    """Resident memory of the process."""
+
+
+_state: WorkerState | None = None
+
+
+def worker_state() -> WorkerState:
+    """The state of the worker that lives in this process: that of its ElasticWorker, or a new one under a controller of Ray's own."""
+    global _state
+    _state = _state or WorkerState()
+    return _state
 
 
 class ElasticWorker(RayTrainWorker):
-    """A RayTrainWorker that can leave its group and join another."""
+    """A RayTrainWorker that can leave its group and join another one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = worker_state()
 
     def prepare(
         self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str
     ) -> ActorMetadata:
-        """Everything that takes time before a group starts, beside the group that still trains: imports, device, first kernels, memory.
+        """Do what takes time before the first group, while other workers still train: imports, device context, first kernels, memory.
 
         Args:
-            train_fn_ref: what will run.
+            train_fn_ref: the train function.
             prepare: the trainer's own preparation.
-            resident_bytes: memory of a worker that trains; 0 where it is not known, or is none of the host's.
-            home: the controller's node.
+            resident_bytes: resident memory of a worker that trains; 0 if it is unknown or lies on the device.
+            home: id of the controller's node.
         """
-        process.home = home
+        self._state.home = home
         train_fn_ref.get()
         warm_up()
         if prepare:
             prepare()
-        fault_in(resident_bytes - resident())
-        gc.freeze()  # what is here now stays: the collections at the beginning of groups need not look at it
+        fault_in(resident_bytes - resident_memory())
+        gc.freeze()  # these objects stay, so collections at the start of a group can skip them
         return self.get_metadata()
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
-        process.join_group()
-        process.own_ports = listening_ports()  # Ray's among them, which must not be cut whatever becomes of the group
+        self._state.join_group()
+        self._state.own_ports = listening_ports()  # among them Ray's, whose connections must stay
         super().init_train_context(*arguments, **more)
-        gc.collect()  # of the former group's model what its script has left in cycles
-        process.controller = get_train_context().controller_actor
+        gc.collect()  # frees what the former group's script has left in reference cycles, such as its model
+        self._state.controller = get_train_context().controller_actor
 
     def poll_status(self) -> ElasticStatus:
         status = ElasticStatus(**vars(super().poll_status()))
-        if not process.is_run:
+        if not self._state.is_run:
             return status
-        status.progress = process.progress.view()
-        status.resident_bytes = resident()
+        status.progress = self._state.progress.view()
+        status.resident_bytes = resident_memory()
         status.has_left = status.progress.phase == "left" and not status.running and status.error is None
         if status.has_left:
-            status.running = True  # or the controller would take the run for finished
-        status.preemption_info = None  # a Run's notices are the policy's; Ray would train on until the deadline
+            status.running = True  # otherwise the controller would consider the run finished
+        status.preemption_info = None  # the policy handles notices; Ray would train on until the deadline
         return status
 
-    def ask(self, request: Request) -> None:
-        """For something at the next step boundary."""
-        process.request = request
+    def set_request(self, request: Request) -> None:
+        """Set what the rank must do at its next step boundary."""
+        self._state.request = request
 
     def break_collectives(self) -> None:
-        """Wake whoever waits there."""
-        abort_collectives()
+        """Abort the rank's collectives, so that threads that wait in them raise."""
+        abort_collectives(self._state)
 
-    def answer(self) -> None:
-        """That this process is there."""
+    def ping(self) -> None:
+        """Do nothing; an answer shows that the process is alive."""
 
-    def give_state(self, room: float, has: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
-        """What the last group has left here of the state, as a snapshot's meta and bytes, as this node will go.
+    def export_state(self, room: float, newest: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
+        """The state that the last group has left in this process, for the controller to keep because this node will be removed.
 
         Args:
-            room: bytes that the controller has for it.
-            has: the age of the newest state that it has the whole of.
+            room: bytes that the controller has room for.
+            newest: age of the newest complete state that the controller holds.
 
-        Returns: None where it has nothing newer; in words why it does not give what it has.
+        Returns:
+            A snapshot's meta and bytes; None if the controller's state is as new; the reason if the state is too large to send.
         """
-        kept = process.kept
-        if kept is None or kept.age <= has:
+        held = self._state.held
+        if held is None or held.age <= newest:
             return None
-        if kept.state.bytes > room:
-            return f"{kept.state.bytes / 2**20:.0f} MiB of it are more than half of the memory that the head has free"
-        meta, data = packed(kept.plan_digest, kept.age, kept.state, kept.rows)
+        if held.state.bytes > room:
+            return f"its {held.state.bytes / 2**20:.0f} MiB are more than half of the memory that is free on the head"
+        meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
-    def leave(self, patience_s: float) -> bool:
-        """End what the group has left running here; whether this process can join another group."""
+    def leave_group(self, timeout_s: float) -> bool:
+        """End what the group has left running in this process. True if the process can join another group."""
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
-            process.has_ended = True  # it may compute, where no broken collective tells it
-            thread.join(AT_ONCE_S)
-            abort_collectives()  # another rank may wait for this one
-            thread.join(patience_s)
+            self._state.has_ended = True  # the function may be computing, where no aborted collective stops it
+            thread.join(PROMPT_END_S)
+            abort_collectives(self._state)  # another rank may be waiting for this one
+            thread.join(timeout_s)
         error = get_train_context().execution_context.training_thread_runner.get_error()
         has_left = thread is None or not thread.is_alive()
-        return has_left and (error is None or process.is_sound) and not process.is_spent
+        return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
 
-    def kill(self, pid: int) -> None:
-        """SIGKILL another worker of this machine, which is stopped and does not end at Ray's word."""
-        with suppress(OSError):
-            if type(self).__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+    def kill_process(self, pid: int) -> None:
+        """Send SIGKILL to another worker of this machine; a stopped process does not react to Ray.
+
+        A process that has taken over the worker's id in the meantime is left alone.
+        """
+        with suppress(psutil.Error):
+            other = psutil.Process(pid)
+            if type(self).__name__ in " ".join(other.cmdline()):
+                other.kill()
 
 
-def abort_collectives() -> None:
-    """Wake threads that wait in a rendezvous or a collective of this process's groups, here and on other ranks, for one that is gone."""
-    # Gloo's first: a thread that an aborted NCCL collective lets go must not find a way to commit what came out of it.
-    cut_connections(listening_ports() - process.own_ports)
-    cut_sockets(process.collective_sockets)
+def abort_collectives(state: WorkerState) -> None:
+    """Make rendezvous and collectives of this process's groups fail, here and on the ranks that wait for this one.
+
+    Gloo comes first: a thread that an aborted NCCL collective releases must not be able to commit the result over gloo.
+    """
+    cut_connections(listening_ports() - state.own_ports)
+    cut_sockets(state.collective_sockets)
     for group in list(dist.distributed_c10d._world.pg_map):
-        group.abort()  # which does nothing for gloo
+        group.abort()  # has no effect on gloo
 
 
-def resident() -> int:
-    """Bytes of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_memory() -> int:
+    """Resident memory of this process in bytes."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def fault_in(num_bytes: int) -> None:
-    """Make memory part of this process's heap, up to what the heap keeps (KEEP_MEMORY of undula.elastic.ray.pool)."""
+    """Extend this process's heap by as much as the heap keeps after it is freed (KEEP_HEAP in undula.elastic.ray.pool)."""
     pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
     held = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in pieces]
     del held
 
 
 def warm_up() -> None:
-    """One step of a tiny model: torch imports much of itself only then, and CUDA makes its context."""
+    """Run one step of a tiny model, in which torch imports modules and CUDA creates its context."""
     get_torch_device_manager_by_context()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = torch.nn.Linear(2, 2).to(device)

@@ -1,4 +1,4 @@
-"""The request that a run makes of Ray's autoscaler: room for each of its workers."""
+"""The run's standing request to Ray's autoscaler: a node with room for each of its workers."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,33 +8,32 @@ from typing import Any
 
 from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 
-from undula.elastic.ray.capacity import Aside
+from undula.elastic.ray.capacity import BackgroundCall
 
 REPEAT_S = 20.0
-"""Between requests that say the same, which Ray forgets after a while."""
-
-
+"""Seconds between two identical requests, which must be repeated because Ray drops them after EXPIRES_S."""
 EXPIRES_S = 180.0
+"""Seconds after which Ray drops a request that was not repeated."""
 
 
 @dataclass
 class AutoscalerRequest:
-    """Tells Ray's autoscaler what a run can use; nothing waits for its answer."""
+    """Sends the request in the background, so that nothing waits for the autoscaler."""
 
     requester: str
     _sent: Sequence[Mapping[str, str]] | None = None
-    _when: float = float("-inf")
-    _aside: Aside = field(default_factory=Aside)
+    _sent_at: float = float("-inf")
+    _background: BackgroundCall = field(default_factory=BackgroundCall)
 
     def send(self, resources: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
-        """Ask for a node's room with `resources` for each of `labels`, where that is news or was said long ago."""
+        """Request a node with `resources` free for each entry of `labels`, if the request has changed or must be repeated."""
         now = time.monotonic()
-        if labels == self._sent and now - self._when < REPEAT_S:
+        if labels == self._sent and now - self._sent_at < REPEAT_S:
             return
-        if self._aside(partial(self._ask, dict(resources), [dict(each) for each in labels])):
-            self._sent, self._when = labels, now
+        if self._background(partial(self._request, dict(resources), [dict(each) for each in labels])):
+            self._sent, self._sent_at = labels, now
 
-    def _ask(self, resources: dict[str, float], labels: list[dict[str, str]]) -> None:
+    def _request(self, resources: dict[str, float], labels: list[dict[str, str]]) -> None:
         autoscaling: Any = default_autoscaling_coordinator
         autoscaling.get_or_create_autoscaling_coordinator().request_resources.remote(
             requester_id=self.requester,

@@ -1,4 +1,4 @@
-"""Torch's process group, made and destroyed in the thread that trains, so that a worker's process can be in one after another."""
+"""Torch's process group, created and destroyed in the thread that trains, so that one process can join several groups in turn."""
 
 import os
 from contextlib import AbstractContextManager, suppress
@@ -16,14 +16,15 @@ from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBacken
 from ray.train.v2._internal.execution.context import get_train_context
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from undula.recovery.handover import process
+from undula.elastic.ray.actor import worker_state
 
 RENDEZVOUS_TIMEOUT_S = 10.0
+"""Maximum seconds for which a rank waits for the others to join."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group meet."""
+    """Address and backend of a group's process group."""
 
     address: str
     port: int
@@ -31,7 +32,7 @@ class Rendezvous:
     timeout_s: float
 
     def store(self, rank: int, world_size: int) -> TCPStore:
-        """Where ranks find each other; rank 0 serves it."""
+        """The key-value store through which the ranks find each other; rank 0 serves it."""
         timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         return TCPStore(self.address, self.port, world_size, is_master=rank == 0, timeout=timeout)
 
@@ -39,8 +40,8 @@ class Rendezvous:
 _rendezvous: Rendezvous | None = None
 
 
-def meet_at(rendezvous: Rendezvous) -> None:
-    """Called in each worker before its train function."""
+def set_rendezvous(rendezvous: Rendezvous) -> None:
+    """Use this rendezvous for the next group; runs in each worker before its train function."""
     global _rendezvous
     _rendezvous = rendezvous
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous.address, str(rendezvous.port)
@@ -48,7 +49,7 @@ def meet_at(rendezvous: Rendezvous) -> None:
 
 
 class InProcessGroup(AbstractContextManager[None]):
-    """The train function runs in this context."""
+    """Context of the train function, in which the process is a member of the group's process group."""
 
     def __enter__(self) -> None:
         assert _rendezvous is not None
@@ -57,7 +58,7 @@ class InProcessGroup(AbstractContextManager[None]):
         if torch.cuda.is_available():
             torch.cuda.set_device(ray.train.torch.get_device())
         try:
-            # A rank that is alone meets nobody, and saves the 15 ms of a server.
+            # A single rank needs no server, which would take 15 ms to start.
             store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)
             dist.init_process_group(
                 _rendezvous.backend,
@@ -67,24 +68,24 @@ class InProcessGroup(AbstractContextManager[None]):
                 timeout=timedelta(seconds=_rendezvous.timeout_s),
             )
         except Exception:
-            process.is_sound = True  # another rank has not come
+            worker_state().is_sound = True  # the fault lies with a rank that did not join
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A rank that is lost never answers NCCL's orderly end.
+        # NCCL's orderly shutdown would wait forever for a rank that is lost.
         if error is not None and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
-        with suppress(RayError):  # a controller that is gone needs no word
+        with suppress(RayError):  # the controller may be gone
             get_train_context().controller_actor.wake.remote()
 
 
 @dataclass
 class ElasticTorchConfig(TorchConfig):
-    """A TorchConfig whose process group lives and dies with the train function."""
+    """A TorchConfig whose process group exists exactly while the train function runs."""
 
     @property
     def backend_cls(self) -> type["ElasticTorchBackend"]:
@@ -96,19 +97,19 @@ class ElasticTorchConfig(TorchConfig):
 
 
 class ElasticTorchBackend(_TorchBackend):
-    """Tells the ranks where to meet; the rest happens in their threads."""
+    """Passes the rendezvous to the ranks, whose own threads then create the process group."""
 
     share_cuda_visible_devices = False
-    """Each process sees its own GPUs alone: by the time that it joins others it has a CUDA context."""
+    """False, so that each process sees only its own GPUs: it has created a CUDA context before it joins others on its node."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         gpus = worker_group.get_resources_per_worker().get("GPU", 0)
         backend = backend_config.backend or ("nccl" if gpus else "gloo")
         address, port = worker_group.execute_single(0, _free_address)
-        worker_group.execute(meet_at, Rendezvous(address, port, backend, float(backend_config.timeout_s)))
+        worker_group.execute(set_rendezvous, Rendezvous(address, port, backend, float(backend_config.timeout_s)))
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """The train functions' contexts have done it."""
+        """Do nothing: the train functions' contexts have destroyed their process groups."""
 
 
 def _free_address() -> tuple[str, int]:

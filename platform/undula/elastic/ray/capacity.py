@@ -1,4 +1,4 @@
-"""What the cluster has room for, as Ray's head knows it this second."""
+"""The nodes of the cluster with their room for workers, and the node types that the cloud refuses, as Ray's head knows them."""
 
 import logging
 import threading
@@ -14,19 +14,21 @@ from undula.elastic.pure.nodes import Node, workers_that_fit
 from undula.plan.fleet import MARKET, TYPE
 
 STATUS_TIMEOUT_S = 5
+"""Maximum seconds to wait for the autoscaler's status."""
 REFUSALS_INTERVAL_S = 2.0
+"""Seconds between two requests for that status."""
 
 
 @dataclass
 class Labels:
-    """Of nodes, by id; Ray's head is asked only where one is not known yet."""
+    """Labels of nodes by id; Ray's head is asked only when a new node appears."""
 
     known: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     def on(self, nodes: Mapping[str, Node]) -> dict[str, Node]:
-        """The nodes, with what their labels say."""
+        """The nodes with the market and the type that their labels name."""
         if not nodes.keys() <= self.known.keys():
-            all_nodes: Any = ray.nodes  # it has no types
+            all_nodes: Any = ray.nodes  # Ray does not annotate it
             self.known = {node["NodeID"]: node["Labels"] for node in all_nodes()}
         labels = {node: self.known.get(node, {}) for node in nodes}
         return {
@@ -35,45 +37,45 @@ class Labels:
         }
 
 
-class Aside:
-    """Makes one call at a time in a thread that nobody waits for: what asks the head by name or by a new connection may take a minute."""
+class BackgroundCall:
+    """Runs one call at a time in a background thread, because a call that opens a connection to the head may take a minute."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
-    def __reduce__(self) -> tuple[type["Aside"], tuple[()]]:
-        return Aside, ()
+    def __reduce__(self) -> tuple[type["BackgroundCall"], tuple[()]]:
+        return BackgroundCall, ()
 
     def __call__(self, call: Callable[[], None]) -> bool:
-        """Whether it is being made: not while the one before is."""
+        """Start the call unless the previous one is still running; whether it was started."""
         if self._thread and self._thread.is_alive():
             return False
-        self._thread = threading.Thread(target=self._make, args=(call,), name="undula-aside", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(call,), name="undula-background", daemon=True)
         self._thread.start()
         return True
 
     @staticmethod
-    def _make(call: Callable[[], None]) -> None:
+    def _run(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a head that is busy or gone makes of it
-            logging.getLogger("undula").info("the head did not answer: %s", error)
+        except Exception as error:  # a head that is busy or gone fails in many ways, and the next call tries again
+            logging.getLogger("undula").info("the head of the cluster did not answer: %s", error)
 
 
 @dataclass
 class Refusals:
-    """Node types of which the autoscaler could have none, as its head said when it last answered."""
+    """Node types that the cloud refused to the autoscaler, as of the last answer of the head."""
 
     last: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Name -> when, in seconds since the epoch, and why."""
-    _aside: Aside = field(default_factory=Aside)
-    _asked: float = float("-inf")
+    """For each type, the time of the refusal in seconds since the epoch, and its reason."""
+    _background: BackgroundCall = field(default_factory=BackgroundCall)
+    _asked_at: float = float("-inf")
 
     def __call__(self, since: float) -> dict[str, str]:
-        """Those since then, and why; what is new comes with a later call."""
-        if time.monotonic() - self._asked >= REFUSALS_INTERVAL_S and self._aside(self._ask):
-            self._asked = time.monotonic()
-        return {name: why for name, (refused, why) in self.last.items() if refused >= since}
+        """The types refused since then, each with its reason. Newer refusals appear in a later call, as this one does not wait."""
+        if time.monotonic() - self._asked_at >= REFUSALS_INTERVAL_S and self._background(self._ask):
+            self._asked_at = time.monotonic()
+        return {name: reason for name, (refused, reason) in self.last.items() if refused >= since}
 
     def _ask(self) -> None:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_S)
@@ -83,8 +85,8 @@ class Refusals:
         }
 
 
-def look(per_worker: Mapping[str, float]) -> dict[str, Node]:
-    """The nodes that are alive, by id."""
+def alive_nodes(per_worker: Mapping[str, float]) -> dict[str, Node]:
+    """The nodes that are alive, by id, with their room for workers that need `per_worker` resources."""
     state: Any = ray._private.state.state
     free, total = state.available_resources_per_node(), state.total_resources_per_node()
     draining = state.get_draining_nodes()

@@ -1,4 +1,4 @@
-"""Ray Train's controller, made to keep workers from one group to the next, and to look when there is something to see."""
+"""Ray Train's controller, extended to keep workers between groups and to poll as soon as a worker calls."""
 
 import asyncio
 import time
@@ -19,15 +19,24 @@ from undula.elastic.ray.scaling import PoolPolicy, elastic_statuses
 from undula.recovery.snapshot import parsed
 
 POLL_INTERVAL_S = 0.25
+"""Seconds between two polls of the workers."""
 FAST_POLL_S = 0.02
+"""Seconds between two polls after a worker has called, and while a group ends."""
 FAST_FOR_S = 1.0
-"""After a worker has called, and while a group ends."""
-ANSWER_S = 0.05
-"""A poll takes; a later answer is the next one's."""
+"""Seconds of fast polling after a call."""
+POLL_TIMEOUT_S = 0.05
+"""Maximum seconds for which a poll waits; the next poll collects later answers."""
 
 
 class ElasticController(TrainController):
-    """Ray Train's controller with a pool of workers, which polls when there is something to see."""
+    """Ray Train's controller with a pool of workers, which it polls as soon as one of them calls.
+
+    Args:
+        scaling_config: Ray Train's own.
+        grow, hang_limit_s: as in WorkersSpec.
+        pool: the workers.
+        callbacks, arguments: as Ray Train passes them.
+    """
 
     def __init__(
         self,
@@ -45,39 +54,39 @@ class ElasticController(TrainController):
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
         events = ControllerEvents(self._events)
-        told = events.naming_ready(self._pool.ready)
-        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, told)
+        report = events.with_ready_workers(self._pool.ready)
+        self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, report)
         self._retries: RetryUnlessBug = arguments["failure_policy"]
         super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
 
     async def wake(self) -> None:
-        """A worker has something to tell."""
+        """Poll at once, because a worker's state has changed."""
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
-    async def keep_snapshot(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
-        """Keep a copy of a rank's snapshot; False where there is no room for it."""
-        if data.nbytes > self._pool.keeper.room():
+    async def store_replica(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
+        """Keep a replica of a rank's snapshot; False if there is no room for it."""
+        if data.nbytes > self._pool.replicas.room():
             return False
-        self._pool.keeper.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
+        self._pool.replicas.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
-    async def kept_snapshots(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
-        """What one of so many ranks is to fetch of what was kept, or given by workers whose node was to go."""
-        found = self._pool.keeper.share(rank, world_size)
+    async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
+        """The share of the replicas that one of `world_size` ranks fetches; together, the ranks fetch all of them."""
+        found = self._pool.replicas.share(rank, world_size)
         return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         await self._pause()
         assert self._worker_group is not None
-        status = self._worker_group.poll_status(timeout=ANSWER_S)
+        status = self._worker_group.poll_status(timeout=POLL_TIMEOUT_S)
         ranks = [each.progress for each in elastic_statuses(status) if each.progress]
         self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
         return status
 
     async def _step(self) -> Any:
         if self._worker_group is None and not isinstance(self.get_state(), RunningState):
-            # Ray's own loop would not let anything else run while it waits for nodes.
+            # Ray's own loop would block the actor while it waits for nodes.
             await asyncio.sleep(max(self._retries.take_pause_s(), FAST_POLL_S))
         return await super()._step()
 

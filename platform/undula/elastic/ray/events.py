@@ -1,11 +1,11 @@
-"""Tells what Ray Train's controller does with the workers: crashes and notices, in words."""
+"""Turns what Ray Train's controller does with its workers into events, and passes events to their sink in a thread."""
 
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
@@ -20,27 +20,27 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from undula.elastic.ray.failures import is_waiting, summary
 from undula.elastic.ray.pool import PooledWorker
 from undula.plan.fleet import MACHINE, MARKET
-from undula.state.records import Event
+from undula.state.events import CrashEvent, Event, GroupEvent, NoticeEvent, WaitingEvent, WorkerPlace
 
 EventSink = Callable[[Event], None]
 NodeTable = Callable[[], list[dict[str, Any]]]
-"""As ray.nodes."""
+"""A function that returns the cluster's nodes in the form of ray.nodes()."""
 LABELS = {
     "machine": (MACHINE,),
     "market": (MARKET, "ray.io/market-type"),
     "region": ("ray.io/availability-region",),
     "zone": ("ray.io/availability-zone",),
 }
-"""What an event says of a worker's machine, and the node's labels that it is from, the first one that is there."""
+"""For each key of a worker's place, the node labels that may hold its value; the first label that exists counts."""
 
 
 def log_event(event: Event) -> None:
-    """The sink of a trainer that was given none."""
+    """Write an event to the logger "undula"; the default sink of a trainer."""
     logging.getLogger("undula").info("%s: %s", event.kind, event.message)
 
 
 class EventQueue:
-    """Hands events to a sink in a thread, in order: one that writes to a slow storage must not hold up a decision."""
+    """Passes events to a sink in order, in a thread of its own, so that slow storage does not delay a decision."""
 
     def __init__(self, sink: EventSink):
         self._sink = sink
@@ -50,57 +50,55 @@ class EventQueue:
         self._thread.submit(self._sink, event)
 
     def close(self) -> None:
-        """Wait until all are told."""
+        """Wait until the sink has received all events."""
         self._thread.shutdown()
 
 
-def machines(nodes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """By node id: what the node's labels say of its machine; nothing where they say nothing."""
-    found = {}
-    for node in nodes:
-        labels = node.get("Labels") or {}
-        told = (
-            (name, next((labels[each] for each in keys if labels.get(each)), None)) for name, keys in LABELS.items()
-        )
-        found[str(node["NodeID"])] = {name: value for name, value in told if value}
-    return found
+def machines(nodes: Iterable[Mapping[str, Any]]) -> dict[str, WorkerPlace]:
+    """The machine of each node, by node id, as far as the node's labels describe it."""
+    return {str(node["NodeID"]): _machine(node.get("Labels") or {}) for node in nodes}
+
+
+def _machine(labels: Mapping[str, str]) -> WorkerPlace:
+    values = {name: next((labels[key] for key in keys if labels.get(key)), None) for name, keys in LABELS.items()}
+    place: Any = {name: value for name, value in values.items() if value}
+    return cast(WorkerPlace, place)
 
 
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):
-    """Turns the controller's changes of state into events. Runs in the controller's process."""
+    """Turns the controller's changes of state into events; runs in the controller's process."""
 
     def __init__(self, sink: EventSink, nodes: NodeTable = ray.nodes):
         self._sink = sink
         self._nodes = nodes
-        self._job = secrets.token_hex(4)  # of one submission: between two of them nobody is held
+        self._job = secrets.token_hex(4)  # identifies one submission; between two submissions no workers are held
 
-    def naming_ready(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
-        """A sink whose "waiting" events say which workers are ready, and on which machines, so that their idle time has a price.
+    def with_ready_workers(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
+        """A sink that adds the places of the ready workers to each WaitingEvent, so that their idle time has a price.
 
-        Such an event is told in the moment in which they were counted, by the thread that alone changes the pool: so they are the same.
+        The thread that sends such an event is the only one that changes the pool, so these are the workers that the event counts.
         """
 
-        def tell(event: Event) -> None:
-            if event.kind == "waiting":
-                kinds = machines(self._nodes())
-                places = [
-                    {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **kinds.get(each.node, {})}
+        def report(event: Event) -> None:
+            if isinstance(event, WaitingEvent):
+                known = machines(self._nodes())
+                places: list[WorkerPlace] = [
+                    {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **known.get(each.node, {})}
                     for each in ready()
                 ]
-                event = replace(event, data={**event.data, "workers": places, "job": self._job})
+                event = replace(event, workers=tuple(places), job=self._job)
             self._sink(event)
 
-        return tell
+        return report
 
     def after_worker_group_training_start(self, worker_group: WorkerGroup) -> None:
-        kinds = machines(self._nodes())
+        known = machines(self._nodes())
         members = [worker.metadata for worker in worker_group.get_workers()]
-        places: list[dict[str, Any]] = [
-            {"rank": rank, "node": each.node_id, "ip": each.node_ip, "pid": each.pid, **kinds.get(each.node_id, {})}
+        places: list[WorkerPlace] = [
+            {"rank": rank, "node": each.node_id, "ip": each.node_ip, "pid": each.pid, **known.get(each.node_id, {})}
             for rank, each in enumerate(members)
         ]
-        words = ", ".join(f"rank {place['rank']} is process {place['pid']} on {place['node'][:8]}" for place in places)
-        self._sink(Event("group", words, data={"workers": places, "job": self._job}))
+        self._sink(GroupEvent(tuple(places), self._job))
 
     def after_controller_state_update(
         self, previous_state: TrainControllerState, current_state: TrainControllerState
@@ -108,7 +106,9 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         if isinstance(current_state, RestartingState | ReschedulingState):
             error = current_state.training_failed_error
             if not is_waiting(error):
-                reason = summary(error)
-                self._sink(Event("crash", f"workers failed, starting again: {reason}", data={"error": reason}))
+                self._sink(CrashEvent("failure", summary(error)))
         elif isinstance(current_state, PreemptingState) and not isinstance(previous_state, PreemptingState):
-            self._sink(Event("notice", "a node was told that it will go"))
+            info = current_state.preemption_info
+            deadline = None if info.deadline_ms is None else info.deadline_ms / 1e3
+            for node, ranks in info.preempted_node_to_ranks.items():
+                self._sink(NoticeEvent(node, tuple(ranks), deadline))

@@ -1,4 +1,4 @@
-"""What to do about failures of workers, and how to tell of them."""
+"""The decision whether a failed worker group is tried again, and the description of its failure."""
 
 import re
 
@@ -10,43 +10,46 @@ from ray.train.v2._internal.execution.failure_handling.default import DefaultFai
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
-from undula.errors import StorageError, UndulaError
+from undula.errors import StorageError, UndulaError, UsageError
 from undula.train.tracebacks import is_of_collective, kept_traceback
 
 BUGS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
     *(SyntaxError, TypeError, ValueError, UndulaError),
 )
-"""Exceptions that come again when the same code runs again."""
-
+"""Exceptions that the same code would raise again in another attempt."""
 STORAGE_FAILURES = 60
-"""One after another without a step between them; with the pauses that comes to half an hour."""
+"""Maximum number of storage failures without a step between them; with the pauses, they last half an hour."""
 LONGEST_PAUSE_S = 30.0
+"""Maximum pause in seconds after a storage failure; the pause doubles with each failure up to this."""
 
 LOSSES = (
-    ("NODE_OUT_OF_MEMORY|running low on memory", "out of memory: Ray ended the process as its node had little left"),
+    (
+        "NODE_OUT_OF_MEMORY|running low on memory",
+        "out of memory: Ray ended the process because its node ran low on memory",
+    ),
     ("node (has )?died|node is dead", "its node is gone"),
-    ("worker process has died", "its process has crashed or was killed, perhaps by the system as memory ran out"),
+    ("worker process has died", "its process crashed or was killed, perhaps by the system because memory ran out"),
 )
-"""What Ray says of a lost worker -> what is told."""
+"""Pattern of Ray's message about a lost worker, and the description that takes its place."""
 
 
 class NotEnoughWorkersError(WorkerGroupStartupFailedError):
-    """Fewer workers than a group needs: nothing has failed, the run waits."""
+    """Fewer workers are left than the group needs; nothing has failed, and the run waits for more."""
 
 
 class RetryUnlessBug(DefaultFailurePolicy):
-    """Tries again, up to max_failures, but for errors of the user's code that no other attempt would mend.
+    """Tries again up to max_failures times, but not after an error that every attempt would repeat.
 
-    Exceptions of the user's code count over the whole run; lost workers only as long as no step is committed between them, as a
-    cluster of spot nodes loses many. A storage that fails between two groups of a run that has stepped is given time: a group that
-    trains would have outlasted it.
+    Exceptions of the user's code count over the whole run. Lost workers count only until the next committed step, because a cluster of
+    spot nodes loses many. Storage failures have a limit of their own once the run has committed a step: a group that trains survives
+    an outage, so a group that starts during one should too.
     """
 
     def __init__(self, failure_config: FailureConfig):
         super().__init__(failure_config)
         self.has_stepped = False
-        """Whether the group has committed a step, as the controller saw; since the last failure."""
+        """Whether the controller has seen a committed step since the last failure."""
         self._has_ever_stepped = False
         self._exceptions = self._losses = self._storage_failures = 0
         self._pause_s = 0.0
@@ -74,52 +77,54 @@ class RetryUnlessBug(DefaultFailurePolicy):
         return FailureDecision.RAISE if limit >= 0 and is_over else FailureDecision.RETRY
 
     def take_pause_s(self) -> float:
-        """Seconds to wait before the next group, once."""
+        """Seconds to wait before the next group starts; a second call returns 0."""
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
 
 def is_waiting(error: BaseException) -> bool:
-    """Whether there was only nobody to start with."""
+    """Whether the group could not start for lack of workers."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, NotEnoughWorkersError)
 
 
 def is_exception(error: BaseException) -> bool:
-    """Whether a worker failed by an exception of its own code, and not because another was lost."""
+    """Whether an exception of its own code failed a worker, rather than the loss of another one."""
     failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
     return any(kept_traceback(failure) is not None and not is_of_collective(failure) for failure in failures)
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether the storage is all that workers failed by."""
+    """Whether all failures are storage errors, apart from those that follow from the loss of another rank."""
     failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
     own = [failure for failure in failures if not is_of_collective(failure)]
     return bool(own) and all(isinstance(failure, StorageError) for failure in own)
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether every worker that failed did so by an exception of its code, and one of them by a bug."""
+    """Whether another attempt would fail in the same way: a worker reported a misuse, or a bug while no worker died."""
     failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
-    is_lost = any(
-        kept_traceback(failure) is None for failure in failures
-    )  # a worker died: the others' words may be the echo
-    return not is_lost and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
+    if any(isinstance(failure, UsageError) for failure in failures):
+        return True
+    # Where a worker died, the exceptions of the others may only follow from its death.
+    has_died = any(kept_traceback(failure) is None for failure in failures)
+    return not has_died and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
 
 
 def summary(error: BaseException) -> str:
-    """The failures of the workers in one line: rank, exception and place of each; last those that only met a lost one."""
+    """The failures of the workers in one line: rank, exception and line of code; ranks that only noticed a lost one come last."""
     if not isinstance(error, WorkerGroupError):
         return _one_line(error)
     failures = sorted(error.worker_failures.items())
     broken = [str(rank) for rank, failure in failures if is_of_collective(failure)]
-    told = [f"rank {rank}: {_one_line(failure)}" for rank, failure in failures if not is_of_collective(failure)]
+    parts = [f"rank {rank}: {_one_line(failure)}" for rank, failure in failures if not is_of_collective(failure)]
     if broken:
-        told.append(f"rank{'s' * (len(broken) > 1)} {', '.join(broken)}: a collective broke, as another rank is gone")
-    return "; ".join(told)
+        ranks = f"rank{'s' * (len(broken) > 1)} {', '.join(broken)}"
+        parts.append(f"{ranks}: a collective broke because another rank is gone")
+    return "; ".join(parts)
 
 
 def whole_story(error: BaseException) -> str:
-    """The traceback of the first worker that failed by an exception of its code, uncut; Ray's text where none did."""
+    """The full traceback of the first worker whose own code raised; Ray's description if there is none."""
     for rank, failure in sorted(error.worker_failures.items()) if isinstance(error, WorkerGroupError) else []:
         if text := kept_traceback(failure):
             return f"rank {rank}:\n{text}"
@@ -129,9 +134,9 @@ def whole_story(error: BaseException) -> str:
 def _one_line(failure: BaseException) -> str:
     text = kept_traceback(failure)
     if text is None:
-        said = str(failure).strip()
-        known = (words for pattern, words in LOSSES if re.search(pattern, said))
-        return next(known, (said.splitlines() or [type(failure).__name__])[-1])
+        description = str(failure).strip()
+        known = (loss for pattern, loss in LOSSES if re.search(pattern, description))
+        return next(known, (description.splitlines() or [type(failure).__name__])[-1])
     message = (str(failure).strip().splitlines() or [""])[0]
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]

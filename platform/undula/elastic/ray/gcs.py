@@ -1,7 +1,8 @@
-"""Asks a cluster's head about its nodes and actors, and drains nodes: one command a line on stdin, one JSON answer a line on stdout.
+"""Queries to a cluster's head about its nodes and actors, and notices to its nodes, through a process of their own.
 
-A process of its own, as Ray reads a cluster's token once in the life of a process, and waits without end for a head that accepts and is
-silent: `python -m undula.elastic.ray.gcs ADDRESS`.
+The process, `python -m undula.elastic.ray.gcs ADDRESS`, reads one command per line from stdin and writes one JSON answer per line to
+stdout. It is needed because Ray reads a cluster's token only once in the life of a process, and waits forever for a head that accepts a
+connection and then stays silent.
 """
 
 import json
@@ -19,21 +20,22 @@ PREEMPTION = 2
 ALIVE = 0
 """GcsNodeInfo.ALIVE of Ray's gcs.proto."""
 START_LIMIT_S = 30.0
-"""For the process to have imported Ray, which takes 4 s beside a job that takes all cores."""
+"""Maximum seconds until the process has imported Ray, which takes 4 s while a job uses all cores."""
 ANSWER_LIMIT_S = 5.0
+"""Default of the maximum seconds for an answer."""
 HELLO = "hello"
-"""The command that is answered without the head."""
+"""Command that the process answers without the head."""
 LAST_MS = 10**14
-"""Ray takes 64 bits, and a deadline this late is a mistake."""
+"""Latest accepted deadline in milliseconds since the epoch; a later one is a mistake, although Ray would accept 64 bits."""
 
 
 class Head:
-    """The head of a cluster, as asked by a process of its own; by a new one after a question that it did not answer.
+    """The head of a cluster, queried through a process that is replaced after a query without an answer.
 
     Args:
-        address: of its head; `auto` for the cluster that this machine is a node of.
+        address: address of the head; `auto` for the cluster that this machine belongs to.
         env: environment of the process, with the cluster's token.
-        limit_s: for an answer.
+        limit_s: maximum seconds for an answer.
     """
 
     def __init__(self, address: str, env: Mapping[str, str], limit_s: float = ANSWER_LIMIT_S):
@@ -44,10 +46,10 @@ class Head:
         self._process = self._started()
 
     def ask(self, command: str) -> Any:
-        """The answer to one command.
+        """The answer of the head to one command.
 
         Raises:
-            ClusterError: there is none within the limit.
+            ClusterError: the head does not answer in time.
         """
         with self._asking:
             if self._process.poll() is not None and not self._is_closed:
@@ -58,25 +60,32 @@ class Head:
             try:
                 return json.loads(self._line(command, self._limit_s))
             except ValueError:
-                self._process.kill()  # or a later answer would be taken for that to the next question
+                self._process.kill()  # otherwise a late answer would be taken for the answer to the next query
                 self._process.wait()
                 raise ClusterError(f"the head of the cluster at {self._address} does not answer") from None
 
     def drain(self, node: str, deadline: float | None) -> None:
-        """Tell the cluster that a node will go, at a time in seconds since the epoch where one is known.
+        """Give a node notice that it will be removed.
+
+        Args:
+            node: id of the node.
+            deadline: time at which it is removed, in seconds since the epoch; None if it is not known.
 
         Raises:
-            ClusterError: it does not take it.
+            ClusterError: the cluster does not accept the notice.
         """
         deadline_ms = (deadline or 0.0) * 1e3
         if not 0 <= deadline_ms < LAST_MS:
-            raise ClusterError(f"node {node[:8]} cannot be drained: {deadline} is no time")
+            raise ClusterError(
+                f"node {node[:8]} cannot be drained: the deadline {deadline} is not a time in seconds since the epoch"
+            )
         answer = self.ask(f"drain {node} {int(deadline_ms)}")
         accepted, why = answer if isinstance(answer, list) and len(answer) == 2 else (False, answer)
         if not accepted:
             raise ClusterError(f"node {node[:8]} cannot be drained: {why}")
 
     def close(self) -> None:
+        """End the process."""
         self._is_closed = True
         self._process.kill()
         self._process.communicate()
@@ -88,7 +97,7 @@ class Head:
         )  # fmt: skip
 
     def _line(self, command: str, limit_s: float) -> str:
-        """What comes back; empty where nothing does."""
+        """The answer to a command; empty if the process has ended or does not answer in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         limit = threading.Timer(limit_s, self._process.kill)
@@ -97,7 +106,7 @@ class Head:
             self._process.stdin.write(f"{command}\n")
             self._process.stdin.flush()
             return self._process.stdout.readline()
-        except (OSError, ValueError):  # it ended, or was closed
+        except (OSError, ValueError):  # the process has ended, or was closed
             return ""
         finally:
             limit.cancel()

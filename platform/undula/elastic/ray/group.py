@@ -1,4 +1,4 @@
-"""A worker group of Ray Train, made of workers that were there before it and stay after it."""
+"""A worker group of Ray Train whose workers come from a pool and return to it."""
 
 import time
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from undula.errors import UndulaError
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """Makes worker groups of a pool's workers; stands where Ray's controller has a class."""
+    """Creates worker groups from a pool; takes the place of the class that Ray's controller uses."""
 
     pool: WorkerPool
 
@@ -34,7 +34,7 @@ class WorkerGroups:
 
 
 class NoPlacementGroup(PlacementGroupHandle):
-    """The pool's actors hold their own resources."""
+    """Stands for the placement group that a pooled group does not need, because its actors hold their own resources."""
 
     placement_group: Any = None
 
@@ -48,7 +48,7 @@ class NoPlacementGroup(PlacementGroupHandle):
 
 @dataclass(frozen=True)
 class PooledState(WorkerGroupState):
-    """The state of a group whose workers go back to their pool."""
+    """State of a group whose workers return to their pool."""
 
     group: "ElasticWorkerGroup"
     pool: WorkerPool
@@ -59,22 +59,22 @@ class PooledState(WorkerGroupState):
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """Ray Train's worker group but for where its workers come from and go to."""
+    """Ray Train's worker group with workers from a pool."""
 
     def start_from(self, pool: WorkerPool) -> None:
-        """Start with the first ready workers of a pool.
+        """Start the group with the first ready workers of a pool.
 
         Raises:
-            NotEnoughWorkersError: there are too few.
-            WorkerGroupStartupFailedError: one was lost on the way; the others are in the pool again.
+            NotEnoughWorkersError: too few workers are ready.
+            WorkerGroupStartupFailedError: a worker was lost during the start; the others are in the pool again.
         """
         context = self._worker_group_context
-        members = pool.answering(pool.ready()[: context.num_workers])
+        members = pool.responsive(pool.ready()[: context.num_workers])
         if len(members) < context.num_workers:
-            raise NotEnoughWorkersError(f"{context.num_workers} workers were wanted, {len(members)} are left")
+            raise NotEnoughWorkersError(f"the group needs {context.num_workers} workers, and {len(members)} are left")
         for member in members:
             member.in_group = member.has_trained = True
-            member.giving = None  # what it has given is older than what it will have
+            member.export = None  # the exported state is older than the one that the worker will hold
             pool.trained_on.add(member.node)
         workers = _ranked_by_node(self._assign_worker_ranks([_as_worker(member, context) for member in members]))
         state = PooledState(time.monotonic(), NoPlacementGroup(), workers, pool.sync_actor(), self, pool)
@@ -89,7 +89,7 @@ class ElasticWorkerGroup(WorkerGroup):
             raise
 
     def silent_s(self) -> list[float]:
-        """By rank: for how long a poll has not been answered."""
+        """Seconds for which each rank has not answered the current poll."""
         now = time.monotonic()
         polls = [self._world_rank_to_ongoing_poll.get(rank) for rank in range(len(self.get_workers()))]
         return [now - poll.start_time if poll else 0.0 for poll in polls]
@@ -114,12 +114,12 @@ class ElasticWorkerGroup(WorkerGroup):
 
 
 def actor_id(worker: Worker) -> str:
-    """The id under which the pool knows it."""
+    """Id of the worker's actor, which is its id in the pool."""
     return str(worker.actor._actor_id.hex())
 
 
 def _ranked_by_node(workers: list[Worker]) -> list[Worker]:
-    """With local ranks by node, where Ray Train counts by address: several nodes of one machine have one address."""
+    """Give the workers local ranks by node. Ray Train assigns them by address, which several nodes of one machine share."""
     nodes: dict[str, list[Worker]] = {}
     for worker in workers:
         nodes.setdefault(worker.metadata.node_id, []).append(worker)

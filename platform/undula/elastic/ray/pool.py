@@ -1,10 +1,10 @@
-"""The worker processes of a run: started beside the training that goes on, kept from one worker group to the next."""
+"""The worker processes of a run, which start while a group trains and stay from one worker group to the next."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -14,49 +14,52 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 
 from undula.elastic.pure.fleet import FleetManager
 from undula.elastic.pure.nodes import Node
-from undula.elastic.pure.policy import Seat
+from undula.elastic.pure.policy import WorkerSlot
 from undula.elastic.ray.actor import ElasticWorker
-from undula.elastic.ray.capacity import Labels, look
-from undula.recovery.replica_store import SnapshotKeeper
+from undula.elastic.ray.capacity import Labels, alive_nodes
+from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import parsed
-from undula.state.records import Event
+from undula.state.events import CrashEvent, Event, NodeEvent, WarningEvent
 from undula.telemetry.hub import UNRECORDED
 
-LOOK_INTERVAL_S = 0.25
+OBSERVE_INTERVAL_S = 0.25
+"""Seconds between two observations of the cluster's nodes."""
 RETRY_S = 2.0
-"""Between attempts to start workers on one node: Ray's head learns of a change with a delay."""
+"""Seconds between two attempts to start workers on one node, because Ray's head learns of a change with a delay."""
 START_TIMEOUT_S = 300.0
-ANSWER_S = 0.5
-"""A worker whose process has given no sign for this time is gone, as its whole node may be."""
-ASK_S = 0.05
-"""What one gets in any case to say that it is there."""
-PATIENCE_S = 26.0
-"""For a worker to end what its group has left running, a rendezvous that fails included."""
-KEEP_MEMORY = {
+"""Maximum seconds until a worker that starts must be ready."""
+PING_TIMEOUT_S = 0.5
+"""Maximum seconds without a sign from a worker before its process, or its whole node, counts as gone."""
+MIN_PING_TIMEOUT_S = 0.05
+"""Minimum seconds that every worker has to answer a ping."""
+LEAVE_TIMEOUT_S = 26.0
+"""Maximum seconds for a worker to end what its group left running, which may be a rendezvous that fails."""
+KEEP_HEAP = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
 }
-"""For glibc, of workers that train on a CPU: each group's train function has a thread of its own, and would fault its activations in
-anew, which takes as long as the first step itself. So all threads share one heap, whose memory is kept."""
+"""Settings of glibc for workers that train on CPUs: all threads share one heap that keeps its memory. Otherwise each group's train
+function, which runs in a new thread, would fault the memory of its activations in again, which takes as long as its first step."""
 
 
 @dataclass
 class PooledWorker:
-    """A worker process, from its start on."""
+    """A worker process from its start on."""
 
     actor: Any
     node: str
     preparing: Any
-    """The answer of `prepare`, to come."""
+    """Reference to the result of `ElasticWorker.prepare`."""
     started: float
+    """Time of its start on the monotonic clock."""
     metadata: ActorMetadata | None = None
-    """Once it is ready."""
+    """Address and process of the worker; None until it is ready."""
     in_group: bool = False
     has_trained: bool = False
-    """Whether it has been in a group, and may hold the run's state."""
-    giving: Any = None
-    """The answer of `give_state`, to come, where its node will go."""
+    """Whether the worker has been in a group, and so may hold the run's state."""
+    export: Any = None
+    """Reference to the result of `ElasticWorker.export_state`; None unless its node will be removed."""
 
     @property
     def id(self) -> str:
@@ -65,9 +68,9 @@ class PooledWorker:
 
 @dataclass
 class WorkerPool:
-    """Starts as many workers as the fleet wants and the cluster has room for, and keeps them.
+    """Starts as many workers as the fleet wants and the cluster has room for, and keeps them between groups.
 
-    Each is an actor of its own, pinned to its node: no placement group, as a group is only ever made of workers that are ready.
+    Each worker is an actor that is pinned to its node. It needs no placement group, because a group consists of ready workers only.
     """
 
     train_fn_ref: ObjectRefWrapper[Any]
@@ -78,95 +81,97 @@ class WorkerPool:
     on_event: Callable[[Event], None]
     nodes: dict[str, Node] = field(default_factory=dict)
     notices: dict[str, float] = field(default_factory=dict)
-    """When the notice of each node that will go was first seen, in seconds since the epoch."""
+    """Time at which the notice of each node was first observed, in seconds since the epoch."""
     workers: dict[str, PooledWorker] = field(default_factory=dict)
     worker_bytes: int = 0
-    """Memory of a worker that trains, as last seen."""
+    """Resident memory of a worker that trains, in bytes, as last reported."""
     trained_on: set[str] = field(default_factory=set)
-    """Nodes on which workers have trained, and whose memory may hold the run's state."""
-    keeper: SnapshotKeeper = field(default_factory=SnapshotKeeper)
+    """Ids of nodes on which workers have trained, so that their memory may hold the run's state."""
+    replicas: ReplicaStore = field(default_factory=ReplicaStore)
     failure: RayTaskError | None = None
-    """Of the last worker that could not be made ready, as it raised an exception: most often the script cannot be imported there."""
-    _looked: float = float("-inf")
+    """Exception of the last worker that failed to get ready, most often because it cannot import the script."""
+    _observed_at: float = float("-inf")
     _labels: Labels = field(default_factory=Labels)
     _tried: dict[str, float] = field(default_factory=dict)
     _sync_actor: Any = None
 
     def tick(self) -> None:
-        """Look around, and start and drop workers accordingly; never waits."""
+        """Observe the nodes, then start and drop workers accordingly. Never waits."""
         now = time.monotonic()
-        if now - self._looked >= LOOK_INTERVAL_S:
-            self._looked = now
-            self.nodes = self._look()
-            going = [node.id for node in self.nodes.values() if node.deadline is not None]
-            self.notices = {node: self.notices.get(node, time.time()) for node in going}
+        if now - self._observed_at >= OBSERVE_INTERVAL_S:
+            self._observed_at = now
+            self.nodes = self._observe_nodes()
+            noticed = [node.id for node in self.nodes.values() if node.deadline is not None]
+            self.notices = {node: self.notices.get(node, time.time()) for node in noticed}
         self._collect_prepared()
         for worker in [worker for worker in self.workers.values() if not worker.in_group]:
             is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
-            is_going = worker.node in self.notices and self._is_rescued(worker)
-            if worker.node not in self.nodes or is_going or is_late:
+            may_leave = worker.node in self.notices and self._is_state_safe(worker)
+            if worker.node not in self.nodes or may_leave or is_late:
                 self.drop(worker.id)
         self._start_missing(now)
 
-    def _look(self) -> dict[str, Node]:
-        """The nodes that are alive; one that the fleet gives back goes at a time that is not known."""
-        nodes = self._labels.on(look(self.resources))
+    def _observe_nodes(self) -> dict[str, Node]:
+        """The nodes that are alive; a node that the fleet gives back counts as one that will be removed at an unknown time."""
+        nodes = self._labels.on(alive_nodes(self.resources))
         ready = Counter(worker.node for worker in self.workers.values() if worker.metadata)
-        self.fleet.look(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
+        self.fleet.update(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
         return {
-            node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.given_back else node
+            node.id: replace(node, deadline=node.deadline or float("inf")) if node.id in self.fleet.released else node
             for node in nodes.values()
         }
 
-    def _is_rescued(self, worker: PooledWorker) -> bool:
-        """Whether nothing of the run would go with a worker whose node will; asks it for its state where something might."""
+    def _is_state_safe(self, worker: PooledWorker) -> bool:
+        """Whether the run's state survives the loss of a worker whose node will be removed; if it may not, request it from the worker."""
         staying = (each for each in self.workers.values() if each.node in self.nodes and each.node not in self.notices)
         if not worker.has_trained or any(each.has_trained for each in staying):
             return True
-        if worker.giving is None:
-            if self.is_rescuing:  # one after another: the head's memory is small
+        if worker.export is None:
+            if self.is_exporting:  # one worker after another, because the head's memory is small
                 return False
-            worker.giving = worker.actor.give_state.remote(self.keeper.room(), self.keeper.newest_whole)
-        done, _ = ray.wait([worker.giving], timeout=0)
+            worker.export = worker.actor.export_state.remote(self.replicas.room(), self.replicas.newest_whole)
+        done, _ = ray.wait([worker.export], timeout=0)
         if not done:
             return False
         try:
-            found = ray.get(worker.giving)
+            exported = ray.get(worker.export)
         except RayError:
             return True
-        if isinstance(found, str):
-            self.on_event(Event("notice", f"the newest state goes with its last node: {found}"))
-        elif found:
-            meta, data = found
-            self.keeper.keep(worker.id, parsed(meta, bytearray(data)))
+        if isinstance(exported, str):
+            self.on_event(WarningEvent("state_at_risk", exported))
+        elif exported:
+            meta, data = exported
+            self.replicas.keep(worker.id, parsed(meta, bytearray(data)))
         return True
 
     @property
-    def is_rescuing(self) -> bool:
-        """Whether a worker's state that may be the only one is on its way."""
-        return any(worker.giving and not worker.in_group for worker in self.workers.values())
+    def is_exporting(self) -> bool:
+        """Whether a worker is sending a state of which there may be no other copy."""
+        return any(worker.export and not worker.in_group for worker in self.workers.values())
 
     def ready(self) -> list[PooledWorker]:
-        """Workers that can be in a group, those that have been in one first: they hold the state."""
+        """Workers that can join a group; the ones that have trained come first, because they hold the state."""
         found = [worker for worker in self.workers.values() if worker.metadata and worker.node not in self.notices]
         return sorted(found, key=lambda worker: (not worker.has_trained, worker.started))
 
     @property
     def newest_notice(self) -> float:
-        """When it came, in seconds since the epoch; 0 where no node will go."""
+        """Time of the newest notice in seconds since the epoch; 0 if no node will be removed."""
         return max(self.notices.values(), default=0.0)
 
     @property
     def preparing(self) -> int:
-        """Workers that will be ready."""
+        """Number of workers that are starting."""
         return sum(worker.metadata is None for worker in self.workers.values())
 
-    def seats(self) -> list[Seat]:
-        """For the policy."""
-        return [Seat(worker.id, worker.node, worker.in_group) for worker in self.workers.values() if worker.metadata]
+    def worker_slots(self) -> list[WorkerSlot]:
+        """The workers that are ready, as the policy sees them."""
+        return [
+            WorkerSlot(worker.id, worker.node, worker.in_group) for worker in self.workers.values() if worker.metadata
+        ]
 
     def sync_actor(self) -> Any:
-        """The actor that Ray Train's reports meet in; one for all groups."""
+        """The actor that synchronizes Ray Train's reports; all groups share it."""
         if self._sync_actor is None:
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
             actor_class: Any = SynchronizationActor
@@ -175,50 +180,50 @@ class WorkerPool:
             self._sync_actor.reset.remote()
         return self._sync_actor
 
-    def answering(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
-        """Those that say that they are there, in the same order; the others go, or a group of them would be waited for without end."""
-        there = _those_that_say_yes({member.actor.answer.remote(): member for member in members}, ANSWER_S)
+    def responsive(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
+        """Members that answer a ping, in the same order. The others are dropped, so that the start of a group cannot block on them."""
+        present = _accepted({member.actor.ping.remote(): member for member in members}, PING_TIMEOUT_S)
         for member in members:
-            if member not in there:
-                self.drop(member.id, "does not answer")
-        return [member for member in members if member in there]
+            if member not in present:
+                self.drop(member.id, "unresponsive")
+        return [member for member in members if member in present]
 
     def take_back(self, silent_s: Mapping[str, float]) -> None:
-        """End a group: its workers stay where they can; those that do not answer, or cannot be in another group, go.
+        """End a group. Workers that answer and can join another group stay; the others are dropped.
 
         Args:
-            silent_s: for how long each worker of the group has given no sign.
+            silent_s: seconds for which each worker of the group has not answered, by the worker's id.
         """
         members = [self.workers[each] for each in silent_s if each in self.workers]
-        answers = {worker.actor.answer.remote(): worker for worker in members}
-        answering = _answering(answers, {worker.id: max(ANSWER_S - silent_s[worker.id], ASK_S) for worker in members})
-        leaving = {worker.actor.leave.remote(PATIENCE_S / 2): worker for worker in answering}
-        left = [worker.id for worker in _those_that_say_yes(leaving, PATIENCE_S)]
+        timeouts_s = {worker.id: max(PING_TIMEOUT_S - silent_s[worker.id], MIN_PING_TIMEOUT_S) for worker in members}
+        responsive = _responding_in_time({worker.actor.ping.remote(): worker for worker in members}, timeouts_s)
+        leaving = {worker.actor.leave_group.remote(LEAVE_TIMEOUT_S / 2): worker for worker in responsive}
+        left = [worker.id for worker in _accepted(leaving, LEAVE_TIMEOUT_S)]
         for worker in members:
             worker.in_group = False
             if worker.id not in left:
-                self.drop(worker.id, "cannot be in another group" if worker in answering else None)
+                self.drop(worker.id, "unusable" if worker in responsive else None)
 
-    def drop(self, worker: str, why: str | None = None) -> None:
-        """End a worker's process; at once, where it is stopped and another of its machine can.
+    def drop(self, worker: str, cause: Literal["unresponsive", "unusable"] | None = None) -> None:
+        """End a worker's process. Another worker of its machine kills it as well, because Ray cannot end a stopped process.
 
         Args:
-            worker: its id.
-            why: told, where nobody would know otherwise.
+            worker: id of the worker.
+            cause: cause of the crash to report; None if another event reports the loss.
         """
         gone = self.workers.pop(worker, None)
         if gone is None:
             return
-        if why and gone.metadata:
-            who = f"process {gone.metadata.pid} on {gone.node[:8]}"
-            self.on_event(Event("crash", f"{who} {why}: ended, its node gets another one", data={"node": gone.node}))
+        if cause and gone.metadata:
+            self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))
         ray.kill(gone.actor)
         for other in self.workers.values():
             if gone.metadata and other.metadata and other.metadata.hostname == gone.metadata.hostname:
-                other.actor.kill.remote(gone.metadata.pid)
+                other.actor.kill_process.remote(gone.metadata.pid)
                 return
 
     def close(self) -> None:
+        """End all workers."""
         for worker in list(self.workers):
             ray.kill(self.workers.pop(worker).actor)
         if self._sync_actor is not None:
@@ -238,25 +243,24 @@ class WorkerPool:
 
     def _start_missing(self, now: float) -> None:
         staying = [worker.node for worker in self.workers.values() if worker.node not in self.notices]
-        there = Counter(self.nodes[node].market for node in staying if node in self.nodes)
+        by_market = Counter(self.nodes[node].market for node in staying if node in self.nodes)
         for node in sorted(self.nodes.values(), key=lambda node: -node.free):
             own = sum(worker.node == node.id for worker in self.workers.values())
-            count = min(node.free, node.slots - own, self.fleet.room(node.market, there))
+            count = min(node.free, node.slots - own, self.fleet.room(node.market, by_market))
             if node.deadline is None and count > 0 and now - self._tried.get(node.id, float("-inf")) >= RETRY_S:
                 self._tried[node.id] = now
-                there[node.market] += count
+                by_market[node.market] += count
                 if self.trained_on:
-                    words = f"node {node.id[:8]} has room: {count} worker{'s' * (count > 1)} being started there"
-                    self.on_event(Event("node", words, data={"node": node.id}))
+                    self.on_event(NodeEvent(node.id, count))
                 for _ in range(count):
                     self._start(node.id, now)
 
     def _start(self, node: str, now: float) -> None:
         options = bundle_to_remote_args(self.resources)
-        own = {} if self.resources.get("GPU") else KEEP_MEMORY
+        own = {} if self.resources.get("GPU") else KEEP_HEAP
         runtime_env = {**self.runtime_env, "env_vars": {**own, **self.runtime_env.get("env_vars", {})}}
         here = {"ray.io/node-id": node}
-        # A trial of Ray Tune has a placement group, and the actors that it starts would have to fit into it.
+        # Actors that a trial of Ray Tune starts would otherwise have to fit into the trial's placement group.
         options["scheduling_strategy"] = "DEFAULT"
         actor_class = ray.remote(runtime_env=runtime_env, label_selector=here, **options, **UNRECORDED)
         actor: Any = actor_class(ElasticWorker).remote()
@@ -267,28 +271,28 @@ class WorkerPool:
         self.workers[worker.id] = worker
 
 
-def _answering(answers: dict[Any, PooledWorker], patience_s: Mapping[str, float]) -> list[PooledWorker]:
-    """Those that answer, waiting for those that have not as long as the most patient of them says."""
-    asked, found = time.monotonic(), []
+def _responding_in_time(answers: dict[Any, PooledWorker], timeouts_s: Mapping[str, float]) -> list[PooledWorker]:
+    """Workers that answer. The wait ends when the largest time limit among the workers that have not answered is over."""
+    began, found = time.monotonic(), []
     while answers:
-        left = max(patience_s[worker.id] for worker in answers.values()) - (time.monotonic() - asked)
+        left = max(timeouts_s[worker.id] for worker in answers.values()) - (time.monotonic() - began)
         done, _ = ray.wait(list(answers), num_returns=1, timeout=max(left, 0))
         if not done:
             break
         worker = answers.pop(done[0])
-        found += [worker] if _is_yes(done[0]) else []
+        found += [worker] if _is_accepted(done[0]) else []
     return found
 
 
-def _those_that_say_yes(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
-    """Whose answer comes within the time, and is neither False nor an error."""
+def _accepted(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
+    """Workers whose answer arrives in time and is neither False nor an error."""
     if not answers:
         return []
     done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=timeout_s)
-    return [answers[answer] for answer in done if _is_yes(answer)]
+    return [answers[answer] for answer in done if _is_accepted(answer)]
 
 
-def _is_yes(answer: Any) -> bool:
+def _is_accepted(answer: Any) -> bool:
     try:
         return ray.get(answer) is not False
     except RayError:

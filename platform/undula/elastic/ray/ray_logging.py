@@ -1,14 +1,15 @@
-"""Keeps Ray's own talk in Ray's log files: of each node that goes, the driver would print pages of a raylet's state."""
+"""Keeps Ray's error messages in Ray's log files: for each node that is removed, a driver would print pages of a raylet's state."""
 
 from typing import Any
 
 import ray._private.worker
 
 
-def keep_quiet() -> None:
-    """Called in a driver; `log_to_driver=False` leaves these messages."""
-    ray._private.worker.print_to_stdstream = _leave_out
+def stop_error_messages() -> None:
+    """End the thread in which the connected driver prints the cluster's error messages; `log_to_driver=False` does not.
 
-
-def _leave_out(data: dict[str, Any], *arguments: Any, **more: Any) -> None:
-    """It is in the logs of the node's raylet, or of the head."""
+    Ray's own disconnect ends it in the same way. The messages stay in the logs of the node's raylet or of the head.
+    """
+    worker: Any = ray._private.worker.global_worker
+    worker.threads_stopped.set()
+    worker.gcs_error_subscriber.close()

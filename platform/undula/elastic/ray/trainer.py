@@ -1,4 +1,4 @@
-"""Undula's trainers: Ray Train's own, with the same arguments, that tell what happens to their workers."""
+"""Undula's trainers: Ray Train's own with the same arguments, whose workers come and go and whose controller sends events."""
 
 import threading
 from collections.abc import Callable
@@ -38,15 +38,18 @@ from undula.telemetry.hub import UNRECORDED
 
 
 class ElasticTrainer(DataParallelTrainer):
-    """What the trainers have in common. They take the arguments of Ray's own, and:
+    """Common base of the trainers, which take the arguments of Ray's own trainers and these.
 
     Args:
-        on_event: called in the controller's process with each resize, crash and notice; it must be picklable. By default events go to
-            the logger "undula".
-        grow, hang_limit_s: as WorkersSpec's.
-        prepare: called in each worker's process before it joins its first group, beside the group that trains.
-        fleet: as WorkersSpec's; a deadline needs `work`.
-        work: what a deadline is reckoned from.
+        on_event: called in the controller's process with each event, such as a resize or a crash; it must be picklable. By default, events
+            go to the logger "undula".
+        grow, hang_limit_s: as in WorkersSpec.
+        prepare: called in each worker's process before it joins its first group, while other workers train.
+        fleet: as in WorkersSpec; a deadline needs `work`.
+        work: size and start of the job, from which a deadline is computed.
+
+    Raises:
+        SpecError: `fleet` has a deadline, and `work` is missing.
     """
 
     def __init__(
@@ -69,22 +72,22 @@ class ElasticTrainer(DataParallelTrainer):
         self._fleet = fleet or FleetSpec()
         self._work = work
         if self._fleet.deadline and work is None:
-            raise SpecError("fleet has a deadline, and nothing says how much there is to do: give work")
+            raise SpecError("fleet.deadline needs the job's number of steps and its start; pass work=Work(...)")
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
-        """As Ray's, but for the controller's class, its policies, and callbacks that would only idle or do what ours do."""
+        """Run Undula's controller in place of Ray's, without callbacks that would be idle or do what this controller does."""
         kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
         controller_arguments["callbacks"] = kept
         controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
-        del controller_arguments["scaling_policy"]  # the controller makes its own
+        del controller_arguments["scaling_policy"]  # the controller creates its own
         env = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
-        env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool looks at draining nodes itself
+        env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool itself observes draining nodes
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
-        options["scheduling_strategy"] = "DEFAULT"  # and in no placement group of a trial of Ray Tune
+        options["scheduling_strategy"] = "DEFAULT"  # outside of the placement group of a trial of Ray Tune
         controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
         pool = self._pool(controller_arguments["train_fn_ref"])
-        pool.tick()  # the first workers start beside the controller's process
+        pool.tick()  # starts the first workers while the controller's process starts
         controller: Any = controller_class.remote(
             scaling_config=self.scaling_config,
             grow=self._grow,
@@ -117,14 +120,14 @@ class ElasticTrainer(DataParallelTrainer):
         )
 
     def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
-        """Those whose actors would only idle beside the training, which takes up to 1 % of a core each."""
+        """Types of the callbacks whose actors would be idle, each at the price of up to 1 % of a core."""
         return (PlacementGroupCleanerCallback, *(() if self.datasets else (DatasetsCallback,)))
 
 
 class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
-    """A TorchTrainer whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+    """A TorchTrainer whose number of workers varies within `ScalingConfig(num_workers=(min, max))`; a single worker is possible.
 
-    Takes TorchTrainer's arguments but for those that it deprecates, and ElasticTrainer's.
+    Takes the arguments of TorchTrainer, except deprecated ones, and those of ElasticTrainer.
     """
 
     def __init__(
@@ -154,13 +157,13 @@ class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
 
 
 class ElasticHorovodTrainer(ElasticTrainer):
-    """Ray's former HorovodTrainer, whose workers come and go: `ScalingConfig(num_workers=(min, max))`, a world of one included.
+    """Ray's former HorovodTrainer with a number of workers within `ScalingConfig(num_workers=(min, max))`; a single worker is possible.
 
-    `hvd.init()` has been called before the train function; calling it again does nothing. Takes HorovodTrainer's arguments but for
-    those that Ray Train has given up, and ElasticTrainer's.
+    `hvd.init()` has been called before the train function runs, and calling it again does nothing. Takes the arguments of HorovodTrainer,
+    except those that Ray Train has removed, and those of ElasticTrainer.
 
     Raises:
-        ClusterError: Horovod is not installed here, or lacks something that `horovod_config` asks for.
+        ClusterError: Horovod is not installed here, or was built without something that `horovod_config` needs.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ def _import_horovod_and(prepare: Callable[[], None] | None) -> None:
 
 
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:
-    """Ray's ScalingConfig for a job's workers."""
+    """Ray's ScalingConfig for the workers of a job."""
     gpus = {"GPU": workers.gpus} if workers.gpus else {}
     return ScalingConfig(
         num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
@@ -210,7 +213,7 @@ def scaling_config(workers: WorkersSpec) -> ScalingConfig:
 
 
 def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
-    """Ray's RunConfig for a run directory; Ray keeps its own notes in its folder `ray`."""
+    """Ray's RunConfig for a run directory; Ray stores its own files in the folder `ray`."""
     return RunConfig(
         name="ray",
         storage_path=store.path(),
@@ -228,7 +231,7 @@ def elastic_trainer(
     on_event: EventSink,
     prepare: Callable[[], None],
 ) -> ElasticTrainer:
-    """The trainer of a job: torch's, or Horovod's where that is configured."""
+    """The trainer of a job: Horovod's if that is configured, otherwise torch's."""
     settings: dict[str, Any] = {
         "scaling_config": scaling_config(workers),
         "run_config": run_config(workers, store),
@@ -247,7 +250,7 @@ def elastic_trainer(
 def ray_trainer(
     train_loop_per_worker: Callable[[], Any], workers: WorkersSpec, store: Store, on_event: EventSink
 ) -> TorchTrainer:
-    """Ray Train's own elastic trainer, which looks for more workers every second, to compare with."""
+    """Ray Train's own elastic trainer for comparison; it checks for more workers every second."""
     config = run_config(workers, store)
     callbacks: list[Any] = [ControllerEvents(on_event)]
     config.callbacks = callbacks

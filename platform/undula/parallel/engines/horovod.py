@@ -1,4 +1,4 @@
-"""Horovod's side of the loop; imported only where a job's engine is Horovod, which nothing else needs."""
+"""The engine of jobs with `engine: horovod`; imported only for one, because nothing else needs Horovod."""
 
 import time
 from collections.abc import Iterable
@@ -6,29 +6,30 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from undula.parallel.collectives import broadcast_from_rank_0
-from undula.parallel.engines.torch_engines import Engine
+from undula.parallel.capabilities import HOROVOD
+from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout
 
-LOOK_S = 0.0002
+POLL_INTERVAL_S = 0.0002
 
 
 def sum_over_horovod(tensor: Tensor) -> None:
-    """An AllReduce of Horovod's."""
+    """The all-reduce of Horovod, over all ranks."""
     handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"undula.{tensor.dtype}.{tensor.numel()}")
     _await([handle])
     hvd.synchronize(handle)
 
 
 def _await(handles: Iterable[Any]) -> None:
-    """Horovod's own wait goes round without a pause, at the cost of the core on which its thread, or another rank, could work."""
+    """Wait with pauses between looks. Horovod's own wait spins, and so takes the core that its thread or another rank could use."""
     while not all(map(hvd.poll, handles)):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 class SentAs:
-    """How gradients go over the network: a Compressor of Horovod's, which has no bfloat16 and takes contiguous tensors alone."""
+    """The type in which gradients travel, as a Compressor of Horovod, which takes contiguous tensors only and has no bfloat16."""
 
     def __init__(self, dtype: torch.dtype | None):
         self._dtype = dtype
@@ -44,54 +45,51 @@ class SentAs:
 class HorovodEngine(Engine):
     """Reduces gradients by Horovod's DistributedOptimizer, while the backward pass of a step's last micro-batch goes on.
 
-    Losses come in weighted by their samples over the step's, so that the op is the sum, whatever the ranks have. Ranks run the model
-    as often as they have micro-batches: each tells how many backward passes its step has. Of the DistributedOptimizer only the
-    reduction is used, around an optimizer that never steps: the script's own keeps its class and its state.
+    Losses come weighted by their share of the step's samples, so the operation is the sum, whatever the ranks have. A rank runs the
+    model as often as it has micro-batches: each says how many backward passes its step has. Only the reduction of the
+    DistributedOptimizer is used, around an optimizer that never steps: the script's own optimizer keeps its class and its state.
 
     Args:
-        device: of this rank.
-        sent_as: type in which gradients go over the network; None for their own.
+        layout: the ranks of the worker group.
+        sent_as: type in which gradients travel; None for their own.
     """
 
-    def __init__(self, device: torch.device, sent_as: torch.dtype | None = None):
-        self.device = device
-        self._sent_as = sent_as
+    capabilities = HOROVOD
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        if sparse := [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]:
-            raise RuntimeError(
-                f"engine: horovod sums dense gradients alone: leave out sparse=True of {', '.join(sparse)}"
-            )
-        module = module.to(self.device)
-        broadcast_from_rank_0(module)
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    def __init__(self, layout: Layout, sent_as: torch.dtype | None = None):
+        super().__init__(layout)
+        self._sent_as = sent_as
+        self._reduction: Any = None
+
+    def lay_out(self) -> None:
+        self._reduction = None  # and with it the hooks of a former one, before there are new ones
         self._reduction = hvd.DistributedOptimizer(
-            torch.optim.SGD(module.parameters(), lr=0.0),
-            named_parameters=module.named_parameters(),
+            torch.optim.SGD(self.module.parameters(), lr=0.0),
+            named_parameters=self.module.named_parameters(),
             compression=SentAs(self._sent_as),
             op=hvd.Sum,
         )
-        return module
 
     def begin_step(self, micro_batches: int) -> None:
+        super().begin_step(micro_batches)
         self._reduction.set_backward_passes_per_step(micro_batches)
 
-    def end_step(self, samples: int) -> None:
+    def reduce_gradients(self, samples: int) -> None:
         if hvd.size() == 1:
             return
-        used = torch.tensor([float(parameter.grad is not None) for parameter in self._parameters])
+        used = torch.tensor([float(parameter.grad is not None) for parameter in self.trainable])
         counting = hvd.allreduce_async_(used, op=hvd.Sum, name="undula.used")
         self._send_the_rest()
         _await([counting, *(handle for handle, _ in self._reduction._handles.values())])
         self._reduction.synchronize()
-        # Horovod makes zeros of gradients that no rank has; the optimizer of a rank that is alone would pass them over.
-        for parameter, ranks in zip(self._parameters, hvd.synchronize(counting).tolist(), strict=True):
+        # Horovod makes zeros of gradients that no rank has; the optimizer of a rank by itself would pass them over.
+        for parameter, ranks in zip(self.trainable, hvd.synchronize(counting).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
 
     def _send_the_rest(self) -> None:
-        """Gradients that the last backward pass did not have: other ranks may wait for them, and Horovod sends them only as it waits."""
+        """Send the gradients that the last backward pass did not bring: other ranks may wait for them, and Horovod sends them late."""
         sent = self._reduction._handles
-        for parameter in self._parameters:
+        for parameter in self.trainable:
             if sent.get(parameter, (None, None))[0] is None:
                 sent[parameter] = self._reduction._allreduce_grad_async(parameter)

@@ -1,54 +1,66 @@
 """Which engine trains a module."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from undula.parallel.collectives import sum_over_ranks
+from undula.errors import UsageError
+from undula.parallel.capabilities import ADASUM, DATA_PARALLEL, EXACT, FSDP, Feature, engine_with, features_of, refusal
+from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.adasum import AdasumEngine
-from undula.parallel.engines.torch_engines import Engine, ExactEngine, TorchEngine, is_sharded
-from undula.plan.plan import assign
-from undula.train.job import Job
+from undula.parallel.engines.data_parallel import DataParallelEngine, sparse_parameters
+from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.exact import ExactEngine
+from undula.parallel.layout import Layout
+from undula.parallel.spec import EngineName, GradientSpec
+from undula.state.pieces import is_sharded_tensor
 
-WHOLE_GRADIENTS = "sums whole gradients, and this model is sharded: leave out one of the two"
+MakeEngine = Callable[[nn.Module, Layout], Engine]
+"""Makes the engine of a module."""
 
 
-def engine_for(module: nn.Module, device: torch.device, job: Job, rank: int, world_size: int) -> Engine:
-    """What trains a module as a job says.
+def make_engine(
+    module: nn.Module,
+    layout: Layout,
+    engine: EngineName,
+    deterministic: bool,
+    gradient: GradientSpec,
+    measures_noise: bool,
+    virtual_workers: int,
+) -> Engine:
+    """The engine that trains a module with a job's settings.
 
     Raises:
-        RuntimeError: nothing can.
+        UsageError: no engine can. Preflight finds most of these cases before any worker starts.
     """
-    if is_sharded(module):
-        return _sharded(module, job)
-    all_reduce = sum_over_ranks
-    if job.engine == "horovod":
+    features = features_of(engine, deterministic, gradient, measures_noise) | features_of_model(module)
+    if problem := refusal(features):
+        raise UsageError(problem)
+    chosen = engine_with(features)
+    if chosen is FSDP:
+        from undula.parallel.engines.fsdp import FSDPEngine
+
+        return FSDPEngine(layout)
+    sent_as = torch.float16 if gradient.compression == "fp16" else None
+    if chosen is DATA_PARALLEL:
+        return DataParallelEngine(layout, sent_as)
+    all_reduce = all_reduce_over(layout.shards)
+    if Feature.HOROVOD in features:
         from undula.parallel.engines.horovod import HorovodEngine, sum_over_horovod
 
         all_reduce = sum_over_horovod
-    if job.deterministic:
-        return ExactEngine(device, all_reduce)
-    if job.gradient.reduce == "adasum":
-        return AdasumEngine(device, assign(job.plan.virtual_workers, world_size), rank, all_reduce)
-    sent_as = torch.float16 if job.gradient.compression == "fp16" else None
-    if job.engine == "horovod":
-        return HorovodEngine(device, sent_as)
-    return TorchEngine(device, sent_as)
+        if chosen not in (EXACT, ADASUM):
+            return HorovodEngine(layout, sent_as)
+    if chosen is EXACT:
+        return ExactEngine(layout, all_reduce)
+    return AdasumEngine(layout, virtual_workers, all_reduce)
 
 
-def _sharded(module: nn.Module, job: Job) -> Engine:
-    gradient = job.gradient
-    for key, is_so in (
-        ("deterministic: true", job.deterministic),
-        ("engine: horovod", job.engine == "horovod"),
-        ("gradient.reduce: adasum", gradient.reduce == "adasum"),
-        ("gradient.compression: fp16", gradient.compression != "none"),
-    ):
-        if is_so:
-            raise RuntimeError(f"{key} {WHOLE_GRADIENTS}")
-    from torch.distributed.fsdp import FSDPModule
-
-    from undula.parallel.engines.fsdp import ShardedEngine
-
-    if not isinstance(module, FSDPModule):
-        raise RuntimeError("run.model() got a module of which only parts are sharded: call fully_shard() on it as well")
-    return ShardedEngine()
+def features_of_model(module: nn.Module) -> set[Feature]:
+    """Features that a module asks of its engine."""
+    asked = {
+        Feature.SHARDED: any(is_sharded_tensor(parameter) for parameter in module.parameters()),
+        Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
+    }
+    return {feature for feature, is_asked in asked.items() if is_asked}

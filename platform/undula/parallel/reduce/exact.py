@@ -11,21 +11,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undula.parallel.collectives import AllReduce, sum_over_ranks
+from undula.errors import UsageError
+from undula.parallel.collectives import AllReduce
 
 _HIGH_BITS, _LOW_BITS = 16, 66
 LIMIT = 2.0**34
-"""Numbers of this size and above count as not finite: their sums could leave the integers' range."""
+"""Smallest absolute value that counts as not finite, because sums of such numbers could leave the range of the integers."""
 MOST_ADDED = 2**13
-"""As many integers of 50 bits stay within 63."""
+"""Largest number of terms of a sum: that many integers of 50 bits stay within 63 bits."""
 _TOTAL_BITS = 80
 
 
 class ExactSum:
-    """Sums of tensors of some shapes over virtual workers and ranks. Takes 16 bytes a number.
+    """Sums of real tensors over virtual workers and ranks. Takes 16 bytes of memory for each number.
 
     Args:
-        like: tensors of the shapes, on the device; up to MOST_ADDED of each shape may be added over all ranks.
+        like: tensors with the shapes of the sums, on their device. Up to MOST_ADDED terms may be added to each over all ranks.
     """
 
     def __init__(self, like: Sequence[Tensor]):
@@ -42,7 +43,7 @@ class ExactSum:
         self._sums.zero_()
 
     def add(self, place: int, values: Tensor) -> None:
-        """Add a tensor to the sum of its shape."""
+        """Add a term to the sum in this place."""
         wide = values.detach().flatten().double()
         is_finite = wide.abs() < LIMIT  # false for NaN
         self._added[place] += 1
@@ -54,20 +55,21 @@ class ExactSum:
         self._highs[place] += high.long()
         self._lows[place] += low.long()
 
-    def all_reduce(self, all_reduce: AllReduce = sum_over_ranks) -> None:
-        """Sum over the ranks; every rank has added what its virtual workers had."""
+    def all_reduce(self, all_reduce: AllReduce) -> None:
+        """Sum over the ranks, after each has added the terms of its virtual workers."""
         all_reduce(self._sums)
 
     def values(self) -> list[Tensor | None]:
-        """The sums as float64, by shape; NaN where something was not finite, None where nothing was added.
+        """The sums as float64: NaN where a term was not finite, None where there was no term.
 
         Raises:
-            RuntimeError: more was added than can be.
+            UsageError: more was added than the integers have room for.
         """
         added, not_finite = (counts.tolist() for counts in (self._added, self._not_finite))
         if max(added, default=0) > MOST_ADDED:
-            raise RuntimeError(
-                f"deterministic: true sums at most {MOST_ADDED} micro-batches a step, and this one has {max(added)}"
+            raise UsageError(
+                f"this step has {max(added)} micro-batches, and deterministic=true sums at most {MOST_ADDED}: "
+                "raise plan.micro_batch, or lower plan.virtual_workers"
             )
         found: list[Tensor | None] = []
         for place, shape in enumerate(self._shapes):
@@ -78,14 +80,14 @@ class ExactSum:
 
 
 def exact_total(values: Sequence[float]) -> tuple[int, float]:
-    """A sum that may be added to others in any order: an integer that counts 2^-80, and the sum of what is not finite."""
+    """A sum that may be added to others in any order: an integer in units of 2^-80, and the sum of the terms that are not finite."""
     finite = [value for value in values if math.isfinite(value)]
     odd = sum(value for value in values if not math.isfinite(value))
     return sum(_integer(value) for value in finite), odd
 
 
 def total_value(total: int, odd: float) -> float:
-    """What a sum of `exact_total`s is, as a float."""
+    """The float that a sum of results of `exact_total` stands for."""
     try:
         return float(total / 2**_TOTAL_BITS + odd)
     except OverflowError:

@@ -82,10 +82,10 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
     except _DifferenceError as difference:
         found.difference = str(difference)
     if _is_elastic(run) and against is None:
-        spans = run.ledger.steps["span"].to_numpy()
+        merged = run.ledger.steps["merged_steps"].to_numpy()
         found.not_proved.append(
-            f"that the losses are those of a fixed cluster: with batch: elastic, {int((spans > 1).sum())} of "
-            f"{counted(len(spans), 'update')} consumed several global batches"
+            f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
+            f"{counted(len(merged), 'update')} consumed several global batches"
         )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
         found.not_proved.append(
@@ -124,7 +124,7 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
     numbers = steps["step"].to_numpy()
     if not len(numbers):
         raise _DifferenceError("no step has been committed")
-    ends = np.cumsum(steps["span"].to_numpy())
+    ends = np.cumsum(steps["merged_steps"].to_numpy())
     expected = np.concatenate([[0], ends[:-1]])
     gaps = np.flatnonzero(numbers != expected)
     if len(gaps):
@@ -132,12 +132,12 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
     done = int(ends[-1])
     if done > plan.total_steps:
         raise _DifferenceError(f"step {plan.total_steps} is in the ledger, but the plan ends before it")
-    names = ("step", "world_size", "span", "epoch", "step_samples", "samples")
+    names = ("step", "world_size", "merged_steps", "epoch", "step_samples", "samples")
     for step, world_size, *row in zip(*(steps[name].to_pylist() for name in names), strict=True):
-        span = plan.span(step, world_size)
-        shapes = [plan.step(index) for index in range(step, step + span)]
+        count = plan.merged_steps(step, world_size)
+        shapes = [plan.step(index) for index in range(step, step + count)]
         samples = sum(shape.samples for shape in shapes)
-        planned = [span, shapes[0].epoch, samples, shapes[0].samples_before + samples]
+        planned = [count, shapes[0].epoch, samples, shapes[0].samples_before + samples]
         if row != planned:
             raise _DifferenceError(
                 f"step {step} has (merged steps, epoch, samples, samples so far) {row}, but the plan has {planned}"
@@ -152,11 +152,11 @@ def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate)
     steps = run.ledger.steps
     planned = PlannedSamples(data, plan)
     uses = np.zeros(data.num_rows, dtype=np.uint16) if data.num_rows <= COUNTED_ROWS else None
-    whole = int(steps["span"].to_numpy().sum()) // plan.steps_per_epoch
-    for step, span, digest in zip(
-        *(steps[name].to_pylist() for name in ("step", "span", "sample_digest")), strict=True
+    whole = int(steps["merged_steps"].to_numpy().sum()) // plan.steps_per_epoch
+    for step, count, digest in zip(
+        *(steps[name].to_pylist() for name in ("step", "merged_steps", "sample_digest")), strict=True
     ):
-        ids = np.concatenate([planned.step_ids(index) for index in range(step, step + span)])
+        ids = np.concatenate([planned.step_ids(index) for index in range(step, step + count)])
         if multiset_digest(ids) != digest:
             raise _DifferenceError(f"step {step} consumed other samples than those of the plan")
         if uses is not None and step < whole * plan.steps_per_epoch:
@@ -249,7 +249,7 @@ def _alike(rows: pa.Table, others: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def _keys(rows: pa.Table) -> Iterator[tuple[int, int]]:
-    return zip(rows["step"].to_pylist(), rows["span"].to_pylist(), strict=True)
+    return zip(rows["step"].to_pylist(), rows["merged_steps"].to_pylist(), strict=True)
 
 
 def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, close_keys: tuple[str, ...]) -> float:

@@ -13,8 +13,8 @@ from undula.plan.fleet import ON_DEMAND
 from undula.plan.prices import MARKETS, Machine, Prices
 from undula.report.data.goodput import CLASSES, Allocation, allocations
 from undula.report.data.run_record import RecordedRun
+from undula.state.events import Event, WorkerPlace
 from undula.state.ledger import steps_done
-from undula.state.records import Event
 
 PriceFinder = Callable[[Sequence[Event]], Prices]
 """Function from a run's events to the prices at the time of the run."""
@@ -122,7 +122,7 @@ def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -
     return Cost(by_class, by_market, on_demand, samples, steps, unpriced, tuple(quoted), prices.notes)
 
 
-def node_shares(workers: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], float]]:
+def node_shares(workers: Sequence[WorkerPlace]) -> Iterable[tuple[WorkerPlace, float]]:
     """Each worker with its share of its node; a worker without a node id counts as alone on its node."""
     peers = Counter(worker.get("node") for worker in workers)
     return ((worker, 1 / peers[worker["node"]] if worker.get("node") else 1.0) for worker in workers)

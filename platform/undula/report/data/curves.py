@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from undula.report.data.run_record import RecordedRun
 from undula.report.data.summary import Floats, column, validations
-from undula.state.records import Event
+from undula.state.events import Event
 
 MARKED_KINDS = ("start", "resize", "crash", "notice", "checkpoint", "end")
 """Kinds of events that a chart marks."""
@@ -133,4 +133,4 @@ def smooth(ys: Floats, window: int) -> Floats:
 
 def _steps_committed(steps: pa.Table) -> Floats:
     """Steps of the plan that were committed after each row."""
-    return column(steps, "step") + column(steps, "span")
+    return column(steps, "step") + column(steps, "merged_steps")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from undula.state.events import Event, GroupEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import Ledger
-from undula.state.records import Event
 
 CLASSES = ("useful", "replayed", "restarting", "checkpoint", "data", "capacity")
 """Classes of rank-seconds: steps that count; steps that were lost and replayed; starting workers, and tearing them down; blocked on a
@@ -37,7 +37,7 @@ class Goodput:
 class Allocation:
     """A set of workers that the run held for a period, and how they spent it."""
 
-    workers: tuple[Mapping[str, Any], ...]
+    workers: tuple[WorkerPlace, ...]
     """The workers as the event at the start of the period lists them: node, process and machine of each."""
     seconds: Mapping[str, float]
     """Seconds of every one of the workers, by CLASSES; classes with no seconds may be missing."""
@@ -60,29 +60,30 @@ def allocations(ledger: Ledger, events: Sequence[Event]) -> Iterator[Allocation]
     """
     rows = _rows(ledger)
     times = np.sort([*(event.time for event in events), *rows["time"].tolist()])
-    starts = [event for event in events if event.kind in ("group", "waiting")]
+    starts = [event for event in events if isinstance(event, GroupEvent | WaitingEvent)]
     for start, following in zip_longest(starts, starts[1:]):
         end = _end(start, following, times)
-        if start.kind == "waiting":
+        if isinstance(start, WaitingEvent):
             yield Allocation(_ready_workers(start), {"capacity": end - start.time})
         else:
             own = (rows["time"] > start.time) & (rows["time"] <= end)
             spent = _spent_by_rank({name: values[own] for name, values in rows.items()}, end - start.time)
-            yield Allocation(tuple(start.data["workers"]), spent)
+            yield Allocation(start.workers, spent)
 
 
-def _ready_workers(waiting: Event) -> tuple[Mapping[str, Any], ...]:
+def _ready_workers(waiting: WaitingEvent) -> tuple[WorkerPlace, ...]:
     """Workers that were ready; empty entries in an older ledger, which records only their number."""
-    return tuple(waiting.data.get("workers") or [{}] * waiting.data["ready"])
+    unknown: WorkerPlace = {}
+    return waiting.workers or (unknown,) * waiting.ready
 
 
-def _end(start: Event, following: Event | None, times: Floats) -> float:
+def _end(start: GroupEvent | WaitingEvent, following: GroupEvent | WaitingEvent | None, times: Floats) -> float:
     """Time at which an allocation ended: when the next one began, or, if that one belongs to a later submission of the job, at the last
     entry before it.
     """
     if following is None:
         return float(times[-1])
-    is_another_job = following.data.get("job") != start.data.get("job")
+    is_another_job = following.job != start.job
     return float(times[times < following.time].max(initial=start.time)) if is_another_job else following.time
 
 

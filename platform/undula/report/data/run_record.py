@@ -10,8 +10,8 @@ import pyarrow as pa
 from undula.errors import RunError, UndulaError
 from undula.report.text import printable
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.ledger import Ledger, read_ledger
-from undula.state.records import Event
+from undula.state.events import Event
+from undula.state.ledger import Ledger, decode_events, read_ledger
 from undula.storage import Store
 
 
@@ -66,12 +66,6 @@ def read_run(store: Store) -> RecordedRun:
         raise RunError(
             f"the ledger of {store.url} is damaged ({_reason(error)}): remove the damaged file below ledger/"
         ) from error
-
-
-def decode_events(table: pa.Table) -> tuple[Event, ...]:
-    """Rows of EVENT_SCHEMA as events; data that is not a mapping becomes an empty one."""
-    rows = [(row, json.loads(row["data"] or "{}")) for row in table.to_pylist()]
-    return tuple(Event(**{**row, "data": data if isinstance(data, dict) else {}}) for row, data in rows)
 
 
 def _job_record(tree: Any) -> JobRecord:

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from undula.report.data.goodput import goodput
-from undula.report.data.run_record import JobRecord, decode_events
-from undula.state.ledger import Ledger, steps_done
-from undula.state.records import Event
+from undula.report.data.run_record import JobRecord
+from undula.state.events import Event, StartEvent, ValidationEvent
+from undula.state.ledger import Ledger, decode_events, steps_done
 
 RUNNING_WITHIN_S = 60.0
 """Maximum age in seconds of the newest entry of the ledger for a run without an end to count as running."""
@@ -128,12 +128,10 @@ def validations(events: Sequence[Event]) -> tuple[ValidationPoint, ...]:
     """The validations of the run by step; a validation of a step that a later attempt replayed gives way to the later one."""
     found: dict[int, ValidationPoint] = {}
     for event in events:
-        if event.step is None:
-            continue
-        if event.kind == "start":
+        if isinstance(event, StartEvent):
             found = {step: entry for step, entry in found.items() if step <= event.step}
-        elif event.kind == "validation" and isinstance(loss := event.data.get("loss"), int | float):
-            found[event.step] = ValidationPoint(event.step, float(loss), event.time)
+        elif isinstance(event, ValidationEvent):
+            found[event.step] = ValidationPoint(event.step, event.loss, event.time)
     return tuple(found[step] for step in sorted(found))
 
 

@@ -17,7 +17,7 @@ from undula.report.render.cost_section import cost_section
 from undula.report.render.html import SHARED_PACKAGE, Tile, render_page, shares_of
 from undula.report.text import DASH, counted, duration, goodput_text, number, printable
 from undula.state.directory import REPORT
-from undula.state.records import Event
+from undula.state.events import Event
 from undula.storage import Store
 
 TABLE_EVENTS = 400

@@ -20,8 +20,8 @@ from undula.report.render.cost_section import COST_LABELS, cost_lines
 from undula.report.render.plots import loss_plot, speed_plot
 from undula.report.text import DASH, counted, dollars, duration, goodput_text, number, printable
 from undula.state.directory import JOB_FILE, STUDY_FILE
+from undula.state.events import Event
 from undula.state.ledger import LEDGER
-from undula.state.records import Event
 from undula.storage import Entry, Store
 
 EVENTS_SHOWN = 12
@@ -36,7 +36,14 @@ FIGURE_COLUMNS = RUN_COLUMNS[2:]
 _GAP = "   "
 _BAR_CELLS = 24
 _STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "unreadable": "red"}
-_KIND_STYLE = {"crash": "red", "notice": "yellow", "resize": "magenta", "end": "green", "start": "cyan"}
+_KIND_STYLE = {
+    "crash": "red",
+    "notice": "yellow",
+    "warning": "yellow",
+    "resize": "magenta",
+    "end": "green",
+    "start": "cyan",
+}
 _CLASS_STYLE = {"compute": "blue", "communication": "magenta", "data": "yellow", "other": "white"}
 _SPENT_STYLE = {
     "useful": "green",
@@ -77,7 +84,9 @@ def print_runs(
         rows_of_text += [(printable(folder), "unreadable", DASH, DASH, DASH, DASH) for folder in reasons]
         console.print(_runs_table(rows_of_text, console.width))
     for folder in studies:
-        console.print(Text(f"{printable(folder)} is a study: use `undula study status {printable(folder)}`"))
+        url = printable(f"{store_of_runs.url.rstrip('/')}/{folder}")
+        # A command for the user to copy: it must stay one line.
+        console.print(Text(f"{printable(folder)} is a study: use `undula study status {url}`"), soft_wrap=True)
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
 

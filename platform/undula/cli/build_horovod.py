@@ -1,0 +1,23 @@
+"""`undula build-horovod`."""
+
+from pathlib import Path
+
+import click
+
+from undula.cli.options import FILE
+
+CACHE = "~/.cache/undula"
+
+
+@click.command("build-horovod", short_help="Build and install Horovod, for engine: horovod.")
+@click.option(
+    "--cache", type=FILE, default=CACHE, show_default=True, metavar="FOLDER", help="Folder that keeps what was built."
+)
+def build_horovod(cache: Path) -> None:
+    """Build Horovod for the torch that is installed, and install it. It takes some minutes the first time.
+
+    Variables of the environment that begin with HOROVOD_ go to the build, such as HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
+    """
+    from undula.elastic.build_horovod import build_horovod as build
+
+    build(cache.expanduser())

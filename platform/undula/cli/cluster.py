@@ -1,0 +1,36 @@
+"""`undula cluster`."""
+
+from pathlib import Path
+
+import click
+
+from undula.cli.options import FILE, Commands, counted, json_option, print_all_json
+
+
+@click.group(cls=Commands, short_help="Check the configuration of a cluster.")
+def cluster() -> None:
+    """Check the configuration of a cluster, before `ray up` starts it."""
+
+
+@cluster.command(short_help="Name what is wrong with a cluster.yaml.")
+@click.argument("config", type=FILE, metavar="CLUSTER.yaml")
+@click.option(
+    "--job", type=FILE, metavar="JOB.yaml", help="Check also that this job's workers fit and its buckets are near."
+)
+@json_option
+def check(config: Path, job: Path | None, as_json: bool) -> int:
+    """Name what is wrong with CLUSTER.yaml, a configuration of spot nodes for `ray up`. The exit status is 1 on errors."""
+    from undula.cluster.check import check_cluster, load_cluster, region_of
+    from undula.config.job import load_spec
+
+    spec = load_spec(job).spec if job else None
+    findings = check_cluster(
+        load_cluster(config), spec.workers if spec else None, spec.buckets if spec else [], region_of
+    )
+    if as_json:
+        print_all_json(findings)
+    else:
+        for finding in findings:
+            click.echo(f"{finding.severity}: {finding.message}")
+        click.echo(counted(len(findings), "finding"))
+    return int(any(finding.severity == "error" for finding in findings))

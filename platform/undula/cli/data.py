@@ -1,0 +1,178 @@
+"""`undula data`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from undula.cli.options import FILE, Commands, FiniteRange, counted, json_option, print_all_json
+
+if TYPE_CHECKING:
+    from undula.data.corpora import Corpus
+    from undula.data.manifest import Manifest
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@click.group(cls=Commands, short_help="Make, index, convert and check data sets.")
+def data() -> None:
+    """Make, index, convert and check data sets: sharded Parquet with a manifest, on disk or on s3://."""
+
+
+def _writing_options(row_group_mib: float) -> Callable[[F], F]:
+    out = click.option("--out", required=True, metavar="URL", help="Path or s3:// URL of the data set.")
+    shards = click.option(
+        "--shards",
+        type=click.IntRange(min=1),
+        default=4,
+        show_default=True,
+        metavar="N",
+        help="Number of Parquet files of a split.",
+    )
+    row_group = click.option(
+        "--row-group-mib",
+        type=FiniteRange(min=0, min_open=True),
+        default=row_group_mib,
+        show_default=True,
+        metavar="M",
+        help="Size of a row group in memory, in MiB.",
+    )
+    return lambda command: out(shards(row_group(command)))
+
+
+_corpus_options = _writing_options(row_group_mib=1.0)
+_if_missing = click.option("--if-missing", is_flag=True, help="Do nothing if the data set is there and whole.")
+
+
+@data.command("stdlib-text", short_help="Make a data set of Python's own source, as bytes.")
+@_corpus_options
+@_if_missing
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Number of bytes that a model sees at once.",
+)
+def stdlib_text(out: str, shards: int, row_group_mib: float, if_missing: bool, context: int) -> None:
+    """Make a data set of the source of this Python's standard library, as bytes. It needs no network."""
+    from undula.data.corpora import stdlib_text as corpus
+
+    _write_corpus(lambda: corpus(context=context), out, shards, row_group_mib, if_missing)
+
+
+@data.command(short_help="Make a data set of scikit-learn's handwritten digits.")
+@_corpus_options
+@_if_missing
+def digits(out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
+    """Make a data set of scikit-learn's handwritten digits. It needs no network."""
+    from undula.data.corpora import digits as corpus
+
+    _write_corpus(corpus, out, shards, row_group_mib, if_missing)
+
+
+@data.command(short_help="Make a data set of CIFAR-10, from its binary archive.")
+@click.option("--archive", type=FILE, required=True, metavar="FILE", help="cifar-10-binary.tar.gz, as published.")
+@_corpus_options
+@_if_missing
+def cifar10(archive: Path, out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
+    """Make a data set of CIFAR-10, from the binary archive that its authors publish."""
+    from undula.data.corpora import cifar10 as corpus
+
+    _write_corpus(lambda: corpus(archive), out, shards, row_group_mib, if_missing)
+
+
+def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
+    from undula.data.corpora import SPLITS, is_complete
+    from undula.data.manifest import load_manifest
+
+    if if_missing and is_complete(out):
+        click.echo(f"{out} is there and whole: nothing to do")
+        return
+    corpus = make()
+    with _progress(f"writing {out}", corpus.num_rows) as advance:
+        corpus.write(out, shards, int(row_group_mib * 2**20), advance)
+    for split in SPLITS:
+        _print_data_set(load_manifest(f"{out}/{split}"))
+
+
+@data.command(short_help="Write the manifest of Parquet files that are there.")
+@click.argument("url", metavar="URL")
+@click.option("--out", metavar="FOLDER", help="Folder for the manifest, if the files lie where nobody may write.")
+@click.option("--anonymous", is_flag=True, help="Read S3 without credentials, as public buckets allow.")
+def index(url: str, out: str | None, anonymous: bool) -> None:
+    """Write the manifest of the Parquet files below URL, which makes them a data set."""
+    from undula.data.manifest import index as write_manifest
+
+    with _progress(f"reading footers below {url}", None) as advance:
+        manifest = write_manifest(url, advance, out, anonymous)
+    _print_data_set(manifest)
+
+
+@data.command(short_help="Write a data set from files of another format.")
+@click.argument("source", metavar="SOURCE")
+@click.option("--columns", metavar="A,B,...", help="Columns to keep.  [default: all]")
+@click.option("--shuffle", type=int, metavar="SEED", help="Shuffle all rows, in an order drawn from SEED.")
+@_writing_options(row_group_mib=4.0)
+def convert(source: str, columns: str | None, shuffle: int | None, out: str, shards: int, row_group_mib: float) -> None:
+    """Write a data set from SOURCE, the path or s3:// URL of a file or a folder.
+
+    SOURCE may hold Parquet, CSV, JSON lines, WebDataset tars, or what datasets.save_to_disk wrote.
+    """
+    from undula.data.convert import open_source, shuffled
+    from undula.data.write import write_shards
+    from undula.errors import SpecError
+    from undula.storage import open_store
+
+    store = open_store(out)
+    if open_store(source).path() == store.path():
+        raise SpecError(f"--out {out} is SOURCE itself, and the data set there is deleted first: give another --out")
+    opened = open_source(source, tuple(columns.split(",")) if columns else None)
+    if shuffle is not None:
+        opened = shuffled(opened, shuffle)
+    with _progress(f"writing {out}", opened.num_rows) as advance:
+        size = int(row_group_mib * 2**20)
+        manifest = write_shards(store, opened.tables(), opened.schema, opened.num_rows, shards, size, advance)
+    _print_data_set(manifest)
+
+
+@data.command(short_help="Read a data set and name what would stop or slow a training.")
+@click.argument("url", metavar="URL")
+@json_option
+def check(url: str, as_json: bool) -> int:
+    """Read every row group of a data set, and name what would stop or slow a training. The exit status is 1 on errors."""
+    from undula.data.check import check as examine
+    from undula.data.manifest import load_manifest
+
+    manifest = load_manifest(url)
+    with _progress(f"reading {url}", len(manifest.row_counts)) as advance:
+        findings = examine(manifest, advance)
+    if as_json:
+        print_all_json(findings)
+    else:
+        _print_data_set(manifest)
+        for finding in findings:
+            click.echo(f"{finding.severity}: {finding.message}")
+        click.echo(counted(len(findings), "finding"))
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+def _print_data_set(manifest: "Manifest") -> None:
+    columns = ", ".join(f"{column.name} {column.type}{list(column.shape) or ''}" for column in manifest.columns)
+    click.echo(f"{manifest.url}: {manifest.num_rows:,} rows of {columns}")
+    files, groups = counted(len(manifest.files), "file"), counted(len(manifest.row_counts), "row group")
+    click.echo(f"  {files}, {groups}, digest {manifest.digest[:16]}")
+
+
+@contextmanager
+def _progress(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr; yields what advances it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,43 @@
+"""The options of `undula show` and `undula report` that choose prices."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from undula.cli.options import FILE
+
+if TYPE_CHECKING:
+    from undula.report.data.cost import PriceFinder
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def price_options(command: F) -> F:
+    """`--prices` and `--spot-prices`."""
+    file = click.option(
+        "--prices",
+        type=FILE,
+        metavar="FILE",
+        help="Prices of machines in TOML, which come before those that ship.  [default: the file that UNDULA_PRICES names]",
+    )
+    history = click.option(
+        "--spot-prices",
+        type=click.Choice(["aws"]),
+        help="Ask AWS for the spot prices at the time of the run, with your credentials.  [default: spot prices of the file]",
+    )
+    return file(history(command))
+
+
+def price_finder(prices: Path | None, spot_prices: str | None) -> "PriceFinder":
+    """What finds the prices at the time of a run.
+
+    Raises:
+        SpecError: the file holds no prices.
+    """
+    from undula.cluster.prices import load_prices, with_aws_history
+
+    loaded = load_prices(prices)
+    return partial(with_aws_history, loaded) if spot_prices else lambda events: loaded

@@ -1,0 +1,23 @@
+"""`undula report`."""
+
+from pathlib import Path
+
+import click
+
+from undula.cli.options import runs_option
+from undula.cli.prices import price_finder, price_options
+
+
+@click.command(short_help="Write a run's figures as an HTML page.")
+@click.argument("run", metavar="RUN")
+@runs_option
+@price_options
+def report(run: str, runs: str | None, prices: Path | None, spot_prices: str | None) -> None:
+    """Write report.html into a run's directory: one self-contained page with the figures, costs, curves and events.
+
+    RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL. The command prints the path of the page.
+    """
+    from undula.report.render.page import write_report
+    from undula.state.locate import locate_run
+
+    click.echo(write_report(locate_run(run, runs), price_finder(prices, spot_prices)))

@@ -1,0 +1,20 @@
+"""`undula schema`."""
+
+import click
+
+from undula.cli.options import print_json
+
+
+@click.command(short_help="Print the JSON schema of JOB.yaml, for editors.")
+@click.option("--study", is_flag=True, help="Print that of STUDY.yaml.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the configuration reference of both in Markdown.")
+def schema(study: bool, as_markdown: bool) -> None:
+    """Print the JSON schema of JOB.yaml, which editors use to complete and check its keys."""
+    from undula.cli.reference import markdown
+    from undula.config.job import JobSpec, json_schema
+    from undula.study.spec import StudySpec
+
+    if as_markdown:
+        click.echo(markdown(), nl=False)
+    else:
+        print_json(json_schema(StudySpec if study else JobSpec))

@@ -1,0 +1,151 @@
+"""`undula study`."""
+
+import difflib
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from undula.cli.options import (
+    FILE,
+    Commands,
+    FiniteRange,
+    address_option,
+    json_option,
+    print_json,
+    runs_option,
+    script_option,
+)
+from undula.errors import SpecError, needs_extra
+
+INTERVAL_S = 5.0
+"""Time in seconds between two looks of `status --follow`."""
+
+
+class _RunByDefault(Commands):
+    """A group that takes `study STUDY.yaml ...` for `study run STUDY.yaml ...`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        is_short = bool(args) and args[0] not in (*self.commands, *ctx.help_option_names)
+        return super().parse_args(ctx, ["run", *args] if is_short else args)
+
+
+@click.group(
+    cls=_RunByDefault,
+    short_help="Train a job at many batch sizes and learning rates.",
+    subcommand_metavar="{STUDY.yaml | COMMAND} [ARGS]...",
+)
+def study() -> None:
+    """Train a job at many batch sizes and learning rates, and report what the measurements support.
+
+    \b
+    `undula study STUDY.yaml` is short for `undula study run STUDY.yaml`:
+      undula study jobs/lr_study_sgd.yaml seeds=[0,1,2]
+      undula study status lr-study-sgd --follow
+    """
+
+
+@study.command(short_help="Train the trials of a study, and follow them.")
+@click.argument("file", type=FILE, metavar="STUDY.yaml")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@script_option
+@address_option
+@click.option("--fresh", is_flag=True, help="Delete the study of this name and start over.")
+def run(file: Path, overrides: tuple[str, ...], script: Path | None, address: str | None, fresh: bool) -> int:
+    """Submit a study to a Ray cluster, and follow it to its end. Its report is written there.
+
+    KEY=VALUE overrides a value of STUDY.yaml, and overrides.KEY=VALUE one of its job. A study with the name of an earlier one continues
+    that study.
+    """
+    from undula.cluster.local import cluster_at_hand
+    from undula.cluster.submission import submit_and_follow
+    from undula.study.load import load_study
+    from undula.study.status import report_if_done
+    from undula.study.submission import submission_of_study
+    from undula.telemetry.live import LiveScreen
+
+    _refuse_what_may_be_a_command(file)
+    loaded = load_study(file, overrides)
+    # A cluster that is there may see other files than this machine does.
+    if not (address or cluster_at_hand()) and (lines := report_if_done(loaded, fresh)):
+        click.echo("\n".join(lines))
+        return 0
+    submission = submission_of_study(file, loaded, overrides, script, fresh)
+    return submit_and_follow(submission, address, LiveScreen(sys.stdout))
+
+
+def _refuse_what_may_be_a_command(file: Path) -> None:
+    if not file.exists() and not file.suffix:
+        close = difflib.get_close_matches(str(file), study.commands, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"give a study's YAML, or one of {', '.join(study.commands)}"
+        raise SpecError(f"there is no file {file}, and no such command of `undula study`: {fix}")
+
+
+@study.command(short_help="Print how far a study is.")
+@click.argument("name", metavar="STUDY")
+@runs_option
+@click.option("--follow", is_flag=True, help="Draw it anew every few seconds, until the study has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print every trial as JSON, for programs.")
+def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
+    """Print how far a study is, and whether its driver is there.
+
+    STUDY is the study's name or its directory: a path or an s3:// URL.
+    """
+    from undula.state.locate import locate_study
+    from undula.study.status import read_status
+    from undula.telemetry.live import LiveScreen
+
+    store, screen = locate_study(name, runs), LiveScreen(sys.stdout)
+    found = read_status(store)
+    if as_json:
+        print_json(found.rows())
+        return
+    while True:
+        for line in found.table():
+            screen.show(line)
+        if found.is_over or not follow:
+            break
+        time.sleep(INTERVAL_S)
+        found = read_status(store)
+    screen.close()
+    if found.is_over and not found.has_ended:
+        click.echo("the study's driver is not there, or is still starting: submit the study again to continue it")
+
+
+@study.command(short_help="Write the report of a study, as far as it is.")
+@click.argument("name", metavar="STUDY")
+@runs_option
+@click.option(
+    "--worker-hour",
+    type=FiniteRange(min=0),
+    metavar="DOLLARS",
+    help="Price of a worker per hour.  [default: the study's worker_hour]",
+)
+def report(name: str, runs: str | None, worker_hour: float | None) -> None:
+    """Write the report of a study, as far as it is: a page, its figures and a table of every trial.
+
+    STUDY is the study's name or its directory: a path or an s3:// URL.
+    """
+    from undula.state.locate import locate_study
+    from undula.study.status import report_study
+
+    click.echo("\n".join(report_study(locate_study(name, runs), worker_hour)))
+
+
+@study.command("self-test", short_help="Check the arithmetic of studies against known numbers.")
+@json_option
+def self_test(as_json: bool) -> int:
+    """Check the arithmetic of studies against known numbers and sampling. The exit status is 1 if a number is off."""
+    with needs_extra("study"):
+        from undula.study.self_test import self_test as run_checks
+        from undula.study.self_test import table
+
+    checks = list(run_checks())
+    failed = sum(not check.passed for check in checks)
+    if as_json:
+        print_json([{**vars(check), "passed": check.passed} for check in checks])
+    else:
+        click.echo(table(checks))
+        click.echo(f"{len(checks) - failed} passed, {failed} failed")
+    return int(failed > 0)

@@ -1,0 +1,42 @@
+"""`undula verify`."""
+
+import click
+
+from undula.cli.options import FiniteRange, json_option, print_json, runs_option
+
+
+@click.command(short_help="Prove from its ledger that a run followed its plan.")
+@click.argument("run", metavar="RUN")
+@runs_option
+@click.option("--against", metavar="RUN", help="Another run of the same plan, which RUN must equal.")
+@click.option(
+    "--tolerance",
+    type=FiniteRange(min=0),
+    default=1e-5,
+    show_default=True,
+    metavar="X",
+    help="Largest relative difference of a step's loss. Deterministic runs must be equal.",
+)
+@json_option
+def verify(run: str, runs: str | None, against: str | None, tolerance: float, as_json: bool) -> int:
+    """Prove from a run's ledger and its data's manifest that the run consumed the samples that its plan names.
+
+    RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL. The exit status is 1 at a difference, and
+    the first one is named.
+    """
+    from undula.report.data.certificate import certify, data_of
+    from undula.report.data.run_record import read_run
+    from undula.state.locate import locate_run
+
+    recorded = read_run(locate_run(run, runs))
+    other = read_run(locate_run(against, runs)) if against else None
+    certificate = certify(recorded, data_of(recorded), other, tolerance)
+    if as_json:
+        print_json(certificate.as_json())
+        return 0 if certificate.holds else 1
+    verdicts = [("proved", text) for text in certificate.proved]
+    verdicts += [("not proved", text) for text in certificate.not_proved]
+    verdicts += [("DIFFERENT", certificate.difference)] if certificate.difference else []
+    for verdict, text in verdicts:
+        click.echo(f"{verdict:>10}  {text}")
+    return 0 if certificate.holds else 1

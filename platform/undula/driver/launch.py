@@ -1,0 +1,97 @@
+"""Launching a training, for jobs and for trials of studies: the record of the job in its run directory, and the trainer that runs it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from undula.config.job import LoadedSpec
+from undula.data.mixture import load_data
+from undula.elastic.pure.fleet import Work
+from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
+from undula.elastic.ray.horovod import HorovodConfig
+from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
+from undula.elastic.worker import JobWorker, open_data
+from undula.plan.plan import Plan
+from undula.state.directory import JOB_FILE, identity
+from undula.storage import Store
+from undula.telemetry.hub import EventRecorder, HubPublisher
+from undula.train.job import Job
+from undula.train.run import Run
+
+TrainerName: TypeAlias = Literal["undula", "ray"]
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything that a trainer needs to know about one training."""
+
+    job: Job
+    workers: WorkersSpec
+    horovod: HorovodSpec | None
+    """Settings of Horovod; None with torch's engine."""
+    work: Work
+    """Length and beginning of the training, from which a deadline is computed."""
+
+
+def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
+    """Write the job's record, `job.json`, to its run directory.
+
+    A run that resumes keeps the id and the time of its beginning.
+
+    Returns:
+        The training that the record describes.
+    """
+    spec, run = loaded.spec, identity(store)
+    record = {**_description(loaded, plan), **run}
+    store.write(JOB_FILE, json.dumps(record, indent=1).encode())
+    return LaunchSpec(
+        job=replace(loaded.job(), run_id=run["id"]),
+        workers=spec.workers,
+        horovod=spec.horovod if spec.engine == "horovod" else None,
+        work=Work(plan.total_steps, run["began"]),
+    )
+
+
+def _description(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
+    """The part of the record that follows from the spec and its data."""
+    data = load_data(loaded.spec.data)
+    return {
+        "name": loaded.spec.name,
+        "plan_digest": plan.digest(data.digest),
+        "manifest_digest": data.digest,
+        "total_steps": plan.total_steps,
+        "total_samples": plan.total_samples,
+        "train_rows": data.num_rows,
+        "spec": loaded.tree(),
+    }
+
+
+def launch(
+    train: Callable[[Run], None], spec: LaunchSpec, store: Store, hub: Any, trainer_name: TrainerName = "undula"
+) -> None:
+    """Train on workers of the cluster, to the end of the plan.
+
+    Args:
+        train: the script's train function.
+        spec: the training.
+        store: run directory of the training.
+        hub: actor that receives the messages of workers and controller.
+        trainer_name: `ray` for Ray Train's own trainer, to compare with.
+
+    Raises:
+        TrainingFailedError: the training failed for good.
+    """
+    publish = HubPublisher(hub)
+    worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)
+    trainer: DataParallelTrainer
+    if trainer_name == "ray":
+        trainer = ray_trainer(worker, spec.workers, store, on_event)
+    else:
+        horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
+        prepare = partial(open_data, spec.job)
+        trainer = elastic_trainer(worker, horovod, spec.workers, spec.work, store, on_event, prepare=prepare)
+    trainer.fit()

@@ -1,0 +1,87 @@
+"""LAMB (You et al. 2020, arXiv:1904.00962), algorithm 2."""
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from undula.optim.layerwise import batches, local, norms
+
+
+class Lamb(Optimizer):
+    """Adam whose step for each matrix is scaled to the norm of the matrix.
+
+    With the bias-corrected averages m of the gradient and v of its square, the update of a parameter x is
+
+        r = m / (sqrt(v) + eps) + weight_decay * x
+        x -= lr * (|x| / |r|) * r
+
+    The norms are those of whole parameters, also where ranks hold shards of them. The trust ratio |x| / |r| is 1 where either norm is 0,
+    and for parameters with fewer than two dimensions.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: Decay per step of the averages of the gradient and of its square.
+        eps: Term added to the root of the second average.
+        weight_decay: Factor of the parameter in the update.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params in batches(group["params"], "LAMB"):
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        grads = [parameter.grad for parameter in params if parameter.grad is not None]
+        states = [self._initialized_state(parameter) for parameter in params]
+        exp_avgs, exp_avg_sqs = [each["exp_avg"] for each in states], [each["exp_avg_sq"] for each in states]
+        steps = [each["step"].add_(1).item() for each in states]
+
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1 - beta2)
+
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_div_(denominators, [sqrt(1 - beta2**step) for step in steps])
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(exp_avgs, [1 - beta1**step for step in steps])
+        torch._foreach_div_(updates, denominators)
+        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+
+        local_updates = local(updates)
+        if params[0].ndim > 1:
+            weight_norms, update_norms = norms(params), norms(updates)
+            ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+            torch._foreach_mul_(local_updates, list(ratios.unbind()))
+        torch._foreach_add_(local(params), local_updates, alpha=-group["lr"])
+
+    def _initialized_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state

@@ -1,0 +1,82 @@
+"""LARS (You et al. 2017, arXiv:1708.03888), algorithm 1."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from undula.optim.layerwise import batches, local, norms
+
+
+class LARS(Optimizer):
+    """SGD with momentum whose gradient for each matrix is scaled by the norms of the matrix and of the gradient.
+
+    The update of a parameter x with the gradient g and the momentum buffer b is
+
+        ratio = trust_coefficient * |x| / (|g| + weight_decay * |x|)
+        b = momentum * b + ratio * (g + weight_decay * x)
+        x -= lr * b
+
+    As in torch's SGD, the learning rate is outside of the momentum buffer; in the paper it is inside, which makes a difference only while
+    the learning rate changes. The norms are those of whole parameters, also where ranks hold shards of them. The ratio is 1 where |x| or
+    the denominator is 0. Parameters with fewer than two dimensions take steps of plain SGD, without ratio and weight decay.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        momentum: Factor of the momentum buffer per step; with 0 there is no buffer.
+        weight_decay: Factor of the parameter in the update.
+        trust_coefficient: Norm of the update of a matrix as a fraction of the norm of the matrix, at a learning rate of 1 and without
+            momentum.
+        nesterov: Whether the step looks ahead along the momentum.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        nesterov: bool = False,
+    ):
+        settings = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "nesterov": nesterov}
+        super().__init__(params, {"lr": lr, "momentum": momentum, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params in batches(group["params"], "LARS"):
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        momentum, weight_decay = group["momentum"], group["weight_decay"]
+        grads = [parameter.grad for parameter in params if parameter.grad is not None]
+        local_params, updates = local(params), local(grads)
+        if params[0].ndim > 1:
+            weight_norms, grad_norms = norms(params), norms(grads)
+            denominators = grad_norms + weight_decay * weight_norms
+            scales = group["trust_coefficient"] * weight_norms / denominators
+            ratios = torch.where((weight_norms > 0) & (denominators > 0), scales, 1.0)
+            updates = list(torch._foreach_add(updates, local_params, alpha=weight_decay))
+            torch._foreach_mul_(updates, list(ratios.unbind()))
+        if momentum > 0:
+            buffers = local(self._momentum_buffer(parameter) for parameter in params)
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, updates)
+            updates = list(torch._foreach_add(updates, buffers, alpha=momentum)) if group["nesterov"] else buffers
+        torch._foreach_add_(local_params, updates, alpha=-group["lr"])
+
+    def _momentum_buffer(self, parameter: Tensor) -> Tensor:
+        state: dict[str, Tensor] = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]

@@ -1,0 +1,67 @@
+"""The engine of most jobs: each rank has the whole model, and gradients are summed beside the last backward pass."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undula.parallel.capabilities import DATA_PARALLEL
+from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout
+from undula.parallel.reduce.buckets import GradientBuckets
+from undula.plan.plan import MicroBatch
+
+
+class DataParallelEngine(Engine):
+    """Sums gradients over ranks in buckets, during the backward pass of each step's last micro-batch.
+
+    Args:
+        layout: the ranks of the worker group.
+        sent_as: type in which gradients travel; None for their own.
+    """
+
+    capabilities = DATA_PARALLEL
+
+    def __init__(self, layout: Layout, sent_as: torch.dtype | None = None):
+        super().__init__(layout)
+        self._sent_as = sent_as
+        self._buckets: GradientBuckets | None = None
+        self._sparse: list[nn.Parameter] = []
+
+    def lay_out(self) -> None:
+        if self._buckets:
+            self._buckets.close()
+        if self.layout.num_cells == 1:
+            return
+        sparse = sparse_parameters(self.module)
+        self._sparse = [parameter for parameter in self.trainable if parameter in sparse]
+        dense = [parameter for parameter in self.trainable if parameter not in sparse]
+        self._buckets = GradientBuckets(dense, self.layout.shards, self._sent_as)
+
+    def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
+        if self._buckets and is_last:
+            self._buckets.begin_last()
+        super().backward(loss, weight, micro_batch, is_last)
+        if self._buckets and is_last:
+            self.gradients_ready = self._buckets.ready
+
+    def reduce_gradients(self, samples: int) -> None:
+        if self._buckets:
+            self._buckets.finish()
+        for parameter in self._sparse:
+            parameter.grad = self._summed(parameter)
+
+    def _summed(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum of a sparse gradient, of which each rank has other rows; None where no rank has any."""
+        own = parameter.grad
+        if own is None:
+            own = torch.zeros_like(parameter).to_sparse(1)
+        summed = own.coalesce().cpu()  # gloo sums sparse tensors on the host
+        dist.all_reduce(summed, group=self.layout.control)
+        summed = summed.coalesce()
+        return summed.to(parameter.device) if summed._nnz() else None
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose gradients are sparse: those of layers that were made with sparse=True."""
+    layers = [layer for layer in module.modules() if getattr(layer, "sparse", False) is True]
+    return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}

@@ -1,0 +1,65 @@
+"""The engine of deterministic jobs: gradients are summed in integers, so that no order of the terms changes a bit."""
+
+import torch
+from torch import Tensor, nn
+
+from undula.parallel.capabilities import EXACT
+from undula.parallel.collectives import AllReduce
+from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout
+from undula.parallel.reduce.exact import ExactSum
+from undula.plan.plan import MicroBatch
+
+
+class ExactEngine(Engine):
+    """Sums gradients in integers over virtual workers and ranks.
+
+    The gradients of each micro-batch are added to the sums and freed. The sums of a step are reduced at its end, not beside the
+    backward pass, with 16 bytes a parameter where the data-parallel engine sends 4. One rank by itself does the same arithmetic.
+
+    Args:
+        layout: the ranks of the worker group.
+        all_reduce: how the ranks sum integers.
+    """
+
+    capabilities = EXACT
+
+    def __init__(self, layout: Layout, all_reduce: AllReduce):
+        super().__init__(layout)
+        self._all_reduce = all_reduce
+
+    def lay_out(self) -> None:
+        self._sums = ExactSum([as_real(parameter) for parameter in self.trainable])
+
+    def before_forward(self, is_last: bool) -> None:
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
+        super().backward(loss, weight, micro_batch, is_last)
+        if micro_batch.samples:
+            for place, parameter in enumerate(self.trainable):
+                if parameter.grad is not None:
+                    self._sums.add(place, as_real(parameter.grad))
+
+    def reduce_gradients(self, samples: int) -> None:
+        self._sums.all_reduce(self._all_reduce)
+        for parameter, value in zip(self.trainable, self._sums.values(), strict=True):
+            parameter.grad = None if value is None else like_parameter(value, parameter)
+        self._sums.clear()
+
+    def abandon_step(self) -> None:
+        super().abandon_step()
+        self._sums.clear()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as real numbers with one more dimension, and any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def like_parameter(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A sum of `as_real` gradients in the type of their parameter."""
+    if not parameter.is_complex():
+        return value.to(parameter.dtype)
+    return torch.view_as_complex(value.contiguous()).to(parameter.dtype)

@@ -1,0 +1,165 @@
+"""Gradients summed over ranks in buckets, while the backward pass of a step's last micro-batch goes on.
+
+The scheme of torch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704, section 3.2): parameters in reverse order, so that
+buckets fill in about the order in which gradients are computed. Unlike there, a parameter without a gradient costs nothing: each
+bucket carries a count of the ranks that have a gradient of each parameter, and one that no rank has stays None.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from undula.parallel.device_clock import Mark, mark_on
+
+FIRST_BUCKET_BYTES = 2**20
+"""Size of the first bucket, which is small so that the network has something to do soon."""
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass
+class _Bucket:
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    """The gradients, one after another, and after them a count for each parameter."""
+    views: list[Tensor]
+    """Parts of `flat` in the shapes of the parameters."""
+    counts: Tensor
+    """Part of `flat`: number of ranks that have a gradient of each parameter."""
+    missing: int = 0
+    """Number of gradients that the last backward pass has not brought yet."""
+    sent: Tensor | None = None
+    work: dist.Work | None = field(default=None, repr=False)
+
+
+class GradientBuckets:
+    """Sums the gradients of some dense parameters over the ranks of a group.
+
+    Between steps the memory of the buckets stays; during a step each gradient is a view of its bucket.
+
+    Args:
+        parameters: all that may get a gradient, the same on every rank.
+        group: the ranks.
+        sent_as: type in which gradients travel; None for their own.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, sent_as: torch.dtype | None = None
+    ):
+        self._group = group
+        self._sent_as = sent_as
+        self._buckets = [_make_bucket(each) for each in _assigned(parameters)]
+        self._place = {
+            parameter: (bucket, index) for bucket in self._buckets for index, parameter in enumerate(bucket.parameters)
+        }
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for each in self._place
+        ]
+        self._is_last = False
+        self._next = 0
+        self.ready: Mark | None = None
+        """When the last bucket was sent during the backward pass."""
+
+    def close(self) -> None:
+        """Leave the parameters as they were before."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_last(self) -> None:
+        """The next backward pass is the last of the step: from now on complete buckets are sent."""
+        self._is_last = True
+        self._next = 0
+        self.ready = None
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """Send the rest, wait for all sums, and leave them in the parameters."""
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
+        self._is_last, self._next = False, len(self._buckets)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            if bucket.sent is not None:
+                _as_real(bucket.flat).copy_(bucket.sent)
+            bucket.work = bucket.sent = None
+            absent = [place for place, each in enumerate(bucket.parameters) if each.grad is None]
+            # Only a rank that lacks a gradient need know whether others have it: reading the counts waits for the device.
+            counts = bucket.counts.abs().tolist() if absent else []
+            for place in absent:
+                if counts[place]:
+                    bucket.parameters[place].grad = bucket.views[place]
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket, index = self._place[parameter]
+        view = bucket.views[index]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        if not self._is_last:
+            return
+        bucket.missing -= 1
+        # In order on every rank, as the ranks' collectives must match.
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+            self.ready = mark_on(view.device)
+
+    def _send(self, bucket: _Bucket) -> None:
+        has = [parameter.grad is not None for parameter in bucket.parameters]
+        for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:  # made by the script, not by a backward pass
+                view.copy_(parameter.grad)
+                parameter.grad = view
+        if all(has):
+            bucket.counts.fill_(1)
+        else:
+            bucket.counts.copy_(torch.tensor(has))
+        flat = _as_real(bucket.flat)
+        sent = flat if self._sent_as is None else flat.to(self._sent_as)
+        bucket.sent = None if sent is flat else sent
+        bucket.work = dist.all_reduce(sent, group=self._group, async_op=True)
+
+
+def _assigned(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by bucket: each of one type and device, and of at most BUCKET_BYTES or one parameter."""
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        bucket, size = open_buckets.get(kind, ([], 0))
+        limit = FIRST_BUCKET_BYTES if bucket and buckets[0] is bucket else BUCKET_BYTES
+        if not bucket or size + parameter.nbytes > limit:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_buckets[kind] = (bucket, size + parameter.nbytes)
+    return buckets
+
+
+def _make_bucket(parameters: list[nn.Parameter]) -> _Bucket:
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(sizes) + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+    *pieces, counts = torch.split(flat, [*sizes, len(parameters)])
+    views = [_shaped_like(parameter, piece) for parameter, piece in zip(parameters, pieces, strict=True)]
+    return _Bucket(parameters, flat, views, counts)
+
+
+def _shaped_like(parameter: nn.Parameter, piece: Tensor) -> Tensor:
+    """With the strides of the parameter where those leave no gaps: otherwise optimizers could not treat all of them at once."""
+    is_channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    strides = parameter.stride() if is_channels_last else None
+    return piece.as_strided(parameter.size(), strides) if strides else piece.view(parameter.size())
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    """The same memory in a type that every backend sums."""
+    return torch.view_as_real(flat) if flat.is_complex() else flat

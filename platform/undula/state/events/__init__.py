@@ -1,0 +1,100 @@
+"""The events of a run: one small class per kind, with typed fields from which its message is built, and the way out of the ledger.
+
+Programs and tests read `kind` and the fields, which are stable; the wording of a message may change at any time.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from undula.state.events.base import Event, RecordedEvent
+from undula.state.events.fleet import FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
+from undula.state.events.training import (
+    BatchEvent,
+    CheckpointEvent,
+    EndEvent,
+    LossEvent,
+    LostEvent,
+    SnapshotEvent,
+    StartEvent,
+    StopEvent,
+    ValidationEvent,
+    WarningCode,
+    WarningEvent,
+)
+from undula.state.events.workers import (
+    CrashCause,
+    CrashEvent,
+    FaultEvent,
+    GroupEvent,
+    NodeEvent,
+    NoticeEvent,
+    ResizeEvent,
+    SaveEvent,
+    WaitedFor,
+    WaitingEvent,
+    WorkerPlace,
+)
+
+__all__ = [
+    "EVENT_TYPES",
+    "BatchEvent",
+    "CheckpointEvent",
+    "CrashCause",
+    "CrashEvent",
+    "EndEvent",
+    "Event",
+    "FaultEvent",
+    "FleetEvent",
+    "GroupEvent",
+    "IdleEvent",
+    "LossEvent",
+    "LostEvent",
+    "NodeEvent",
+    "NoticeEvent",
+    "OverdueEvent",
+    "RecordedEvent",
+    "RefusalEvent",
+    "ReleaseEvent",
+    "ResizeEvent",
+    "SaveEvent",
+    "SnapshotEvent",
+    "StartEvent",
+    "StopEvent",
+    "ValidationEvent",
+    "WaitedFor",
+    "WaitingEvent",
+    "WarningCode",
+    "WarningEvent",
+    "WorkerPlace",
+    "read_event",
+]
+
+EVENT_TYPES: tuple[type[Event], ...] = (
+    *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, ValidationEvent, LossEvent, SnapshotEvent),
+    *(CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent, OverdueEvent),
+    *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StopEvent, EndEvent, WarningEvent),
+)
+_TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
+
+
+def read_event(row: Mapping[str, Any]) -> Event:
+    """The event of a row of the ledger's EVENT_SCHEMA; a RecordedEvent where its kind or fields are not those of this version."""
+    found = json.loads(row["data"] or "{}")
+    data = found if isinstance(found, dict) else {}
+    event_type = _TYPE_OF.get(row["kind"])
+    if event_type is not None:
+        try:
+            event: Event = _adapter(event_type).validate_python({**data, "step": row["step"], "time": row["time"]})
+            return event
+        except ValidationError:
+            pass
+    return RecordedEvent(row["kind"], row["message"] or "", data, step=row["step"], time=row["time"])
+
+
+@cache
+def _adapter(event_type: type[Event]) -> TypeAdapter[Any]:
+    return TypeAdapter(event_type)

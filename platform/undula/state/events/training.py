@@ -1,0 +1,186 @@
+"""Events of the training itself: what rank 0 reports of starts, losses, snapshots and checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from undula.state.events.base import Event, counted
+
+
+@dataclass(frozen=True)
+class StartEvent(Event):
+    """The ranks of a group have restored their state and enter the training loop."""
+
+    KIND = "start"
+    world_size: int
+    attempt: int
+    origin: str | None = None
+    """Source of the restored state, such as "the memory of a worker"; None where the run begins."""
+    cells: int = 1
+    """Number of cells, the sets of ranks that run a micro-batch."""
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        did = f"resumed from {self.origin}" if self.origin else "started"
+        place = f" at step {self.step}" if self.step else ""
+        return f"Training {did}{place} with {counted(self.world_size, 'worker')}."
+
+
+@dataclass(frozen=True)
+class LostEvent(Event):
+    """Steps that a former group had done are done again."""
+
+    KIND = "lost"
+    steps: int
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        verb = "was" if self.steps == 1 else "were"
+        return f"Training repeats {counted(self.steps, 'step')} that {verb} lost, from step {self.step} on."
+
+
+@dataclass(frozen=True)
+class BatchEvent(Event):
+    """The samples of a step, and with them the learning rate, differ from those before or from the base batch."""
+
+    KIND = "batch"
+    samples: int
+    """Samples of a step."""
+    rule: str
+    """Name of the rule by which the learning rate follows the batch."""
+    factor: float
+    """Size of the batch, as a multiple of the base batch."""
+    lr_factor: float | None
+    """Learning rate at the end of the warm-up, as a multiple of the schedule's; None where the rule measures it."""
+    warmup_samples: float = 0.0
+    """Length of the warm-up to that rate in samples."""
+    batches: int = 1
+    """Number of global batches in a step."""
+
+    @property
+    def message(self) -> str:
+        if self.lr_factor is None:
+            rate = f"rule {self.rule} sets the learning rate for {self.factor:g} times the base batch"
+        elif self.warmup_samples:
+            rate = f"the learning rate is multiplied by {self.lr_factor:g} after {self.warmup_samples:.0f} samples"
+        else:
+            rate = f"the learning rate is multiplied by {self.lr_factor:g}"
+        return f"Each step takes {self.samples} samples, and {rate}."
+
+
+@dataclass(frozen=True)
+class ValidationEvent(Event):
+    """The model was validated."""
+
+    KIND = "validation"
+    loss: float
+    """Mean loss of a sample."""
+    samples: int
+    """Number of validation samples."""
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        return f"The validation loss is {self.loss:.4f}."
+
+
+@dataclass(frozen=True)
+class LossEvent(Event):
+    """The training loss was averaged where a run without validation data would be validated."""
+
+    KIND = "loss"
+    loss: float
+    """Mean loss of a sample."""
+    samples: int
+    """Number of samples that were averaged."""
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        return f"The mean training loss is {self.loss:.4f}."
+
+
+@dataclass(frozen=True)
+class SnapshotEvent(Event):
+    """The cost of snapshots in memory is known; it is reported once."""
+
+    KIND = "snapshot"
+    bytes: int
+    """Memory of each node that snapshots take."""
+    every_steps: int = 1
+    """Number of steps between two snapshots."""
+    share: float = 0.0
+    """Share of the training time that taking snapshots costs."""
+
+    @property
+    def message(self) -> str:
+        when = "after every step" if self.every_steps == 1 else f"every {self.every_steps} steps"
+        cost = f"{self.bytes / 2**20:.0f} MiB of each node's memory and {self.share:.1%} of the time"
+        return f"Snapshots are taken {when} and cost {cost}."
+
+
+@dataclass(frozen=True)
+class CheckpointEvent(Event):
+    """A checkpoint was committed."""
+
+    KIND = "checkpoint"
+    seconds: float
+    """Time from the start of the save to its commit."""
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        return f"The checkpoint of step {self.step} was committed."
+
+
+@dataclass(frozen=True)
+class StopEvent(Event):
+    """The job was stopped before its plan was finished."""
+
+    KIND = "stop"
+
+    @property
+    def message(self) -> str:
+        return "The job was stopped from outside; submit it again to continue."
+
+
+@dataclass(frozen=True)
+class EndEvent(Event):
+    """The run has done all steps of its plan."""
+
+    KIND = "end"
+
+    @property
+    def message(self) -> str:
+        return "The run is finished." if self.step is None else f"The run finished after {counted(self.step, 'step')}."
+
+
+WarningCode = Literal[
+    "checkpoint_skipped", "checkpoint_failed", "no_snapshots", "state_at_risk", "no_room_for_shards", "no_validation",
+    "batch_rule",
+]  # fmt: skip
+_WARNINGS: Mapping[WarningCode, str] = {
+    "checkpoint_skipped": "A checkpoint is skipped, and an older one is used: {detail}.",
+    "checkpoint_failed": "A checkpoint could not be written, and training continues: {detail}.",
+    "no_snapshots": "No snapshots are kept in memory: {detail}.",
+    "state_at_risk": "The newest state will be lost with its last node: {detail}.",
+    "no_room_for_shards": "The head has no room for the shards of the model, so they are saved to storage.",
+    "no_validation": "Nothing is validated: data.validation is set, but run.steps() was called without validate=.",
+    "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
+}
+
+
+@dataclass(frozen=True)
+class WarningEvent(Event):
+    """Something did not work as asked, and the run continues."""
+
+    KIND = "warning"
+    code: WarningCode
+    detail: str = ""
+    """Description of the problem."""
+
+    @property
+    def message(self) -> str:
+        return _WARNINGS[self.code].format(detail=self.detail.rstrip("."))

@@ -1,0 +1,192 @@
+"""Events of workers and their groups: where they run, how they change, and what they wait for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from typing_extensions import TypedDict  # pydantic reads typing.TypedDict from Python 3.12 on
+
+from undula.state.events.base import Event, counted, short
+
+
+class WorkerPlace(TypedDict, total=False):
+    """Where a worker runs. A key that nobody knows the value of is absent."""
+
+    rank: int
+    node: str
+    ip: str
+    pid: int | None
+    machine: str
+    """The cloud's name of the machine's type, such as g6.xlarge."""
+    market: str
+    region: str
+    zone: str
+
+
+@dataclass(frozen=True)
+class GroupEvent(Event):
+    """A worker group has begun to train."""
+
+    KIND = "group"
+    workers: tuple[WorkerPlace, ...]
+    job: str = ""
+    """Identifier of one submission of the job."""
+
+    @property
+    def message(self) -> str:
+        ranks = ", ".join(
+            f"rank {each.get('rank')} is process {each.get('pid')} on node {short(each.get('node', '?'))}"
+            for each in self.workers
+        )
+        return f"A group of {counted(len(self.workers), 'worker')} starts: {ranks}."
+
+
+@dataclass(frozen=True)
+class NodeEvent(Event):
+    """A node has room for workers."""
+
+    KIND = "node"
+    node: str
+    workers: int
+    """Number of workers that start there."""
+
+    @property
+    def message(self) -> str:
+        verb = "starts" if self.workers == 1 else "start"
+        return f"Node {short(self.node)} has room: {counted(self.workers, 'worker')} {verb} there."
+
+
+@dataclass(frozen=True)
+class ResizeEvent(Event):
+    """The controller changes the group: it ends at its next step boundary, and another group continues."""
+
+    KIND = "resize"
+    before: int
+    """Number of workers in the group that ends."""
+    after: int
+    """Number of workers in the next group."""
+    reason: str
+
+    @property
+    def message(self) -> str:
+        return f"The group changes from {self.before} to {counted(self.after, 'worker')}: {self.reason}."
+
+
+@dataclass(frozen=True)
+class SaveEvent(Event):
+    """The controller asks for a checkpoint, because nodes will be removed and too few workers stay."""
+
+    KIND = "save"
+    reason: str
+    lead_s: float | None = None
+    """Seconds before the nodes' deadline until which the group trains on; None where it ends with this checkpoint."""
+
+    @property
+    def message(self) -> str:
+        then = (
+            "waits for workers"
+            if self.lead_s is None
+            else f"trains until {self.lead_s:.0f} s before the nodes' deadline"
+        )
+        return f"The group saves a checkpoint and then {then}: {self.reason}."
+
+
+CrashCause = Literal["failure", "hang", "deadlock", "unresponsive", "unusable"]
+
+
+@dataclass(frozen=True)
+class CrashEvent(Event):
+    """Workers of the run were lost without a plan."""
+
+    KIND = "crash"
+    cause: CrashCause
+    """`failure`: ranks raised or died. `hang`: a rank made no step. `deadlock`: all ranks waited for each other. `unresponsive`: a
+    worker did not answer. `unusable`: a worker could not join another group."""
+    error: str = ""
+    """Failures of all ranks in one line, for `failure`."""
+    rank: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    limit_s: float | None = None
+    """Seconds without a step after which Undula gave up, for `hang` and `deadlock`."""
+
+    @property
+    def message(self) -> str:
+        process = f"process {self.pid} on node {short(self.node or '?')}"
+        match self.cause:
+            case "failure":
+                return f"Workers failed ({self.error}); the run continues with a new group."
+            case "hang":
+                return f"Rank {self.rank} ({process}) made no step for {self.limit_s or 0:.1f} s; its process is ended."
+            case "deadlock":
+                waited = f"All ranks waited for each other for {self.limit_s or 0:.1f} s"
+                return f"{waited}; their collectives are aborted, and they form a new group."
+            case "unresponsive":
+                return f"The worker in {process} does not answer; another worker takes its place."
+            case "unusable":
+                return f"The worker in {process} cannot join another group; another worker takes its place."
+
+
+@dataclass(frozen=True)
+class NoticeEvent(Event):
+    """A node that the run trains on will be removed."""
+
+    KIND = "notice"
+    node: str
+    ranks: tuple[int, ...]
+    """Ranks on the node."""
+    deadline: float | None = None
+    """Time at which the node is removed, in seconds since the epoch; None where that is not known."""
+
+    @property
+    def message(self) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        when = "soon" if self.deadline is None else f"in {max(self.deadline - self.time, 0):.0f} s"
+        return f"Node {short(self.node)} with {ranks} will be removed {when}."
+
+
+WaitedFor = Literal["workers", "state", "growth"]
+
+
+@dataclass(frozen=True)
+class WaitingEvent(Event):
+    """The run waits for workers."""
+
+    KIND = "waiting"
+    ready: int
+    """Number of workers that could train now."""
+    starting: int = 0
+    needed: int = 0
+    """Smallest number of workers that the run trains with."""
+    waited_for: WaitedFor = "workers"
+    """`workers`: too few are ready. `state`: a node may hold the newest state. `growth`: more are about to be ready."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Ray resources of one worker."""
+    workers: tuple[WorkerPlace, ...] = ()
+    """Workers that are ready, and whose time is therefore held."""
+    job: str = ""
+    """Identifier of one submission of the job."""
+
+    @property
+    def message(self) -> str:
+        counts = f"{self.ready} ready, {self.starting} starting, at least {self.needed} needed"
+        if self.waited_for == "state":
+            return f"The run waits for a node that may hold its newest state ({counts})."
+        if self.waited_for == "growth":
+            return f"The run waits for workers that are starting ({counts})."
+        need = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if amount)
+        each = f" with {need}" if need else ""
+        return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{each} ({counts})."
+
+
+@dataclass(frozen=True)
+class FaultEvent(Event):
+    """A test has injected a fault."""
+
+    KIND = "fault"
+    fault: str
+    """The fault as it stands in the schedule."""
+
+    @property
+    def message(self) -> str:
+        return f"A fault was injected: {self.fault}."

@@ -1,0 +1,174 @@
+"""The state of an optimizer by the names of the parameters: exactly what the optimizer holds, whenever it came to hold it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undula.errors import CheckpointError, RunError
+from undula.state.pieces import is_sharded_tensor
+from undula.state.values import checked, decode, encode, leaves
+
+STATE = "optimizer.state"
+ENTRIES = "optimizer.entries"
+GROUPS = "optimizer.groups"
+SHARED = "optimizer.shared"
+EXTRAS = "optimizer.extras"
+SCHEDULED = ("params", "lr")
+"""Entries of a parameter group that are no state of the optimizer: the loop sets the learning rate before each step."""
+FITS = "restore the former settings, give another name, or start over with --fresh"
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """The tensors of an optimizer by name, and four JSON values that say where they belong.
+
+    Args:
+        optimizer: Its state is read and not changed: a parameter that never had a gradient has no state.
+        names: Name of each of the model's parameters.
+
+    Raises:
+        RunError: The optimizer holds a parameter that is not the model's, or a value that no checkpoint can hold.
+    """
+    tensors: dict[str, Tensor] = {}
+    state = {}
+    for owner, entries in optimizer.state.items():
+        if isinstance(owner, Tensor):
+            name = _name_of(owner, names)
+            _refuse_odd_shards(f"{STATE}.{name}", owner, entries)
+            state[name] = encode(f"{STATE}.{name}", dict(entries), tensors)
+    shared = {owner: entries for owner, entries in optimizer.state.items() if not isinstance(owner, Tensor)}
+    groups = [
+        {
+            "parameters": [_name_of(parameter, names) for parameter in group["params"]],
+            "settings": {
+                key: encode(f"{GROUPS}.{number}.{key}", value, tensors)
+                for key, value in group.items()
+                if key != "params"
+            },
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    others = {SHARED: encode(SHARED, shared, tensors), EXTRAS: encode(EXTRAS, _extras(optimizer), tensors)}
+    return {**tensors, ENTRIES: state, GROUPS: groups, **others}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> None:
+    """Bring an optimizer to the state that `optimizer_state` returned; the optimizer takes over the tensors themselves.
+
+    Args:
+        optimizer: Groups and parameters that were added during training are added.
+        parameters: The model's parameters by name.
+        state: Tensors and values by name.
+
+    Raises:
+        CheckpointError: The optimizer has other parameters or groups than the one that was saved.
+    """
+    _load_groups(optimizer, parameters, state)
+    _load_entries(optimizer, parameters, state)
+    if extras := decode(state[EXTRAS], state):
+        # What an optimizer has beside groups and parameters only its own load_state_dict can set, which casts the state of
+        # parameters to their type: that is loaded again.
+        optimizer.load_state_dict({**optimizer.state_dict(), **extras})
+        _load_groups(optimizer, parameters, state)
+        _load_entries(optimizer, parameters, state)
+
+
+def state_like(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """An empty tensor for an entry of a parameter's state, where torch's optimizers keep such an entry."""
+    if shape == tuple(parameter.shape) and key != "step":
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    is_on_device = key != "step"
+    for group in optimizer.param_groups:
+        if any(parameter is each for each in group["params"]):
+            is_on_device |= bool(group.get("capturable") or group.get("fused"))
+    return torch.empty(shape, dtype=dtype, device=parameter.device if is_on_device else "cpu")
+
+
+def optimizer_leaves(optimizer: torch.optim.Optimizer) -> Iterator[object]:
+    """Every tensor and value of the optimizer's state, in a fixed order. The scheduled learning rate is no part of it."""
+    for entries in optimizer.state.values():
+        yield from leaves(entries)
+    for group in optimizer.param_groups:
+        yield len(group["params"])
+        yield from leaves({key: value for key, value in group.items() if key not in SCHEDULED})
+    yield from leaves(_extras(optimizer))
+
+
+def _extras(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Entries of an optimizer's `state_dict()` beside those of torch's optimizers."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    found = optimizer.state_dict()
+    if not {"state", "param_groups"} <= found.keys() or len(found["state"]) != len(optimizer.state):
+        raise RunError(
+            f"the state_dict() of {type(optimizer).__name__} is not that of a torch optimizer, so that a run could not resume: "
+            "use the optimizer that it wraps, or another one"
+        )
+    return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
+
+
+def _load_groups(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> None:
+    saved = state[GROUPS]
+    if len(optimizer.param_groups) > len(saved):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups and the saved one has {len(saved)}: {FITS}"
+        )
+    for number, group in enumerate(saved):
+        members = [_parameter_named(name, parameters) for name in group["parameters"]]
+        settings = {key: decode(value, state, _device_of(members)) for key, value in group["settings"].items()}
+        if number == len(optimizer.param_groups):
+            optimizer.add_param_group({"params": members, **settings})
+        present = optimizer.param_groups[number]
+        if not {id(each) for each in present["params"]} <= {id(each) for each in members}:
+            raise CheckpointError(
+                f"parameter group {number} of the optimizer has parameters that the saved one lacks: {FITS}"
+            )
+        present.update(settings)
+        present["params"] = members
+
+
+def _load_entries(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> None:
+    optimizer.state.clear()
+    for name, entries in state[ENTRIES].items():
+        parameter = _parameter_named(name, parameters)
+        optimizer.state[parameter] = decode(entries, state)
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.update(decode(state[SHARED], state, _device_of(members)))
+
+
+def _device_of(members: list[nn.Parameter]) -> torch.device | None:
+    return members[0].device if members else None
+
+
+def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
+    if parameter not in names:
+        raise RunError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks: "
+            "make the optimizer of the parameters of the module that run.model(...) returns"
+        )
+    return names[parameter]
+
+
+def _parameter_named(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    if name not in parameters:
+        raise CheckpointError(f"the saved optimizer has the parameter {name!r}, which the model lacks: {FITS}")
+    return parameters[name]
+
+
+def _refuse_odd_shards(name: str, parameter: Tensor, entries: Mapping[str, object]) -> None:
+    """A shard has its place in the state by its parameter's; what is sharded otherwise would have none in a fresh optimizer."""
+    for leaf in leaves(dict(entries)) if is_sharded_tensor(parameter) else ():
+        if is_sharded_tensor(leaf) and isinstance(leaf, Tensor) and checked(name, leaf).shape != parameter.shape:
+            raise RunError(
+                f"{name} has a sharded tensor of shape {tuple(leaf.shape)} for a parameter of shape {tuple(parameter.shape)}, "
+                "which cannot be restored at another world size: use another optimizer, or do not shard the model"
+            )

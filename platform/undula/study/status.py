@@ -1,0 +1,102 @@
+"""Looks at a study's directory from outside: how far the study is, and its report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from undula.errors import needs_extra
+from undula.state.directory import held
+from undula.storage import Store
+from undula.study.heartbeat import has_driver
+from undula.study.job import Study
+from undula.study.live_table import study_table
+from undula.study.load import LoadedStudy
+from undula.study.progress import StudyProgress, read_progress
+from undula.study.records import read_spec
+from undula.study.spec import StudySpec
+from undula.study.trials import TrialRecord, trial_row
+
+
+@dataclass(frozen=True)
+class StudyStatus:
+    """How far a study is."""
+
+    spec: StudySpec
+    records: tuple[TrialRecord, ...]
+    """Records of the trials that are wanted so far."""
+    has_driver: bool
+    """Whether the study's driver is there."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every trial that is wanted so far has ended."""
+        return all(record.has_ended for record in self.records)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will change until somebody submits the study again."""
+        return not self.has_driver or self.has_ended
+
+    def rows(self) -> list[Mapping[str, Any]]:
+        """The trials as plain values, for programs."""
+        return [trial_row(record, self.spec.target) for record in self.records]
+
+    def table(self) -> list[str]:
+        """Lines for a terminal."""
+        return study_table(self.spec, self.records, self.is_over, self.has_driver).split("\n")
+
+
+def read_status(store: Store) -> StudyStatus:
+    """Status of the study in a directory.
+
+    Raises:
+        RunError: there is no study, or its record is damaged.
+    """
+    spec, is_running = read_spec(store), has_driver(store)
+    records = list(read_progress(store, spec).records.values())
+    if not is_running:  # what a lost driver left running waits for the next one
+        records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
+    return StudyStatus(spec, tuple(records), is_running)
+
+
+def report_study(store: Store, worker_hour: float | None = None) -> list[str]:
+    """Write the report of a study, as far as it is; returns its verdicts and its path, for a terminal.
+
+    Args:
+        store: Directory of the study.
+        worker_hour: Price of a worker in dollars per hour. By default it is the one that the study gives.
+
+    Raises:
+        SpecError: what draws the report is not installed.
+        RunError: there is no study, or its record is damaged.
+    """
+    with needs_extra("study"):
+        from undula.study.render.page import publish
+    spec = read_spec(store)
+    if worker_hour is not None:
+        spec = replace(spec, worker_hour=worker_hour)
+    return publish(store, spec, list(read_progress(store, spec).records.values()))
+
+
+def report_if_done(loaded: LoadedStudy, fresh: bool) -> list[str] | None:
+    """Check a study from here, before a cluster starts for it, and write its report if all of its trials have ended.
+
+    Args:
+        loaded: The study.
+        fresh: Whether the study starts over.
+
+    Returns:
+        Lines for a terminal; None if there is something to train.
+
+    Raises:
+        UndulaError: what is wrong with the trials.
+    """
+    study = Study(loaded)
+    progress = StudyProgress(study.spec) if fresh else read_progress(study.store, study.spec)
+    study.check(progress.wanted(), fresh, knows_defaults=False)
+    if not progress.is_done:
+        return None
+    with held(study.store):
+        study.begin()
+        ended = f"all {len(progress.records)} trials have ended: --fresh starts over"
+        return [ended, "", *report_study(study.store), f"study directory: {study.url}"]

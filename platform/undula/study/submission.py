@@ -1,0 +1,36 @@
+"""How a study is submitted: the script of its job, with the study's YAML as an argument."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from undula.cluster.submission import Submission, how_to_continue, name_in_submission
+from undula.config.job import absolute_paths, script_of
+from undula.study.load import LoadedStudy
+
+
+def submission_of_study(
+    file: Path, loaded: LoadedStudy, overrides: Sequence[str], script: Path | None, fresh: bool
+) -> Submission:
+    """Submission of a study; the arguments are those of `undula.cluster.submission.submission_of_job`.
+
+    Raises:
+        SpecError: there is no script.
+    """
+    script, job = script_of(loaded.file, script), loaded.job.spec
+    study_name, job_name = names_in_submission(script, file, loaded.file)
+    options = ["--study", study_name, *(["--fresh"] if fresh else []), f"job={job_name}"]
+    paths = (f"overrides.{path}" for path in absolute_paths(job))
+    return Submission(
+        script=script,
+        arguments=(*options, *overrides, *paths),
+        workers=job.workers,
+        origins=loaded.job.origins,
+        continuing=how_to_continue("study", f"{job.runs.rstrip('/')}/{loaded.spec.name}", loaded.spec.name),
+        packed=loaded.spec.packed or 1,
+    )
+
+
+def names_in_submission(script: Path, study: Path, job: Path) -> tuple[str, str]:
+    """Names of a study's YAML and its job's, as the submitted script finds them. The job's is looked for beside the study's."""
+    name = name_in_submission(script, study)
+    return name, str(job.absolute()) if Path(name).is_absolute() else name_in_submission(script, job)

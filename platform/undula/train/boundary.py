@@ -1,0 +1,173 @@
+"""The boundary between two steps: where a step commits, snapshots and checkpoints are taken, and a group leaves."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from undula.errors import StorageError
+from undula.recovery.worker_state import HeldState, LeaveGroup, Request
+from undula.state.events import EndEvent, WarningEvent
+from undula.state.records import StepRow
+from undula.train.context import TrainContext
+from undula.train.step_reduction import Wants
+
+
+class StepBoundary:
+    """Commits steps, and saves and hands over the state between them.
+
+    Args:
+        context: the run on this rank.
+    """
+
+    def __init__(self, context: TrainContext):
+        self._context = context
+
+    def wants(self) -> Wants:
+        """What this rank wants after the step that it is about to commit."""
+        context = self._context
+        snapshots = context.snapshots
+        takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
+        request = context.setup.worker.request
+        # A checkpoint that is being written is not torn down for a resize that can wait for it.
+        leaves = request.leaves and (request.saves or context.checkpoints.saving_step is None)
+        return Wants(
+            leaves=leaves,
+            gives=request.gives,
+            saves=request.saves,
+            snapshots=takes,
+            sends=sends,
+            lacks_memory=snapshots is not None and snapshots.lacks_piece,
+            has_saved=context.checkpoints.has_finished_here,
+        )
+
+    @contextmanager
+    def changing_state(self, steps: int) -> Iterator[None]:
+        """Surround the optimizer's step, which commits so many steps of the plan.
+
+        An exception inside leaves the state between two steps: it must not be handed over.
+        """
+        context = self._context
+        if context.snapshots:
+            context.snapshots.wait()
+        committed, context.committed = context.committed, None
+        assert committed is not None
+        yield
+        context.committed = committed + steps
+        context.buffers.keep_step()
+
+    def committed(self, row: StepRow, stored_steps: int, wants: Wants) -> None:
+        """Record a committed step, and begin the snapshot that is due."""
+        context = self._context
+        worker, snapshots = context.setup.worker, context.snapshots
+        context.rows = [*(each for each in context.rows if each.step >= stored_steps), row]
+        context.wants = wants
+        if wants.saves and worker.request == Request(saves=True):
+            worker.request = Request()
+        context.step_s = row.seconds
+        if context.telemetry:
+            context.telemetry.step(row)
+        if snapshots and (news := snapshots.news(row.done, wants.lacks_memory)):
+            context.report(news)
+        if snapshots and wants.snapshots:
+            snapshots.begin(row.done, context.rows, wants.sends)
+        if wants.has_saved:
+            self.finish_saving()
+
+    def save_and_leave(self, done: int, checkpoint_is_due: bool) -> None:
+        """Write the checkpoint that is due or wanted after `done` steps, and leave the group if the ranks agreed to.
+
+        Raises:
+            LeaveGroup: the group ends here.
+        """
+        context = self._context
+        began = time.perf_counter()
+        if checkpoint_is_due or context.wants.saves:
+            self.save(done)
+        if context.wants.leaves and done < context.setup.plan.total_steps:
+            self._leave(done)
+        context.blocked_s += time.perf_counter() - began
+
+    def save(self, done: int) -> None:
+        """Begin to write a checkpoint of `done` steps."""
+        self.finish_saving()
+        context = self._context
+        context.checkpoints.save(done, context.setup.plan_digest, context.live.held())
+
+    def finish_saving(self) -> BaseException | None:
+        """Wait for the checkpoint under way; returns what went wrong with it."""
+        error = self._context.checkpoints.wait()
+        if error:
+            self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
+        return error
+
+    def _leave(self, done: int) -> None:
+        """End the group here. All ranks call it at the same step boundary."""
+        context = self._context
+        # A piece that only a rank which is not in the next group has would be lost with it.
+        if context.wants.gives and not context.live.is_whole:
+            replicas = context.setup.replicas
+            is_given = replicas is not None and replicas.give(self.held_state(done))
+            answers: list[Any] = [None] * context.setup.layout.world_size
+            dist.all_gather_object(answers, is_given, group=context.setup.layout.control)
+            if not all(answers):
+                context.report(WarningEvent("no_room_for_shards", step=done))
+                self.save(done)
+        self.finish_saving()
+        raise LeaveGroup
+
+    def held_state(self, done: int) -> HeldState:
+        """The state of this rank after `done` steps, as the process keeps it."""
+        context = self._context
+        state = context.live.held().on_host()
+        return HeldState(context.setup.plan_digest, context.setup.attempt, done, state, tuple(context.rows))
+
+    def hand_over(self) -> None:
+        """Leave the state of the last step boundary to the next worker group of this process, if there is a whole one."""
+        context, worker = self._context, self._context.setup.worker
+        # Otherwise the state that a former group has left is still the newest. Before the first step there is nothing that a fresh
+        # start lacks.
+        if context.committed:
+            worker.held = None
+            context.buffers.undo_step()
+            context.engine.abandon_step()
+            worker.held = self.held_state(context.committed)
+        self.close(wait=not worker.is_sound)
+
+    def end(self) -> None:
+        """End the run: the last checkpoint is whole, and the snapshots are not needed any more."""
+        context = self._context
+        if error := self.finish_saving():
+            raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
+        if context.snapshots:
+            context.snapshots.delete()
+        context.report(EndEvent(step=context.setup.plan.total_steps))
+
+    def close(self, wait: bool = True) -> None:
+        """End the threads beside the loop. A loop that an exception has left cannot do so until its frame is gone.
+
+        Args:
+            wait: whether to wait until storage has what was reported.
+        """
+        context = self._context
+        if context.stream:
+            # It may wait for Ray Data's first block, and the next group of workers for us.
+            _in_thread(context.stream.close)
+        if context.snapshots:
+            context.snapshots.close()
+        if context.telemetry and wait:
+            context.telemetry.close()
+        elif context.telemetry:
+            _in_thread(context.telemetry.close)
+        context.stream = context.snapshots = context.telemetry = None
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _in_thread(close: Callable[[], None]) -> None:
+    threading.Thread(target=close, name="undula-close", daemon=True).start()

@@ -1,0 +1,156 @@
+"""The training loop of a rank: from the state that the run has come to, step by step, to the end of the plan."""
+
+from collections.abc import Iterator
+
+from undula.data.manifest import load_manifest
+from undula.data.maps import SampleFunction
+from undula.errors import UsageError
+from undula.recovery.rank_snapshots import RankSnapshots, find_state
+from undula.recovery.restore import Restored, Restorer
+from undula.recovery.snapshot import folder_of
+from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.worker_state import LeaveGroup
+from undula.state.events import StartEvent, ValidationEvent, WarningEvent
+from undula.telemetry.reporter import Telemetry
+from undula.train.boundary import StepBoundary
+from undula.train.context import TrainContext
+from undula.train.learning_rate import rate_for
+from undula.train.step import Step
+from undula.train.step_reduction import exact_mean
+from undula.train.validation import Loss, Validation
+
+
+class TrainingLoop:
+    """Yields the steps that are left of a run, and does what is due between them.
+
+    Args:
+        context: the run on this rank.
+        validate: mean loss of a batch; None for a script that does not validate.
+        map_validation: transform of the samples of validation data.
+    """
+
+    def __init__(self, context: TrainContext, validate: Loss | None, map_validation: SampleFunction | None):
+        self.boundary = StepBoundary(context)
+        self._context = context
+        self._has_loss = validate is not None
+        self._validation = self._make_validation(validate, map_validation)
+
+    def steps(self) -> Iterator[Step]:
+        """The steps from the newest whole state on."""
+        context, setup = self._context, self._context.setup
+        plan, worker = setup.plan, setup.worker
+        restored = self._restore()
+        self._begin(restored)
+        start = restored.step
+        try:
+            worker.progress.begin(start)
+            if start == 0:
+                self._validate(0)
+            index = start
+            while index < plan.total_steps:
+                step = Step(context, self.boundary, index)
+                yield step
+                if not step.updated:
+                    raise UsageError(
+                        f"step {index} ended without step.update(): call it after the loop over step.batches()"
+                    )
+                index += step.merged_steps
+                self._after_step(step.index, index)
+            if start == plan.total_steps and not restored.is_checkpoint:
+                # The last group was lost on its way to the last checkpoint.
+                self._after_step(start - 1, start)
+            self.boundary.end()
+        except LeaveGroup:
+            self.boundary.close(wait=False)  # rows that are not stored yet go to the next group with the state
+            raise
+        finally:
+            self.boundary.close()
+
+    def _restore(self) -> Restored:
+        context, setup = self._context, self._context.setup
+        folder = folder_of(setup.job.run_url, setup.job.run_id)
+
+        def begin(step: int) -> None:
+            context.stream = context.open_stream(step)
+
+        restorer = Restorer(
+            context.live,
+            context.checkpoints,
+            setup.plan_digest,
+            setup.attempt,
+            setup.layout,
+            find=lambda: find_state(folder, setup.plan_digest, setup.replicas, setup.layout),
+            begin=begin,
+            enter=setup.worker.enter,
+        )
+        restored = restorer.restore(setup.worker.held)
+        setup.worker.held = None
+        return restored
+
+    def _begin(self, restored: Restored) -> None:
+        """Start what works beside the loop, and report what the group begins with."""
+        context, setup = self._context, self._context.setup
+        job, layout, start = setup.job, setup.layout, restored.step
+        context.committed = start
+        context.rows = list(restored.rows)
+        if layout.is_first:
+            context.telemetry = Telemetry(
+                setup.store, job.name, setup.attempt, start, setup.plan.total_steps, setup.publish
+            )
+            context.telemetry.repeat(restored.rows)
+        self._report_start(restored)
+        context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
+        context.group_rates.restore(restored.values)
+        if change:
+            context.report(change)
+        if start == 0 and context.group_rates.warning:
+            context.report(WarningEvent("batch_rule", context.group_rates.warning))
+        if self._has_loss is False and job.data.validation is not None:
+            context.report(WarningEvent("no_validation"))
+        if (every := job.checkpoint.snapshot_every_steps) != 0:
+            folder = folder_of(job.run_url, job.run_id)
+            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, layout.local_rank, every)
+            context.snapshots = RankSnapshots(context.live, writer, setup.replicas, layout, setup.worker)
+
+    def _report_start(self, restored: Restored) -> None:
+        context, layout = self._context, self._context.setup.layout
+        for problem in restored.damaged.values():
+            context.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
+        origin, attempt = restored.origin or None, context.setup.attempt
+        context.report(StartEvent(layout.world_size, attempt, origin, layout.num_cells, step=restored.step))
+
+    def _after_step(self, before: int, done: int) -> None:
+        context = self._context
+        context.setup.worker.enter("other")
+        job, is_last = context.setup.job, done == context.setup.plan.total_steps
+
+        def is_due(every: int) -> bool:
+            return is_last or done // every > before // every
+
+        if is_due(job.validation.every_steps):
+            if self._validation:
+                self._validate(done)
+            elif context.telemetry:
+                context.telemetry.mean_loss(done)
+        self.boundary.save_and_leave(done, is_due(job.checkpoint.every_steps))
+
+    def _make_validation(self, loss: Loss | None, function: SampleFunction | None) -> Validation | None:
+        context, setup = self._context, self._context.setup
+        if loss is None or setup.job.data.validation is None:
+            return None
+        return Validation(
+            context.model,
+            loss,
+            setup.job,
+            load_manifest(setup.job.data.validation),
+            function,
+            setup.layout,
+            enter=setup.worker.enter,
+            equal_rounds=context.engine.capabilities.equal_rounds,
+        )
+
+    def _validate(self, done: int) -> None:
+        if self._validation is None:
+            return
+        loss, samples = exact_mean(*self._validation.losses(), self._context.setup.layout.control)
+        self._context.report(ValidationEvent(loss, samples, step=done))

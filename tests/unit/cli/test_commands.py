@@ -1,0 +1,205 @@
+"""The command line as a whole: help, mistakes, overrides, and where runs are looked for."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pyarrow as pa
+import pytest
+from priced_run import write_priced_run
+from undula.testing.study import Outcome
+
+from undula.cli.main import cli
+from undula.config.job import as_tree
+from undula.data.planned import PlannedSamples
+from undula.data.write import write_shards
+from undula.plan.keys import multiset_digest
+from undula.plan.plan import Plan, PlanSpec
+from undula.state.ledger import LedgerWriter
+from undula.state.records import StepRow
+from undula.storage import Store
+
+Command = Callable[..., Any]
+"""The fixture `undula`."""
+JOB = Path(__file__).parents[3] / "jobs" / "language_model.yaml"
+
+
+def commands(
+    command: click.Command = cli, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command below one, with the words that call it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, each in command.commands.items():
+            yield from commands(each, (*path, name))
+
+
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+def test_every_command_and_option_has_help(undula: Command, path: tuple[str, ...]) -> None:
+    shown = undula(*path, "--help")
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out.startswith("Usage: undula")
+    command = dict(commands())[path]
+    assert command.help
+    for name, each in command.commands.items() if isinstance(command, click.Group) else ():
+        assert f"  {name}" in shown.out
+        assert not each.get_short_help_str(61).endswith("..."), "80 columns cut it off"
+    assert all(each.help for each in command.params if isinstance(each, click.Option))
+
+
+def test_the_command_line_starts_fast() -> None:
+    """Nothing is imported that only one command needs."""
+    check = "import sys, undula.cli.main; sys.exit(', '.join({'pydantic', 'numpy', 'rich', 'yaml'} & set(sys.modules)) or None)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
+    """Ray reads a cluster's token when it is imported, and the local cluster has none before it starts."""
+    modules = "undula.cluster.submission, undula.study.submission, undula.study.status, undula.study.render.page"
+    check = f"import sys, {modules}; sys.exit(', '.join({{'ray'}} & set(sys.modules)) or None)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("run", "Missing argument 'JOB.yaml' (see undula run --help)"),
+        ("run job.yaml --frsh", "No such option '--frsh'. Did you mean '--fresh'? (see undula run --help)"),
+        ("rnu", "No such command 'rnu'. Did you mean 'run'? (see undula --help)"),
+        ("run none.yaml", "cannot read none.yaml: No such file or directory"),
+        (f"run {JOB} plan.seed", "command line: 'plan.seed' is not an override; write key.sub=value"),
+        (f"run {JOB} plan.gobal_batch=3 --print", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
+        ("verify run --tolerance nan", "Invalid value for '--tolerance': nan is not a finite number (see undula verify --help)"),
+        ("spot leave --notice nan", "Invalid value for '--notice': nan is not a finite number (see undula spot leave --help)"),
+        ("spot watch --source fax", "command line: --source is fax; set it to one of aws, gcp, azure or file:PATH"),
+        (f"chaos {JOB}", "command line: give either --trace FILE or --faults FILE"),
+        ("show none --runs /none", "there is no run none in /none, and no folder none here: give the run's directory, or the folder of the "
+         "runs with --runs"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_and_status_2(undula: Command, line: str, sentence: str) -> None:
+    said = undula(*line.split())
+    assert (said.status, said.out, said.err) == (2, "", f"undula: {sentence}\n")
+
+
+def test_without_a_command_the_help_is_shown(undula: Command) -> None:
+    said = undula()
+    assert said.status == 2
+    assert "Commands:" in said.err
+
+
+def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("undula.report.render.terminal.print_runs", interrupted)
+    said = undula("ls")
+    assert (said.status, said.err.split()) == (130, ["stopped"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{job} plan.seed=5 --print name=mixed",
+        "--print {job} plan.seed=5 name=mixed",
+        "{job} plan.seed=5 name=mixed --print --address http://none:1",
+        "--address http://none:1 {job} plan.seed=1 --print plan.seed=5 --fresh name=mixed",
+    ],
+)
+def test_overrides_stand_anywhere_among_the_options(undula: Command, line: str) -> None:
+    shown = undula("run", *line.format(job=JOB).split())
+    assert shown.status == 0
+    assert "\n  seed: 5 " in shown.out
+    assert shown.out.startswith('name: "mixed"')
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run, from neither the working directory nor the home."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_priced_run(Store(str(tmp_path / "runs" / "spot-run")))
+    return tmp_path / "runs"
+
+
+def test_show_and_report_look_where_the_runs_are(undula: Command, runs: Path) -> None:
+    assert undula("show", "spot-run", "--json").status == 2
+    shown = undula("show", "spot-run", "--json", "--runs", runs)
+    assert (shown.status, json.loads(shown.out)["name"]) == (0, "spot-run")
+    assert undula("report", "spot-run", "--runs", runs).out == f"{runs}/spot-run/report.html\n"
+    assert (runs / "spot-run" / "report.html").exists()
+    assert [run["run"] for run in json.loads(undula("ls", runs, "--json").out)] == ["spot-run"]
+
+
+def test_verify_looks_for_both_runs_where_the_runs_are(undula: Command, runs: Path) -> None:
+    for name in ("one", "two"):
+        write_planned_run(runs / name, runs.parent / "data")
+    assert undula("verify", "one").status == 2
+    shown = undula("verify", "one", "--against", "two", "--runs", runs, "--json")
+    assert shown.status == 0, shown.err
+    assert "4 steps as in run: the same samples" in shown.out
+
+
+def test_chaos_ends_with_the_path_of_its_run(undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def undergo(*_: object) -> Outcome:
+        write_planned_run(runs / "job-chaos", runs.parent / "data")
+        return Outcome(done=(), steps=4, updates=4, steps_lost=0, outages=())
+
+    monkeypatch.setattr("undula.testing.study.undergo", undergo)
+    (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
+    arguments = ("chaos", JOB, "--faults", runs.parent / "faults.txt", "name=job", f"runs={runs}")
+    said = undula(*arguments)
+    assert said.status == 0, said.err
+    assert said.out.splitlines()[-2:] == [
+        f"certificate: holds (undula verify {runs}/job-chaos)",
+        f"run directory: {runs}/job-chaos",
+    ]
+    assert json.loads(undula(*arguments, "--json").out)["run"] == f"{runs}/job-chaos"
+
+
+def test_chaos_refuses_workers_that_fit_on_none_of_its_nodes(undula: Command, runs: Path) -> None:
+    (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
+    said = undula("chaos", JOB, "--faults", runs.parent / "faults.txt", "workers.cpus=2")
+    assert said.status == 2
+    assert "workers.cpus is 2, but each node of `undula chaos` has 1 CPU, and a local cluster cannot grow" in said.err
+
+
+def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("undula.cluster.submit.submit", lambda *_: -9)
+    said = undula("run", JOB, "name=job", f"runs={runs}", "--address", "http://head:8265")
+    assert said.status == -9
+    assert said.out.splitlines()[-2:] == [
+        f"run directory: {runs}/job",
+        "submit it again under the name job to continue",
+    ]
+
+
+def write_planned_run(folder: Path, data: Path) -> None:
+    """A run of four steps that did as its plan says."""
+    table = pa.table({"x": np.arange(24)})
+    manifest = write_shards(Store(str(data)), [table], table.schema, 24, num_shards=1)
+    spec = PlanSpec(global_batch=6, virtual_workers=2)
+    plan = Plan(spec, 24)
+    body = {
+        "name": "run",
+        "plan_digest": plan.digest(manifest.digest),
+        "total_steps": plan.total_steps,
+        "spec": {"plan": as_tree(spec), "data": {"train": manifest.url}},
+    }
+    store = Store(str(folder))
+    store.write("job.json", json.dumps(body).encode())
+    planned, ledger = PlannedSamples(manifest, plan), LedgerWriter(store, 1)
+    for step in range(plan.total_steps):
+        digest = multiset_digest(planned.step_ids(step))
+        ledger.step(StepRow(1, step, 0, (step + 1) * 6, 6, 1, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, digest, float(step)))
+    ledger.close()

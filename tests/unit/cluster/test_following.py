@@ -1,0 +1,53 @@
+"""A job is followed to its end, whatever becomes of the connection."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import requests
+from ray.job_submission import JobStatus
+
+from undula.cluster import submit
+from undula.errors import ClusterError
+
+
+@dataclass
+class Api:
+    """A job API; each look at the job takes the next answer, of which an exception is raised."""
+
+    answers: Iterator[JobStatus | Exception]
+    lines: list[str] = field(default_factory=list)
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        for line in self.lines:
+            yield f"{line}\n"
+        self.lines.append(f"line {len(self.lines)}")
+
+    def get_job_info(self, job_id: str) -> Any:
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return type("Details", (), {"status": answer})
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "RECONNECT_S", 0.0)
+
+
+def test_a_lost_connection_is_made_again_and_no_line_is_shown_twice() -> None:
+    lost = requests.exceptions.ConnectionError("Remote end closed connection")
+    api, shown = Api(iter([lost, JobStatus.RUNNING, lost, JobStatus.SUCCEEDED]), ["line 0"]), []
+    details = submit._follow_to_the_end(api, "job", shown.append)  # type: ignore[arg-type]
+    assert details.status == JobStatus.SUCCEEDED
+    assert [line for line in shown if line.startswith("line")] == [f"line {number}" for number in range(4)]
+    assert "lost the connection to the job, which continues; reconnecting: Remote end closed connection" in shown
+
+
+def test_a_job_api_that_is_gone_ends_it_in_a_sentence() -> None:
+    api = Api(iter([requests.exceptions.ConnectionError("refused")] * 99))
+    with pytest.raises(
+        ClusterError, match="lost the connection to the job raysubmit_1, which may still be running: refused"
+    ):
+        submit._follow_to_the_end(api, "raysubmit_1", lambda line: None)  # type: ignore[arg-type]

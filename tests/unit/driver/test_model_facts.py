@@ -1,0 +1,95 @@
+"""The driver learns about a script's model without its weights, without workers, and without a process group."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from undula.config.job import LoadedSpec, load_spec
+from undula.driver.model_facts import ModelFacts, model_facts
+from undula.plan.plan import Plan, PlanSpec
+from undula.train.run import Run
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedSpec:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: job\ndata: {train: /data/train}\n")
+    return load_spec(file)
+
+
+def facts_of(make: Callable[[], nn.Module], loaded: LoadedSpec) -> ModelFacts | None:
+    def train(run: Run) -> None:
+        run.map(lambda sample, random: sample)
+        run.model(make())
+        pytest.fail("the train function went on with a model that has no weights")
+
+    return model_facts(train, loaded, Plan(PlanSpec(), 1000))
+
+
+def sharded() -> nn.Module:
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2, bias=False))
+    fully_shard(module[0])
+    return fully_shard(module)
+
+
+def test_shapes_are_of_the_whole_model(loaded: LoadedSpec) -> None:
+    whole = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (2, 7)}
+    assert facts_of(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2, bias=False)), loaded) == ModelFacts(
+        whole, is_sharded=False, has_sparse_gradients=False
+    )
+    assert facts_of(sharded, loaded) == ModelFacts(whole, is_sharded=True, has_sparse_gradients=False)
+    assert not dist.is_initialized()
+
+
+def test_a_model_of_which_a_part_is_sharded_is_sharded(loaded: LoadedSpec) -> None:
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
+        fully_shard(module[0])
+        return module
+
+    facts = facts_of(make, loaded)
+    assert facts is not None
+    assert facts.is_sharded
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_sparse_embeddings_are_found(loaded: LoadedSpec, kind: type[nn.Module], is_sparse: bool) -> None:
+    facts = facts_of(lambda: nn.Sequential(kind(10, 3, sparse=is_sparse), nn.Linear(3, 1)), loaded)
+    assert facts is not None
+    assert facts.has_sparse_gradients == is_sparse
+
+
+def test_a_model_of_many_gigabytes_takes_no_memory(loaded: LoadedSpec) -> None:
+    facts = facts_of(lambda: nn.Linear(2**20, 2**20), loaded)
+    assert facts is not None
+    assert facts.shapes["weight"] == (2**20, 2**20)
+
+
+def test_a_script_that_raises_before_its_model_has_no_facts(loaded: LoadedSpec) -> None:
+    def train(run: Run) -> None:
+        raise KeyError("width")
+
+    assert model_facts(train, loaded, Plan(PlanSpec(), 1000)) is None
+    assert facts_of(lambda: nn.LazyLinear(3), loaded) is None, "a lazy module's shapes are not known yet"
+    assert not dist.is_initialized()
+
+
+def test_the_script_sees_the_job_and_prints_nothing(loaded: LoadedSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def train(run: Run) -> None:
+        print("building the model")
+        warnings.warn("weights are copied to a meta parameter", stacklevel=1)
+        seen.append((run.rank, run.world_size, run.base_lr, run.device.type, run.plan.total_steps > 0))
+        run.model(torch.nn.Linear(1, 1))
+
+    assert model_facts(train, loaded, Plan(PlanSpec(), 1000)) is not None
+    assert seen == [(0, 1, loaded.spec.schedule.base_lr, "meta", True)]
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,73 @@
+"""Preflight refuses what would fail in a worker. No Ray and no worker."""
+
+import json
+from pathlib import Path
+
+import pytest
+from numbers_job import write_numbers
+from torch import nn
+
+from undula.config.job import LoadedSpec, load_spec
+from undula.driver.launch import record_job
+from undula.driver.preflight import check_model, prepare
+from undula.errors import CheckpointError, RunError
+from undula.plan.plan import Plan
+from undula.state.commit import Commit
+from undula.state.directory import JOB_FILE
+from undula.state.model_state import MODEL
+from undula.storage import open_store
+from undula.train.run import Run
+
+
+def job(folder: Path, *overrides: str) -> LoadedSpec:
+    file = folder / "job.yaml"
+    if not file.exists():
+        write_numbers(folder, 48)
+        file.write_text(json.dumps({"name": "run", "runs": str(folder), "data": {"train": str(folder / "data")}}))
+    return load_spec(file, ["plan.global_batch=12", *overrides])
+
+
+def train(run: Run) -> None:
+    run.model(nn.Linear(2, 3))
+
+
+def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_path: Path) -> None:
+    loaded = job(tmp_path)
+    prepared = prepare(loaded, train, fresh=False)
+    assert not prepared.is_finished
+    first = record_job(loaded, prepared.plan, prepared.store)
+    record = json.loads(prepared.store.read(JOB_FILE))
+    assert (record["id"], record["began"]) == (first.job.run_id, first.work.began)
+    assert (record["name"], record["train_rows"], record["total_steps"]) == ("run", 48, prepared.plan.total_steps)
+    assert record["spec"] == loaded.tree()
+
+    again = record_job(job(tmp_path, "workers.hang_limit_s=9"), prepared.plan, prepared.store)
+    assert (again.job.run_id, again.work) == (first.job.run_id, first.work)
+    assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
+
+
+def test_horovod_s_settings_travel_with_horovod_s_engine_alone(tmp_path: Path) -> None:
+    store, plan = open_store(str(tmp_path / "run")), Plan(job(tmp_path).spec.plan, 48)
+    assert record_job(job(tmp_path), plan, store).horovod is None
+    spec = record_job(job(tmp_path, "engine=horovod", "horovod.timeout_s=7"), plan, store)
+    assert spec.horovod is not None
+    assert spec.horovod.timeout_s == 7
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_one_of_this_model_is_not(tmp_path: Path) -> None:
+    loaded = job(tmp_path)
+    plan = Plan(loaded.spec.plan, 48)
+
+    def commit(**shapes: tuple[int, ...]) -> Commit:
+        tensors = {MODEL + name: {"shape": shape} for name, shape in shapes.items()}
+        return Commit("checkpoints/step-1-a1", 1, "", tensors, {}, {})
+
+    check_model(train, loaded, plan, commit(weight=(3, 2), bias=(3,)))
+    with pytest.raises(CheckpointError, match=r"'weight' has shape \(3, 4\), but the model's has shape \(3, 2\)"):
+        check_model(train, loaded, plan, commit(weight=(3, 4), bias=(3,)))
+
+
+def test_a_study_s_directory_is_no_run_s(tmp_path: Path) -> None:
+    open_store(str(tmp_path / "run")).write("study.json", b"{}")
+    with pytest.raises(RunError, match="/run is a study's directory: give the run another name"):
+        prepare(job(tmp_path), train, fresh=False)

@@ -1,0 +1,143 @@
+"""Events: typed on both sides of the ledger, and sentences for people."""
+
+import json
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from undula.state.events import (
+    EVENT_TYPES,
+    BatchEvent,
+    CheckpointEvent,
+    CrashCause,
+    CrashEvent,
+    EndEvent,
+    Event,
+    FaultEvent,
+    FleetEvent,
+    GroupEvent,
+    IdleEvent,
+    LossEvent,
+    LostEvent,
+    NodeEvent,
+    NoticeEvent,
+    OverdueEvent,
+    RecordedEvent,
+    RefusalEvent,
+    ReleaseEvent,
+    ResizeEvent,
+    SaveEvent,
+    SnapshotEvent,
+    StartEvent,
+    StopEvent,
+    ValidationEvent,
+    WaitedFor,
+    WaitingEvent,
+    WarningCode,
+    WarningEvent,
+    WorkerPlace,
+    read_event,
+)
+
+PLACE: WorkerPlace = {
+    "rank": 0,
+    "node": "4f1c2d3e5a",
+    "ip": "10.0.0.1",
+    "pid": 12,
+    "machine": "g6.xlarge",
+    "zone": "us-west-2a",
+}
+EVENTS: tuple[Event, ...] = (
+    GroupEvent((PLACE,), "job"),
+    StartEvent(2, 1, step=0),
+    StartEvent(1, 2, "the memory of a worker", step=38),
+    LostEvent(1, step=4),
+    NodeEvent("4f1c2d3e5a", 2),
+    BatchEvent(16, "linear", 2.0, 2.0, 32.0, 2, step=10),
+    BatchEvent(16, "linear", 2.0, 2.0, step=0),
+    BatchEvent(16, "adascale", 2.0, None, step=0),
+    ValidationEvent(1.25, 9, step=20),
+    LossEvent(1.5, 90, step=20),
+    SnapshotEvent(2**20, 3, 0.008, step=8),
+    CheckpointEvent(0.5, step=20),
+    ResizeEvent(2, 1, "1 of 2 workers runs on a node that will go"),
+    SaveEvent("only 1 worker stays"),
+    SaveEvent("only 1 worker stays", lead_s=5.0),
+    *(CrashEvent(cause, "KeyError: 'x'", 1, "4f1c2d3e5a", 12, 5.0) for cause in get_args(CrashCause)),
+    NoticeEvent("4f1c2d3e5a", (0, 1), 160.0, time=100.0),
+    NoticeEvent("4f1c2d3e5a", (0,)),
+    *(WaitingEvent(1, 1, 2, each, {"CPU": 1.0}, (PLACE,), "job") for each in get_args(WaitedFor)),
+    FleetEvent(2, 1, 300.0, 600.0),
+    FleetEvent(0, 0, None, 600.0),
+    FleetEvent(1, 0),
+    OverdueEvent(30.0),
+    ReleaseEvent("4f1c2d3e5a", 2, 0),
+    RefusalEvent("spot-1", "InsufficientInstanceCapacity"),
+    RefusalEvent("spot-1"),
+    IdleEvent("4f1c2d3e5a", 1, 60.0, 4),
+    FaultEvent("sigkill worker 0", step=9),
+    StopEvent(),
+    EndEvent(step=400),
+    EndEvent(),
+    *(WarningEvent(code, "the disk is full.", step=4) for code in get_args(WarningCode)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_an_event_is_read_back_from_the_ledger_as_it_was_written(event: Event) -> None:
+    assert read_event(event.row()) == event
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
+def test_a_message_is_a_sentence(event: Event) -> None:
+    assert event.message[0].isupper()
+    assert event.message.endswith(".")
+    assert not event.message.endswith("..")
+    assert "None" not in event.message
+    assert "?" not in event.message
+
+
+def test_each_type_has_a_kind_of_its_own_and_is_tested_here() -> None:
+    assert len({each.KIND for each in EVENT_TYPES}) == len(EVENT_TYPES)
+    assert {type(event) for event in EVENTS} == set(EVENT_TYPES)
+
+
+def test_the_time_left_in_a_notice_counts_from_the_event() -> None:
+    assert "60 s" in NoticeEvent("n", (0,), 160.0, time=100.0).message
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [("fortune", {"luck": 7}), ("crash", {"error": "a field that this version needs is missing"}), ("validation", {"loss": "low"})],
+)  # fmt: skip
+def test_a_row_of_another_version_stays_readable(kind: str, data: dict[str, object]) -> None:
+    row = {"kind": kind, "message": "something happened", "step": 3, "data": json.dumps(data), "time": 5.0}
+    event = read_event(row)
+    assert isinstance(event, RecordedEvent)
+    assert (event.kind, event.message, event.step, event.data, event.time) == (kind, "something happened", 3, data, 5.0)
+    assert event.row() == row
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "event"),
+    [
+        ("start", {"world_size": 2, "attempt": 1, "resumed": False}, StartEvent(2, 1, step=3, time=5.0)),
+        ("validation", {"loss": 2, "samples": 9}, ValidationEvent(2.0, 9, step=3, time=5.0)),
+        ("waiting", {"ready": 1}, WaitingEvent(1, step=3, time=5.0)),
+        ("group", {"workers": [{"rank": 0}], "job": "a"}, GroupEvent(({"rank": 0},), "a", step=3, time=5.0)),
+    ],
+)
+def test_rows_of_before_there_were_types_have_the_fields_that_reports_need(
+    kind: str, data: dict[str, object], event: Event
+) -> None:
+    assert read_event({"kind": kind, "message": "", "step": 3, "data": json.dumps(data), "time": 5.0}) == event
+
+
+def test_events_load_neither_torch_nor_pyarrow_nor_ray() -> None:
+    look = (
+        "import sys, undula.state.events; print([name for name in ('torch', 'pyarrow', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

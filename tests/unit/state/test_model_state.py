@@ -1,0 +1,224 @@
+"""The state of a model and its optimizer: exact, by names that no wrapper changes, and refused where it cannot be held."""
+
+import io
+import json
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from undula.errors import CheckpointError, RunError
+from undula.state.model_state import (
+    check_state,
+    empty_like_saved,
+    live_buffers,
+    live_leaves,
+    load_state,
+    model_and_optimizer_state,
+)
+from undula.state.pieces import TensorSpec, piece_of, spec_of
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stored(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a checkpoint gives it back: copies of the tensors, and values through JSON."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else json.loads(json.dumps(value))
+        for name, value in state.items()
+    }
+
+
+def restored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Bring a fresh model and optimizer to a stored state, as a restore does."""
+    table = {name: spec_of(piece_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
+    targets = empty_like_saved(model, optimizer, table)
+    for name, target in targets.items():
+        target.copy_(state[name])
+    load_state(model, optimizer, {**state, **targets})
+
+
+def test_names_are_those_of_the_users_own_module() -> None:
+    model = network()
+    state = model_and_optimizer_state(model, torch.optim.AdamW(model.parameters()))
+    wrapped = torch.compile(model, backend="eager")
+    inner = nn.Sequential(*(torch.compile(each, backend="eager") for each in model))  # type: ignore[arg-type]
+    for other in (wrapped, inner):
+        assert model_and_optimizer_state(other, torch.optim.AdamW(model.parameters())).keys() == state.keys()
+        assert live_buffers(other).keys() <= state.keys()
+
+
+def test_reading_the_state_changes_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = stored(model_and_optimizer_state(model, optimizer))
+    assert not optimizer.state
+    assert not [name for name in before if name.startswith("optimizer.state.")]
+    assert all(torch.equal(each, before[f"model.{name}"]) for name, each in model.state_dict().items())
+
+
+def test_tensors_of_the_state_are_the_live_ones() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    state = model_and_optimizer_state(model, optimizer)
+    step(model, optimizer)
+    assert torch.equal(state["model.0.weight"], model[0].weight)  # type: ignore[index]
+    assert state["optimizer.state.0.weight.step"].item() == 2
+
+
+def test_a_parameter_without_gradient_has_no_state_before_and_after_a_restore() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[2].requires_grad_(False)  # type: ignore[index]
+    step(model, optimizer)
+    fresh = network()
+    other = torch.optim.AdamW(fresh.parameters())
+    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
+    assert len(other.state) == len(optimizer.state) == 4
+    assert fresh[2].weight not in other.state  # type: ignore[index]
+
+
+def test_values_come_back_with_their_types() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
+    group = optimizer.param_groups[0]
+    group |= {"odd": {1: (2.5, None), "names": ["a", True]}, "kind": torch.bfloat16, "mean": torch.tensor(3.0)}
+    step(model, optimizer)
+    fresh = network()
+    other = torch.optim.AdamW(fresh.parameters())
+    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
+    found = other.param_groups[0]
+    assert found["betas"] == (0.8, 0.9)
+    assert found["odd"] == {1: (2.5, None), "names": ["a", True]}
+    assert (found["kind"], found["mean"].item()) == (torch.bfloat16, 3.0)
+
+
+def test_state_in_another_type_than_its_parameters_keeps_it() -> None:
+    model, fresh = network().bfloat16(), network().bfloat16()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
+    weight = next(model.parameters())
+    optimizers[0].state[weight] = {"mean": torch.full((4, 3), 1 / 3), "count": 7}
+    restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
+    found = optimizers[1].state[next(fresh.parameters())]
+    assert found["count"] == 7
+    assert torch.equal(found["mean"], torch.full((4, 3), 1 / 3))
+
+
+def test_groups_and_parameters_that_were_added_during_training_are_added() -> None:
+    model, fresh = network(), network()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.7})  # type: ignore[index]
+    optimizer.param_groups[0]["params"] += list(model[1].parameters())  # type: ignore[index]
+    step(model, optimizer)
+    other = torch.optim.SGD(fresh[0].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+    restored(fresh, other, stored(model_and_optimizer_state(model, optimizer)))
+    assert [[len(group["params"]), group["lr"]] for group in other.param_groups] == [[4, 0.1], [2, 0.7]]
+    step(model, optimizer)
+    step(fresh, other)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+def test_a_step_count_stays_in_host_memory_and_moments_go_with_their_parameters() -> None:
+    model = network().to("meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = "optimizer.state.0.weight"
+    table = {name: spec_of(piece_of(each)) for name, each in network().state_dict(prefix="model.").items()}
+    table |= {f"{state}.step": TensorSpec("float32", ()), f"{state}.exp_avg": TensorSpec("float32", (4, 3))}
+    targets = empty_like_saved(model, optimizer, table)
+    assert [targets[f"{state}.{key}"].device.type for key in ("step", "exp_avg")] == ["cpu", "meta"]
+    optimizer.param_groups[0]["capturable"] = True
+    assert empty_like_saved(model, optimizer, table)[f"{state}.step"].device.type == "meta"
+
+
+def test_a_buffer_that_is_filled_late_is_restored() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", None)
+            self.weight = nn.Parameter(torch.ones(2))
+
+    model, fresh = Late(), Late()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
+    model.seen = torch.tensor([3, 4])
+    restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
+    assert fresh.seen.tolist() == [3, 4]
+    assert list(fresh.state_dict()) == ["weight", "seen"]
+
+
+class Counting(nn.Module):
+    """A module whose extra state is what it is given."""
+
+    def __init__(self, extra: object):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def test_extra_state_is_restored_and_seen_when_it_changes() -> None:
+    model, fresh = Counting({"calls": (3, 4), "mean": torch.ones(3)}), Counting(None)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
+    restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
+    assert isinstance(fresh.extra, dict)
+    assert fresh.extra["calls"] == (3, 4)
+    assert torch.equal(fresh.extra["mean"], torch.ones(3))
+    assert 3 in list(live_leaves(model, optimizers[0]))
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        ("extra", r"^model\._extra_state is a _io\.BytesIO, which no checkpoint can hold: keep it as a tensor"),
+        ("group", r"^optimizer\.groups\.0\.queue is a collections\.deque, which no checkpoint can hold"),
+        ("sparse", r"^optimizer\.state\.weight\.sum is a sparse_coo tensor, which no checkpoint can hold"),
+        ("stranger", r"^the optimizer has a parameter of shape \(5,\) that the model lacks: make the optimizer of"),
+        ("lazy", r"^model\.late\.weight has no shape yet: pass one batch through the lazy module before run\.model"),
+    ],
+)
+def test_state_that_no_checkpoint_can_hold_is_refused_in_a_sentence(harm: str, sentence: str) -> None:
+    model = Counting(io.BytesIO() if harm == "extra" else 1)
+    if harm == "lazy":
+        model.late = nn.LazyLinear(2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    if harm == "group":
+        optimizer.param_groups[0]["queue"] = deque()
+    if harm == "sparse":
+        optimizer.state[model.weight]["sum"] = torch.ones(2).to_sparse()
+    if harm == "stranger":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+    with pytest.raises(RunError, match=sentence):
+        check_state(model, optimizer)
+
+
+def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
+    model = network()
+    state = stored(model_and_optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    with pytest.raises(
+        CheckpointError, match=r"has 'model\.0\.weight' with shape \(4, 3\), and the model has it with shape"
+    ):
+        restored(other, torch.optim.SGD(other.parameters(), lr=0.1), state)
+    more = [{"params": [each]} for each in model.parameters()]
+    with pytest.raises(CheckpointError, match="the optimizer has 6 parameter groups and the saved one has 1"):
+        restored(model, torch.optim.SGD(more, lr=0.1), state)
+    with pytest.raises(CheckpointError, match=r"lacks 'model\.1\.running_mean', which the model has"):
+        restored(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), {k: v for k, v in state.items() if "running" not in k}
+        )
