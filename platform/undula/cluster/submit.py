@@ -91,7 +91,7 @@ def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[
     Raises:
         ClusterError: the job API has not answered for a while.
     """
-    show_new = _Skipping(show)
+    show_new = _NewLines(show)
     failures = 0
     while True:
         began = time.monotonic()

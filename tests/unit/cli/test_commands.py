@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from priced_run import write_priced_run
-from undula.testing.study import Outcome
 
 from undula.cli.main import cli
 from undula.config.job import as_tree
@@ -23,6 +22,7 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
+from undula.testing.scenario import Outcome
 
 Command = Callable[..., Any]
 """The fixture `undula`."""
@@ -149,11 +149,11 @@ def test_verify_looks_for_both_runs_where_the_runs_are(undula: Command, runs: Pa
 
 
 def test_chaos_ends_with_the_path_of_its_run(undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def undergo(*_: object) -> Outcome:
+    def run_scenario(*_: object) -> Outcome:
         write_planned_run(runs / "job-chaos", runs.parent / "data")
         return Outcome(done=(), steps=4, updates=4, steps_lost=0, outages=())
 
-    monkeypatch.setattr("undula.testing.study.undergo", undergo)
+    monkeypatch.setattr("undula.testing.scenario.run_scenario", run_scenario)
     (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
     arguments = ("chaos", JOB, "--faults", runs.parent / "faults.txt", "name=job", f"runs={runs}")
     said = undula(*arguments)
