@@ -10,7 +10,7 @@ from small_text import MODEL, PLAN
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.goodput import goodput
-from undula.report.data.summary import read_run
+from undula.report.data.run_record import read_run
 from undula.state.events import Event, StartEvent
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver

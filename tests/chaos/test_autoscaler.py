@@ -12,7 +12,7 @@ from undula.plan.fleet import ON_DEMAND, SPOT
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.cost import cost_of
 from undula.report.data.goodput import goodput
-from undula.report.data.summary import RecordedRun, read_run
+from undula.report.data.run_record import RecordedRun, read_run
 from undula.state.events import Event, FleetEvent, RefusalEvent, ReleaseEvent, ResizeEvent, StartEvent
 from undula.state.ledger import decode_events, read_ledger
 from undula.storage import open_store

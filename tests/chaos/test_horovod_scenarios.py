@@ -9,7 +9,7 @@ from jobs_kit import relative_difference
 
 from undula.data.corpora import stdlib_text
 from undula.report.data.certificate import certify, data_of
-from undula.report.data.summary import read_run
+from undula.report.data.run_record import read_run
 from undula.state.events import CrashEvent, WaitingEvent
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver

@@ -6,7 +6,7 @@ import pytest
 from chaos_kit import command, origins_in, run_through, wrapped
 
 from undula.report.data.certificate import certify, data_of
-from undula.report.data.summary import read_run
+from undula.report.data.run_record import read_run
 from undula.storage import open_store
 from undula.testing.chaos import start_driver
 from undula.testing.faults import parse_faults

@@ -8,7 +8,7 @@ import pytest
 from study_kit import Studies
 
 from undula.report.data.certificate import certify, data_of
-from undula.report.data.summary import read_run
+from undula.report.data.run_record import read_run
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 from undula.study.records import OUTCOME, TRIALS

@@ -11,7 +11,7 @@ import pytest
 from jobs_kit import Jobs, relative_difference
 
 from undula.report.data.certificate import certify, data_of
-from undula.report.data.summary import read_run
+from undula.report.data.run_record import read_run
 from undula.state.commit import find_commits
 from undula.state.events import BatchEvent, CheckpointEvent, Event, ResizeEvent, SaveEvent, StartEvent, WaitingEvent
 from undula.state.ledger import events_of, read_ledger

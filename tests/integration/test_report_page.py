@@ -192,7 +192,7 @@ def test_cost_has_a_bar_of_all_classes_and_its_words(browser: Browser, tmp_path:
     assert sum(widths) == pytest.approx(whole["width"], rel=0.01)
     assert len({bar.evaluate("each => getComputedStyle(each).fill") for bar in bars.all()}) == 6
     text = page.locator(".cost").inner_text()
-    assert "while waiting for capacity\n$0.144" in text
+    assert "waiting for capacity\n$0.144" in text
     assert "39% saved" in text
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert complaints == []

@@ -11,7 +11,7 @@ from study_kit import Studies
 
 from undula.cluster.local import LocalCluster
 from undula.report.data.certificate import certify, data_of
-from undula.report.data.summary import read_run
+from undula.report.data.run_record import read_run
 from undula.storage import open_store
 from undula.study.records import TRIALS
 

@@ -70,7 +70,7 @@ def chaos(
       undula chaos jobs/language_model.yaml --faults faults.txt plan.max_steps=100
     """
     from undula.report.data.certificate import certify, data_of
-    from undula.report.data.summary import read_run
+    from undula.report.data.run_record import read_run
     from undula.state.directory import JOB_FILE
     from undula.testing.chaos_job import load_chaos_job
     from undula.testing.scenario import from_faults, from_trace, run_scenario

@@ -25,7 +25,7 @@ def verify(run: str, runs: str | None, against: str | None, tolerance: float, as
     the first one is named.
     """
     from undula.report.data.certificate import certify, data_of
-    from undula.report.data.summary import read_run
+    from undula.report.data.run_record import read_run
     from undula.state.locate import locate_run
 
     recorded = read_run(locate_run(run, runs))

@@ -9,7 +9,7 @@ from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_job
 from undula.plan.plan import Plan
-from undula.report.data.summary import counted
+from undula.report.text import counted
 from undula.state.directory import held
 from undula.study.heartbeat import keep_heartbeat, refuse_another_driver
 from undula.study.job import Study

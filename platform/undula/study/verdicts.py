@@ -4,7 +4,7 @@ from collections import Counter
 from math import isfinite
 
 from undula.plan.rules import RULES
-from undula.report.data.summary import counted, number
+from undula.report.text import counted, number
 from undula.study.findings import Findings, GroupFindings, Law, Tuning, Verdict
 from undula.study.fits import RULE_EXPONENTS, Interval, ParetoFit
 from undula.study.spec import CLASSES, StudySpec

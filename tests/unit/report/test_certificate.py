@@ -14,7 +14,7 @@ from undula.data.write import write_shards
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of
-from undula.report.data.summary import JobRecord, RecordedRun
+from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
 from undula.state.records import StepRow
 from undula.storage import Store
@@ -55,7 +55,7 @@ def test_a_run_as_planned_is_certified(manifest: Manifest) -> None:
     recorded = run(manifest, rows(manifest))
     found = certify(recorded, data_of(recorded), against=recorded)
     assert found.holds
-    assert any("in 2 whole epochs, each of 50 samples was taken exactly once" in text for text in found.proved)
+    assert any("in 2 complete epochs, each of 50 samples was used exactly once" in text for text in found.proved)
     assert any("10 steps as in run: the same samples" in text for text in found.proved)
     assert any("the weights are the same" in text for text in found.not_proved)
 
@@ -90,8 +90,8 @@ def test_a_run_whose_batch_follows_its_workers_is_certified(manifest: Manifest) 
     assert recorded.ledger.steps["merged_steps"].to_pylist() == [2, 2, 1, 1, 2, 1, 1]
     found = certify(recorded, manifest, against=elastic_run(manifest, [4, 4, 4, 2, 2, 2, 2, 2]))
     assert found.holds, found.difference
-    assert any("10 steps, each there once" in text for text in found.proved)
-    assert any("in 2 whole epochs, each of 50 samples was taken exactly once" in text for text in found.proved)
+    assert any("10 steps, each recorded exactly once" in text for text in found.proved)
+    assert any("in 2 complete epochs, each of 50 samples was used exactly once" in text for text in found.proved)
     assert any("4 steps as in run" in text for text in found.proved)
     assert any("from step 6 on: with batch: elastic" in text for text in found.not_proved)
 
@@ -99,7 +99,7 @@ def test_a_run_whose_batch_follows_its_workers_is_certified(manifest: Manifest) 
 def test_steps_that_no_such_number_of_workers_takes_at_once_are_named(manifest: Manifest) -> None:
     found = certify(elastic_run(manifest, [4, 2, 2], changed=2), manifest)
     assert found.difference is not None
-    assert found.difference.startswith("step 3 has (steps at once, epoch, samples, samples so far) [2, 0,")
+    assert found.difference.startswith("step 3 has (merged steps, epoch, samples, samples so far) [2, 0,")
 
 
 def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -> None:
@@ -107,21 +107,24 @@ def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -
     assert found.holds
     assert any("7 steps still to come" in text for text in found.not_proved)
     assert any("the last 7 steps are as in run" in text for text in found.not_proved)
-    assert any("none is whole yet" in text for text in found.not_proved)
+    assert any("no epoch is complete yet" in text for text in found.not_proved)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda steps: steps[:4] + steps[5:], "step 4 is not in the ledger"),
-        (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is not in the ledger, or is there twice"),
+        (lambda steps: steps[:4] + steps[5:], "step 4 is missing from the ledger"),
+        (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is missing from the ledger, or is in it twice"),
         (
             lambda steps: [replace(steps[0], samples=13), *steps[1:]],
-            "step 0 has (steps at once, epoch, samples, samples so far)",
+            "step 0 has (merged steps, epoch, samples, samples so far)",
         ),
-        (lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)], "step 9 consumed other samples than the plan"),
-        (lambda steps: [*steps, replace(steps[9], step=10)], "step 10 is in the ledger, and the plan ends before it"),
-        (lambda steps: [], "no step is committed"),
+        (
+            lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)],
+            "step 9 consumed other samples than those of the plan",
+        ),
+        (lambda steps: [*steps, replace(steps[9], step=10)], "step 10 is in the ledger, but the plan ends before it"),
+        (lambda steps: [], "no step has been committed"),
     ],
 )
 def test_the_first_thing_that_is_not_as_planned_is_named(manifest: Manifest, change, sentence: str) -> None:
@@ -131,15 +134,15 @@ def test_the_first_thing_that_is_not_as_planned_is_named(manifest: Manifest, cha
 def test_other_data_than_the_run_was_begun_with_prove_nothing(manifest: Manifest, tmp_path: Path) -> None:
     table = pa.table({"x": np.arange(ROWS) + 1})
     other = write_shards(Store(str(tmp_path)), [table], table.schema, ROWS, num_shards=1)
-    assert "not the one that the run was begun with" in str(certify(run(manifest, rows(manifest)), other).difference)
+    assert "not the one that the run started with" in str(certify(run(manifest, rows(manifest)), other).difference)
 
 
 def test_steps_done_again_must_be_those_that_stand(manifest: Manifest) -> None:
     steps = rows(manifest)
     same = certify(run(manifest, steps, [replace(steps[4], loss=steps[4].loss * (1 + 1e-7))]), manifest)
-    assert any("1 step done again consumed the same samples, losses within 1.0e-07" in text for text in same.proved)
+    assert any("1 replayed step consumed the same samples, with losses within 1.0e-07" in text for text in same.proved)
     other = certify(run(manifest, steps, [replace(steps[4], sample_digest=7)]), manifest)
-    assert "step 4 has sample_digest 7, and the one that replaced it has" in str(other.difference)
+    assert "step 4 has sample_digest 7, but its replay has" in str(other.difference)
 
 
 def test_between_deterministic_runs_no_bit_of_a_loss_may_differ(manifest: Manifest) -> None:
@@ -171,9 +174,12 @@ def test_a_rate_that_follows_what_was_measured_need_only_be_close(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"loss": 0.5 * (1 + 3e-5)}, "step 1 has loss 0.5, and run has 0.500015: 3.0e-05 apart, more than 1e-05"),
-        ({"loss": float("nan")}, "step 1 has loss 0.5, and run has nan"),
-        ({"lr": 0.2}, "step 1 has lr 0.1, and run has 0.2"),
+        (
+            {"loss": 0.5 * (1 + 3e-5)},
+            "step 1 has loss 0.5, but run has 0.500015: a relative difference of 3.0e-05, more than 1e-05",
+        ),
+        ({"loss": float("nan")}, "step 1 has loss 0.5, but run has nan"),
+        ({"lr": 0.2}, "step 1 has lr 0.1, but run has 0.2"),
     ],
 )
 def test_a_run_that_is_not_the_other_is_told_from_it(manifest: Manifest, changed: dict, sentence: str) -> None:

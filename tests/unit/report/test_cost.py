@@ -14,11 +14,13 @@ from rich.console import Console
 
 from undula.cluster.prices import load_prices
 from undula.plan.prices import PriceList, Prices
-from undula.report.data.cost import Cost, cost, cost_rows, dollars
-from undula.report.data.goodput import CLASSES, Hold, holds
-from undula.report.data.summary import read_run
+from undula.report.data.cost import Cost, cost
+from undula.report.data.goodput import CLASSES, Allocation, allocations
+from undula.report.data.run_record import read_run
+from undula.report.render.cost_section import cost_lines
 from undula.report.render.page import write_report
 from undula.report.render.terminal import print_run
+from undula.report.text import dollars
 from undula.state.events import Event
 from undula.storage import Store
 
@@ -36,13 +38,13 @@ def shipped(events: Sequence[Event]) -> Prices:
     return load_prices()
 
 
-def words(found: Cost) -> dict[str, str]:
-    return dict(cost_rows(found))
+def lines(found: Cost) -> dict[str, str]:
+    return dict(cost_lines(found))
 
 
 def test_each_rank_costs_its_share_of_its_node() -> None:
     workers = (worker("a", "spot", "n1"), worker("b", "on-demand", "n2"), worker("b", "on-demand", "n2"))
-    found = cost([Hold(workers, {"useful": 1800.0, "capacity": 1800.0})], PRICES, samples=2000, steps=10)
+    found = cost([Allocation(workers, {"useful": 1800.0, "capacity": 1800.0})], PRICES, samples=2000, steps=10)
     # An hour of one spot a at 0.36 and of one b at 7.2, which two ranks share; half of it waits.
     assert found.total == pytest.approx(7.56)
     assert found.dollars["useful"] == found.dollars["capacity"] == pytest.approx(3.78)
@@ -55,20 +57,20 @@ def test_each_rank_costs_its_share_of_its_node() -> None:
 WORKERS = st.builds(
     worker, st.sampled_from("abcd"), st.sampled_from(["spot", "on-demand"]), st.sampled_from(["", "n1", "n2"])
 )
-HOLDS = st.builds(
-    Hold, st.lists(WORKERS, max_size=4).map(tuple), st.dictionaries(st.sampled_from(CLASSES), st.floats(0, 1e6))
+ALLOCATIONS = st.builds(
+    Allocation, st.lists(WORKERS, max_size=4).map(tuple), st.dictionaries(st.sampled_from(CLASSES), st.floats(0, 1e6))
 )
 
 
-@given(st.lists(HOLDS, max_size=5))
-def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Hold]) -> None:
+@given(st.lists(ALLOCATIONS, max_size=5))
+def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Allocation]) -> None:
     found = cost(held, PRICES, samples=0, steps=0)
     spent, full, without = 0.0, 0.0, 0.0
-    for hold in held:
-        seconds = sum(hold.seconds.values())
-        for each in hold.workers:
+    for allocation in held:
+        seconds = sum(allocation.seconds.values())
+        for each in allocation.workers:
             hourly = (LIST.spot if each["market"] == "spot" else LIST.on_demand).get(str(each["machine"]))
-            peers = sum(other["node"] == each["node"] for other in hold.workers) if each["node"] else 1
+            peers = sum(other["node"] == each["node"] for other in allocation.workers) if each["node"] else 1
             if hourly is None:
                 without += seconds
             else:
@@ -85,42 +87,42 @@ def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Hold]) -> None:
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [
-        (worker("m9.huge", "on-demand"), "2 workers for 2 h 00 min of rank time: no price of m9.huge is known: give it with --prices FILE"),
-        (worker("c", "spot"), "no spot price of c is known: give it with --prices FILE, or ask with --spot-prices aws"),
+        (worker("m9.huge", "on-demand"), "2 workers for 2 h 00 min of rank time: no price of m9.huge is known; add it with --prices FILE"),
+        (worker("c", "spot"), "no spot price of c is known; add it with --prices FILE, or use --spot-prices aws to ask AWS"),
         (worker("a", "spot", region="elsewhere"), "no spot price of a in elsewhere is known"),
-        (worker("a", None), "2 workers for 2 h 00 min of rank time on a: label their nodes undula.io/market=spot or =on-demand"),
-        (worker("a", "free"), "label their nodes undula.io/market=spot or =on-demand"),
+        (worker("a", None), "of rank time on a: label their nodes undula.io/market=spot or undula.io/market=on-demand"),
+        (worker("a", "free"), "label their nodes undula.io/market=spot or undula.io/market=on-demand"),
         (worker(None, None), "their nodes have no label undula.io/machine"),
         (worker("x\x1b[2J", "on-demand"), "no price of x [2J is known"),
     ],
 )  # fmt: skip
 def test_a_worker_without_a_price_is_counted_and_told_and_in_no_sum(missing: dict[str, object], sentence: str) -> None:
     workers = (worker("a", "on-demand"), missing | {"node": "n1"}, missing | {"node": "n2"})
-    found = cost([Hold(workers, HOUR), Hold(workers[:1], HOUR)], PRICES, samples=1, steps=1)
+    found = cost([Allocation(workers, HOUR), Allocation(workers[:1], HOUR)], PRICES, samples=1, steps=1)
     assert found.total == found.on_demand == pytest.approx(7.2)
     (told,) = found.unpriced
     assert (told.workers, told.seconds) == (2, 7200.0)
-    assert sentence in words(found)["without a price"]
-    assert words(found)["cost"] == "at least $7.20: $7.20 on-demand"
-    assert words(found)["per committed step"] == "at least $7.20"
+    assert sentence in lines(found)["without a price"]
+    assert lines(found)["cost"] == "at least $7.20: $7.20 on-demand"
+    assert lines(found)["per committed step"] == "at least $7.20"
 
 
 def test_a_run_of_which_no_price_is_known_has_no_sum() -> None:
-    found = cost([Hold((worker("m9.huge", "spot"),), HOUR)], PRICES, samples=1, steps=1)
-    assert [label for label, _ in cost_rows(found)] == ["without a price"]
+    found = cost([Allocation((worker("m9.huge", "spot"),), HOUR)], PRICES, samples=1, steps=1)
+    assert [label for label, _ in cost_lines(found)] == ["without a price"]
 
 
 def test_without_an_on_demand_price_nothing_is_said_of_what_spot_saves() -> None:
     only_spot = Prices((PriceList("ours", "2026", "", (), {}, {"a": 0.36}),))
-    found = cost([Hold((worker("a", "spot"),), HOUR)], only_spot, samples=1, steps=1)
+    found = cost([Allocation((worker("a", "spot"),), HOUR)], only_spot, samples=1, steps=1)
     assert (found.on_demand, found.saved) == (None, None)
-    assert "no on-demand price is known" in words(found)["all on-demand"]
+    assert "have no on-demand price" in lines(found)["all on-demand"]
 
 
 def test_spot_that_was_dearer_is_told_as_such() -> None:
     dear = Prices((PriceList("ours", "2026", "", (), {"a": 1.0}, {"a": 1.5}),))
-    found = cost([Hold((worker("a", "spot"),), HOUR)], dear, samples=1, steps=1)
-    assert words(found)["all on-demand"] == "$1.00 for the same seconds: 50% more was paid"
+    found = cost([Allocation((worker("a", "spot"),), HOUR)], dear, samples=1, steps=1)
+    assert lines(found)["all on-demand"] == "$1.00 for the same seconds: 50% more was paid"
 
 
 def test_dollars_read_well() -> None:
@@ -136,7 +138,7 @@ def test_a_run_on_spot_is_priced_from_its_ledger(tmp_path: Path) -> None:
     # 61 minutes of two, 15 of one, 75 of one and an on-demand one, 1 of one, 20 of waiting, 68 of two.
     spot_minutes, on_demand_minutes = 61 * 2 + 15 + 75 + 1 + 20 + 68 * 2, 75
     assert sum(
-        len(hold.workers) * sum(hold.seconds.values()) for hold in holds(run.ledger, run.events)
+        len(each.workers) * sum(each.seconds.values()) for each in allocations(run.ledger, run.events)
     ) == pytest.approx((spot_minutes + on_demand_minutes) * 60)
     document = shown_as_json(store)["cost"]
     assert document["by_market"]["on-demand"] == pytest.approx(on_demand_minutes / 60 * 0.8048)
@@ -161,7 +163,7 @@ def test_a_terminal_shows_what_waiting_has_cost(tmp_path: Path, width: int) -> N
     print_run(store, prices=shipped, console=Console(file=file, width=width))
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    assert re.search(r"while waiting for capacity +\$0\.144", text)
+    assert re.search(r"waiting for capacity +\$0\.144", text)
     assert "m9.huge" in text
     assert "…" not in text
 

@@ -8,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from undula.report.data.summary import JobRecord, RecordedRun, summarize
-from undula.report.render.page import CURVE_POINTS, render, write_report
+from undula.report.data.run_record import JobRecord, RecordedRun
+from undula.report.data.summary import summarize
+from undula.report.render.charts import CURVE_POINTS
+from undula.report.render.page import render, write_report
 from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent
 from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
 from undula.storage import Store
@@ -55,7 +57,7 @@ def test_text_of_the_run_cannot_become_markup() -> None:
     assert "<script>alert" not in html
     assert "<img" not in html
     assert html.count("<script") == html.count("</script>") == 2
-    assert data_of(html)["charts"]["logged-0"]["tracks"][0]["label"] == EVIL
+    assert data_of(html)["charts"]["logged-0"]["curves"][0]["label"] == EVIL
 
 
 def test_policy_lets_only_the_pages_own_style_and_script_through() -> None:
@@ -74,7 +76,7 @@ def test_policy_lets_only_the_pages_own_style_and_script_through() -> None:
 def test_run_without_steps_has_a_page_that_says_so() -> None:
     html = page(recorded(0))
     assert "No step has been committed yet." in html
-    assert "No event has been told yet." in html
+    assert "The run has no events yet." in html
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -87,7 +89,7 @@ def test_loss_that_is_never_a_number_has_a_page() -> None:
     place = STEP_SCHEMA.get_field_index("loss")
     steps = run.ledger.steps.set_column(place, "loss", pa.array([float("nan")] * 10))
     html = page(RecordedRun(run.job, Ledger(steps, run.ledger.replaced, run.ledger.events), ()))
-    assert data_of(html)["charts"]["loss"]["tracks"][0]["y"] == [None] * 10
+    assert data_of(html)["charts"]["loss"]["curves"][0]["y"] == [None] * 10
 
 
 def test_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
@@ -95,7 +97,7 @@ def test_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
     events = tuple(CheckpointEvent(1.0, step=at, time=float(at)) for at in range(100, 100_000, 100))
     html = page(recorded(100_000, events, logged=names))
     assert len(html.encode()) < 2_000_000
-    loss = data_of(html)["charts"]["loss"]["tracks"][0]
+    loss = data_of(html)["charts"]["loss"]["curves"][0]
     assert len(loss["y"]) <= CURVE_POINTS
     assert (max(loss["y"]), loss["step"][0], loss["step"][-1]) == (9.0, 1, 100_000)
 

@@ -11,27 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from undula.errors import RunError
-from undula.report.data.summary import (
-    SECONDS_CLASSES,
-    JobRecord,
-    RunSummary,
-    decode_events,
-    downsample,
-    duration,
-    marks_of,
-    nice_step,
-    number,
-    printable,
-    read_run,
-    smooth,
-    summarize,
-    throughput,
-    tick_text,
-    ticks,
-    validations,
-)
+from undula.report.data.curves import downsample, markers_of, smooth
+from undula.report.data.run_record import JobRecord, read_run
+from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, throughput, validations
+from undula.report.render.ticks import nice_step, tick_text, ticks
+from undula.report.text import duration, number, printable
 from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, Event, ResizeEvent, StartEvent, ValidationEvent
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger, decode_events
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -128,8 +114,8 @@ def test_validation_of_steps_done_again_gives_way_to_the_later_one() -> None:
 
 def test_event_without_a_step_lies_at_the_last_step_that_stays() -> None:
     steps = ledger([row(0, time=1), row(1, time=2), row(2, attempt=2, time=9)], []).steps
-    (mark,) = marks_of([CrashEvent("failure", "e", time=5.0)], steps, began=1.0)
-    assert (mark.time, mark.samples) == (4.0, 16.0)
+    (marker,) = markers_of([CrashEvent("failure", "e", time=5.0)], steps, began=1.0)
+    assert (marker.time, marker.samples) == (4.0, 16.0)
 
 
 @given(st.lists(st.tuples(*[st.floats(0, 100)] * 4), min_size=1, max_size=30))
@@ -218,7 +204,7 @@ def test_event_data_that_is_no_mapping_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({}, "has no job.json: give the directory of a run"),
+        ({}, "has no job.json: name the directory of a run"),
         ({"job.json": b"{"}, "job.json is damaged"),
         ({"job.json": b"[]"}, "job.json is damaged"),
         ({"job.json": b'{"name": "x", "spec": 3}'}, "job.json is damaged"),

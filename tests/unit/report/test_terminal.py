@@ -12,7 +12,12 @@ from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
 from undula.errors import RunError
-from undula.report.render.terminal import plot, print_run, print_runs, strip
+from undula.report.data.cost import Cost
+from undula.report.data.goodput import CLASSES
+from undula.report.data.summary import SECONDS_CLASSES, RunSummary
+from undula.report.render.plots import plot, strip
+from undula.report.render.terminal import print_run, print_runs, run_tables
+from undula.report.text import duration
 from undula.state.events import CrashEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
 from undula.state.records import StepRow
@@ -106,14 +111,38 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert text.index("newer") < text.index("older") < text.index("broken")
     assert "has no job.json" in text
     assert "elsewhere" not in text
-    assert f"rates is a study: undula study status {tmp_path}/rates" in text
+    assert f"rates is a study: use `undula study status {tmp_path}/rates`" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_list_of_runs_cuts_no_word(tmp_path: Path, width: int) -> None:
+    store, name = Store(str(tmp_path)), "language-model-20261123-091502"
+    write_run(store / name, name, steps=1200, began=100.0)
+    (store / "broken").write("job.json", b"{")
+    text = shown(width, print_runs, store)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for word in (name, "stopped", "1200/1200", "val. loss", "1.250", "samples/s", "8.00", "unreadable", "min ago"):
+        assert word in text
+
+
+def test_list_of_runs_takes_a_second_line_only_if_one_is_too_short(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    write_run(store / "short", "short")
+    (row,) = [line for line in shown(80, print_runs, store).splitlines() if "short" in line]
+    assert "30/30" in row
+    write_run(store / ("long" * 12), "long")
+    lines = shown(80, print_runs, store).splitlines()
+    place = lines.index(" short")
+    assert lines[place + 1].split()[:2] == ["stopped", "30/30"]
+    assert lines[place + 1].index("30/30") + len("30/30") == lines[2].index("step") + len("step")
 
 
 def test_a_study_is_not_shown_as_a_run(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("study.json", b"{}")
-    with pytest.raises(RunError, match="is a study: `undula study status` tells of it"):
+    with pytest.raises(RunError, match="is a study: use `undula study status`"):
         print_run(store)
 
 
@@ -140,6 +169,43 @@ def test_run_fits_the_terminal_and_keeps_its_words(tmp_path: Path, width: int) -
         assert part in text
     assert "…" not in text
     assert "\x1b" not in text
+
+
+LARGE = st.integers(0, 10**12)
+
+
+@given(
+    st.sampled_from([80, 100, 110, 140]), LARGE, LARGE, st.lists(st.floats(0, 1e9), min_size=11, max_size=11),
+    st.sampled_from(["running", "finished", "stopped"]), st.floats(0, 1e7),
+)  # fmt: skip
+def test_the_largest_figures_fit_the_terminal_and_keep_their_words(
+    width: int, steps: int, samples: int, amounts: list[float], state: str, spent: float
+) -> None:
+    """Figures of any size, in a run of which every figure is there."""
+    seconds = dict(zip(SECONDS_CLASSES, amounts[:4], strict=True))
+    rank_seconds = dict(zip(CLASSES, amounts[4:10], strict=True))
+    summary = RunSummary(
+        name="run", state=state, steps=steps, total_steps=steps, samples=samples, total_samples=samples,  # type: ignore[arg-type]
+        first_validation_loss=amounts[0], last_validation_loss=amounts[1], best_validation_loss=amounts[2],
+        best_validation_step=steps, training_loss=amounts[3], samples_per_s=amounts[10], began=0.0, latest=amounts[0],
+        wall_s=amounts[10], replayed_steps=steps, attempts=steps, crashes=steps, resizes=steps, checkpoints=steps,
+        world_sizes=(1, 2, 512), seconds=seconds, rank_seconds=rank_seconds, goodput=0.5,
+    )  # fmt: skip
+    dollars_by_class = dict.fromkeys(CLASSES, spent / 6)
+    cost = Cost(dollars_by_class, {"spot": spent, "on-demand": 0.0}, None, samples, steps, (), ("ours of 2026",), ())
+    file = io.StringIO()
+    console = Console(file=file, width=width)
+    console.print(run_tables(summary, cost, width))
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    shown_words = set(text.split())
+    expected = [
+        *(f"{value:,}" for value in (steps, samples)),
+        *duration(amounts[0]).split(),
+        *(duration(seconds["other"])).split(),
+    ]
+    assert not [word for word in expected if not any(word in each for each in shown_words)]
 
 
 def test_run_without_steps_is_shown(tmp_path: Path) -> None:

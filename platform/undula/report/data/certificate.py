@@ -1,9 +1,9 @@
-"""The certificate: what a run's ledger and its data's manifest prove about it, what they do not, and where it first went wrong."""
+"""The certificate: what a run's ledger and the manifest of its data prove, what they cannot prove, and the first contradiction. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,20 +17,23 @@ from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.plan.rules import RULES
-from undula.report.data.summary import RecordedRun, column, counted
+from undula.report.data.run_record import RecordedRun
+from undula.report.data.summary import column
+from undula.report.text import counted
 
 COUNTED_ROWS = 2**30
-"""Data sets of more rows are not counted row by row."""
+"""Maximum number of rows of a data set for which the uses of each row are counted."""
+Owner = TypeVar("Owner")
 
 
 @dataclass
 class Certificate:
-    """What was found, in sentences."""
+    """What was found, a sentence each."""
 
     proved: list[str] = field(default_factory=list)
     not_proved: list[str] = field(default_factory=list)
     difference: str | None = None
-    """The first thing that is not as it must be; None where all is well."""
+    """The first contradiction; None if there is none."""
 
     @property
     def holds(self) -> bool:
@@ -41,32 +44,35 @@ class Certificate:
 
 
 class _DifferenceError(Exception):
-    """Ends the checking at the first difference."""
+    """Ends the checks at the first contradiction."""
 
 
 def data_of(run: RecordedRun) -> Data:
-    """The data that a run was made on, from their manifests; RunError where its record does not say which.
+    """The data that a run trained on, from their manifests.
 
-    ManifestError, StorageError: the manifests cannot be read.
+    Raises:
+        RunError: the record of the run does not name its data.
+        ManifestError, StorageError: a manifest cannot be read.
     """
-    return load_data(_part(run, "data", DataSpec))
+    return load_data(_section(run, "data", DataSpec))
 
 
 def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, tolerance: float = 1e-5) -> Certificate:
     """Check a run against its plan, and against another run of the same plan.
 
     Args:
-        run: from its ledger.
-        data: what it was made on.
-        against: a run that must be the same one, such as one that was left alone.
-        tolerance: largest relative difference of a step's loss, where floating point sums in another order; 0 between deterministic runs.
+        run: the run to check.
+        data: the data that it trained on.
+        against: a run that must have the same trajectory, such as one without faults.
+        tolerance: maximum relative difference between two losses of a step, to allow for the order of floating-point sums. Deterministic
+            runs must agree exactly.
     """
     found = Certificate()
     try:
-        plan = Plan(_part(run, "plan", PlanSpec), data.num_rows)
+        plan = Plan(_section(run, "plan", PlanSpec), data.num_rows)
         if plan.digest(data.digest) != run.job.plan_digest:
             raise _DifferenceError(
-                "the data's manifest or the recorded plan is not the one that the run was begun with"
+                "the manifest of the data or the recorded plan is not the one that the run started with"
             )
         _check_steps(run, plan, found)
         _check_samples(run, plan, data, found)
@@ -79,11 +85,11 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         merged = run.ledger.steps["merged_steps"].to_numpy()
         found.not_proved.append(
             f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
-            f"{counted(len(merged), 'update')} took several global batches"
+            f"{counted(len(merged), 'update')} consumed several global batches"
         )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
         found.not_proved.append(
-            "that the weights are the same: without `deterministic: true` no ledger has digests of them"
+            "that the weights are the same: only runs with `deterministic: true` record digests of the weights"
         )
     return found
 
@@ -97,34 +103,35 @@ def _is_elastic(run: RecordedRun) -> bool:
 
 
 def _close_keys(run: RecordedRun) -> tuple[str, ...]:
-    """What need only be close: losses, and a learning rate that follows what was measured of the gradient."""
+    """Columns that need not agree exactly: losses, and the learning rate if it follows measurements of the gradient."""
     rule = RULES.get(run.job.spec.get("schedule", {}).get("batch_rule"))
     return ("loss", "lr") if rule is not None and rule.is_measured else ("loss",)
 
 
-def _part(run: RecordedRun, key: str, owner: Any) -> Any:
+def _section(run: RecordedRun, key: str, owner: type[Owner]) -> Owner:
+    """A section of the recorded spec as its dataclass."""
     try:
         return TypeAdapter(owner).validate_python(run.job.spec[key])
     except (KeyError, ValidationError) as error:
         raise RunError(
-            f"job.json of {run.job.name} does not say its {key} as this version knows it: submit it again"
+            f"job.json of {run.job.name} has no section {key!r} that this version can read: submit the job again"
         ) from error
 
 
 def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
-    """Every step up to the newest is there, once, with the counts that the plan says."""
+    """Check that the ledger has each step up to the newest exactly once, with the counts of the plan."""
     steps = run.ledger.steps
     numbers = steps["step"].to_numpy()
     if not len(numbers):
-        raise _DifferenceError("no step is committed")
+        raise _DifferenceError("no step has been committed")
     ends = np.cumsum(steps["merged_steps"].to_numpy())
     expected = np.concatenate([[0], ends[:-1]])
     gaps = np.flatnonzero(numbers != expected)
     if len(gaps):
-        raise _DifferenceError(f"step {expected[gaps[0]]} is not in the ledger, or is there twice")
+        raise _DifferenceError(f"step {expected[gaps[0]]} is missing from the ledger, or is in it twice")
     done = int(ends[-1])
     if done > plan.total_steps:
-        raise _DifferenceError(f"step {plan.total_steps} is in the ledger, and the plan ends before it")
+        raise _DifferenceError(f"step {plan.total_steps} is in the ledger, but the plan ends before it")
     names = ("step", "world_size", "merged_steps", "epoch", "step_samples", "samples")
     for step, world_size, *row in zip(*(steps[name].to_pylist() for name in names), strict=True):
         count = plan.merged_steps(step, world_size)
@@ -133,84 +140,85 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
         planned = [count, shapes[0].epoch, samples, shapes[0].samples_before + samples]
         if row != planned:
             raise _DifferenceError(
-                f"step {step} has (steps at once, epoch, samples, samples so far) {row}, and the plan says {planned}"
+                f"step {step} has (merged steps, epoch, samples, samples so far) {row}, but the plan has {planned}"
             )
-    found.proved.append(f"{counted(done, 'step')}, each there once, with the samples that the plan says")
+    found.proved.append(f"{counted(done, 'step')}, each recorded exactly once, with as many samples as in the plan")
     if done < plan.total_steps:
-        found.not_proved.append(f"anything of the {counted(plan.total_steps - done, 'step')} still to come")
+        found.not_proved.append(f"anything about the {counted(plan.total_steps - done, 'step')} still to come")
 
 
 def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate) -> None:
-    """Each step consumed just the samples that the plan says, and so each epoch those it should."""
+    """Check that each step consumed exactly the samples of the plan, and count the uses of each sample over whole epochs."""
     steps = run.ledger.steps
     planned = PlannedSamples(data, plan)
-    times = np.zeros(data.num_rows, dtype=np.uint16) if data.num_rows <= COUNTED_ROWS else None
+    uses = np.zeros(data.num_rows, dtype=np.uint16) if data.num_rows <= COUNTED_ROWS else None
     whole = int(steps["merged_steps"].to_numpy().sum()) // plan.steps_per_epoch
     for step, count, digest in zip(
         *(steps[name].to_pylist() for name in ("step", "merged_steps", "sample_digest")), strict=True
     ):
         ids = np.concatenate([planned.step_ids(index) for index in range(step, step + count)])
         if multiset_digest(ids) != digest:
-            raise _DifferenceError(f"step {step} consumed other samples than the plan says")
-        if times is not None and step < whole * plan.steps_per_epoch:
-            np.add.at(times, ids, 1)
+            raise _DifferenceError(f"step {step} consumed other samples than those of the plan")
+        if uses is not None and step < whole * plan.steps_per_epoch:
+            np.add.at(uses, ids, 1)
     found.proved.append(
-        f"each of them consumed just the plan's samples, {int(run.ledger.steps['samples'][-1].as_py()):,} in all"
+        f"each of them consumed exactly the samples of the plan, {int(run.ledger.steps['samples'][-1].as_py()):,} in all"
     )
-    if times is None or not whole:
-        found.not_proved.append(
-            "that an epoch has each sample once: " + ("it has too many to count" if whole else "none is whole yet")
-        )
+    if uses is None or not whole:
+        reason = "there are too many samples to count" if whole else "no epoch is complete yet"
+        found.not_proved.append(f"that an epoch uses each sample once: {reason}")
     else:
-        found.proved += _epochs(times, whole, plan, data)
+        found.proved += _epochs(uses, whole, plan, data)
 
 
-def _epochs(times: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, data: Data) -> Iterator[str]:
-    """What the counts of each sample over the whole epochs say."""
-    least, most = int(times.min()), int(times.max())
-    epochs = counted(whole, "whole epoch")
+def _epochs(uses: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, data: Data) -> Iterator[str]:
+    """Sentences on the uses of each sample over the complete epochs; `uses` has shape [rows]."""
+    least, most = int(uses.min()), int(uses.max())
+    epochs = counted(whole, "complete epoch")
     if not isinstance(data, Manifest):
         first_id = 0
         for manifest in data.manifests:
-            own = times[first_id : first_id + manifest.num_rows]
+            own = uses[first_id : first_id + manifest.num_rows]
             first_id += manifest.num_rows
-            yield f"in {epochs}, each sample of {manifest.url} was taken {own.min()} to {own.max()} times"
+            yield f"in {epochs}, each sample of {manifest.url} was used {own.min()} to {own.max()} times"
     elif least == most == whole:
-        yield f"in {epochs}, each of {data.num_rows:,} samples was taken exactly once"
+        yield f"in {epochs}, each of {data.num_rows:,} samples was used exactly once"
     else:
-        yield f"in {epochs} with last_step: {plan.spec.last_step}, each sample was taken {least} to {most} times"
+        yield f"in {epochs} with last_step: {plan.spec.last_step}, each sample was used {least} to {most} times"
 
 
 def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> None:
-    """Steps that were done again are the same as those that stand."""
+    """Check that a replayed step came out the same both times."""
     rows, others = _alike(run.ledger.replaced, run.ledger.steps)
     if not len(rows):
         return
     if _is_elastic(run):
         found.not_proved.append(
-            f"that {counted(len(rows), 'step')} done again came out the same: with batch: elastic, the steps before them may have "
-            "taken their samples in other batches"
+            f"that {counted(len(rows), 'replayed step')} came out the same: with batch: elastic, the steps before may have merged "
+            "other global batches"
         )
         return
-    largest = _compare(rows, others, tolerance, "the one that replaced it", _close_keys(run))
+    largest = _compare(rows, others, tolerance, "its replay", _close_keys(run))
     found.proved.append(
-        f"{counted(len(rows), 'step')} done again consumed the same samples, losses within {largest:.1e}"
+        f"{counted(len(rows), 'replayed step')} consumed the same samples, with losses within {largest:.1e}"
     )
 
 
 def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found: Certificate) -> None:
     if other.job.plan_digest != run.job.plan_digest:
-        raise _DifferenceError(f"{other.job.name} is of another plan or other data, so it says nothing of this run")
+        raise _DifferenceError(
+            f"{other.job.name} has another plan or other data, so that the two runs cannot be compared"
+        )
     if not len(other.ledger.steps):
-        raise _DifferenceError(f"{other.job.name} has no step committed")
+        raise _DifferenceError(f"{other.job.name} has no committed step")
     steps = run.ledger.steps
     if _is_elastic(run):
         pairs = zip(_keys(steps), _keys(other.ledger.steps), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if same < min(len(steps), len(other.ledger.steps)):
             found.not_proved.append(
-                f"that the run is that of {other.job.name} from step {steps['step'][same]} on: with batch: elastic, they took "
-                "their samples in other batches"
+                f"that the run is the same as {other.job.name} from step {steps['step'][same]} on: with batch: elastic, the two "
+                "merged different global batches"
             )
         steps = steps[:same]
     rows, others = _alike(steps, other.ledger.steps)
@@ -218,12 +226,14 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
         return
     largest = _compare(rows, others, tolerance, other.job.name, _close_keys(run))
     found.proved.append(
-        f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, losses within {largest:.1e}"
+        f"{counted(len(rows), 'step')} as in {other.job.name}: the same samples and learning rates, with losses within {largest:.1e}"
     )
     if both := int(
         (rows["weights_digest"].is_valid().to_numpy() & others["weights_digest"].is_valid().to_numpy()).sum()
     ):
-        found.proved.append(f"the weights are those of {other.job.name} bit for bit, by {counted(both, 'digest')}")
+        found.proved.append(
+            f"the weights equal those of {other.job.name} bit for bit, according to {counted(both, 'digest')}"
+        )
     if missing := max(len(run.ledger.steps), len(other.ledger.steps)) - len(rows):
         found.not_proved.append(
             f"that the last {counted(missing, 'step')} are as in {other.job.name}: only one run has them"
@@ -231,7 +241,7 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
 
 
 def _alike(rows: pa.Table, others: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """The rows whose very steps another table has too, and its rows of them, in the same order."""
+    """The rows of the steps that both tables have, from either table in the same order."""
     places = {key: place for place, key in enumerate(_keys(others))}
     both = [(here, places[key]) for here, key in enumerate(_keys(rows)) if key in places]
     mine, theirs = ([pair[side] for pair in both] for side in (0, 1))
@@ -243,7 +253,7 @@ def _keys(rows: pa.Table) -> Iterator[tuple[int, int]]:
 
 
 def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, close_keys: tuple[str, ...]) -> float:
-    """The largest relative difference of losses; raises at the first step that differs."""
+    """The maximum relative difference of the losses; raises at the first step that differs by more than the tolerance."""
     for key in ("sample_digest", "step_samples", "lr", "weights_digest"):
         if key in close_keys:
             continue
@@ -253,13 +263,13 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, clos
             step, here, there = (
                 table[of][int(differing[0])].as_py() for table, of in ((rows, "step"), (rows, key), (others, key))
             )
-            raise _DifferenceError(f"step {step} has {key} {here}, and {name} has {there}")
-    of_losses, *_ = [_apart(rows, others, key, tolerance, name) for key in close_keys]
-    return of_losses
+            raise _DifferenceError(f"step {step} has {key} {here}, but {name} has {there}")
+    loss_difference, *_ = [_difference(rows, others, key, tolerance, name) for key in close_keys]
+    return loss_difference
 
 
-def _apart(rows: pa.Table, others: pa.Table, key: str, tolerance: float, name: str) -> float:
-    """The largest relative difference of a column; raises at the first step where it is more than the tolerance."""
+def _difference(rows: pa.Table, others: pa.Table, key: str, tolerance: float, name: str) -> float:
+    """The maximum relative difference of a column; raises at the first step where it exceeds the tolerance."""
     here, there = column(rows, key), column(others, key)
     apart = np.abs(here - there) / np.maximum(np.maximum(np.abs(here), np.abs(there)), 1e-300)
     apart = np.where(np.isnan(here) & np.isnan(there), 0.0, apart)
@@ -267,7 +277,7 @@ def _apart(rows: pa.Table, others: pa.Table, key: str, tolerance: float, name: s
     if len(differing):
         first = int(differing[0])
         raise _DifferenceError(
-            f"step {rows['step'][first].as_py()} has {key} {here[first]:.9g}, and {name} has {there[first]:.9g}: "
-            f"{apart[first]:.1e} apart, more than {tolerance:g}"
+            f"step {rows['step'][first].as_py()} has {key} {here[first]:.9g}, but {name} has {there[first]:.9g}: "
+            f"a relative difference of {apart[first]:.1e}, more than {tolerance:g}"
         )
     return float(apart.max(initial=0.0))

@@ -1,4 +1,4 @@
-"""Goodput: every second that every rank was held, in exactly one class. Pure."""
+"""Goodput: every second that a run held a rank, counted in exactly one class. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from undula.state.events import Event, GroupEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import Ledger
 
 CLASSES = ("useful", "replayed", "restarting", "checkpoint", "data", "capacity")
-"""Work that stands; work that was done again; starting, and falling out of step; held up by a checkpoint; waiting for data; waiting
-for capacity."""
+"""Classes of rank-seconds: steps that count; steps that were lost and replayed; starting workers, and tearing them down; blocked on a
+checkpoint; waiting for data; waiting for capacity."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Rank-seconds of a run by class of CLASSES; they add up to what was held."""
+    """Rank-seconds of a run by CLASSES. They add up to all the time that ranks were held."""
 
     seconds: Mapping[str, float]
 
@@ -29,72 +29,73 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Useful seconds over all that were held; 0 of nothing."""
+        """Useful share of the rank-seconds; 0 if none were held."""
         return self.seconds["useful"] / self.held_s if self.held_s else 0.0
 
 
 @dataclass(frozen=True)
-class Hold:
-    """Workers that were held together for a while, and where it went."""
+class Allocation:
+    """A set of workers that the run held for a period, and how they spent it."""
 
     workers: tuple[WorkerPlace, ...]
-    """As the event that began it names them: where they ran, and on which machine."""
+    """The workers as the event at the start of the period lists them: node, process and machine of each."""
     seconds: Mapping[str, float]
-    """Of each of them, by class of CLASSES; a class of none may be left out."""
+    """Seconds of every one of the workers, by CLASSES; classes with no seconds may be missing."""
 
 
 def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
-    """The goodput of a run, from the first workers that were held to the last thing that was told."""
+    """The goodput of a run, from its first worker to the newest entry of its ledger."""
     seconds = dict.fromkeys(CLASSES, 0.0)
-    for hold in holds(ledger, events):
-        for name, spent in hold.seconds.items():
-            seconds[name] += spent * len(hold.workers)
+    for allocation in allocations(ledger, events):
+        for name, spent in allocation.seconds.items():
+            seconds[name] += spent * len(allocation.workers)
     return Goodput(seconds)
 
 
-def holds(ledger: Ledger, events: Sequence[Event]) -> Iterator[Hold]:
-    """Who was held when, in order of time.
+def allocations(ledger: Ledger, events: Sequence[Event]) -> Iterator[Allocation]:
+    """The allocations of a run in order of time.
 
-    A group of W workers holds W ranks from its start to the next group's start; from when "waiting" was told, as many as were ready then.
-    Within a group, what lies between its first step and its last is work, but for what the rows say of data and checkpoints.
+    A group of W workers holds W ranks until the next group starts; from a "waiting" event on, the run holds the workers that were ready
+    then. Between the first and the last step of a group, time counts as work, except for the waits that the rows record.
     """
     rows = _rows(ledger)
     times = np.sort([*(event.time for event in events), *rows["time"].tolist()])
-    marks = [event for event in events if isinstance(event, GroupEvent | WaitingEvent)]
-    for mark, following in zip_longest(marks, marks[1:]):
-        end = _end(mark, following, times)
-        if isinstance(mark, WaitingEvent):
-            yield Hold(_ready(mark), {"capacity": end - mark.time})
+    starts = [event for event in events if isinstance(event, GroupEvent | WaitingEvent)]
+    for start, following in zip_longest(starts, starts[1:]):
+        end = _end(start, following, times)
+        if isinstance(start, WaitingEvent):
+            yield Allocation(_ready_workers(start), {"capacity": end - start.time})
         else:
-            own = (rows["time"] > mark.time) & (rows["time"] <= end)
-            spent = _of_group({name: values[own] for name, values in rows.items()}, end - mark.time)
-            yield Hold(mark.workers, spent)
+            own = (rows["time"] > start.time) & (rows["time"] <= end)
+            spent = _spent_by_rank({name: values[own] for name, values in rows.items()}, end - start.time)
+            yield Allocation(start.workers, spent)
 
 
-def _ready(waiting: WaitingEvent) -> tuple[WorkerPlace, ...]:
-    """The workers that were held; nothing but their number where an older ledger does not say which."""
+def _ready_workers(waiting: WaitingEvent) -> tuple[WorkerPlace, ...]:
+    """Workers that were ready; empty entries in an older ledger, which records only their number."""
     unknown: WorkerPlace = {}
     return waiting.workers or (unknown,) * waiting.ready
 
 
-def _end(mark: GroupEvent | WaitingEvent, following: GroupEvent | WaitingEvent | None, times: Floats) -> float:
-    """When workers were given up: as the next ones were told of, or by the last word of a job that was submitted again since."""
+def _end(start: GroupEvent | WaitingEvent, following: GroupEvent | WaitingEvent | None, times: Floats) -> float:
+    """Time at which an allocation ended: when the next one began, or, if that one belongs to a later submission of the job, at the last
+    entry before it.
+    """
     if following is None:
         return float(times[-1])
-    is_another_job = following.job != mark.job
-    return float(times[times < following.time].max(initial=mark.time)) if is_another_job else following.time
+    is_another_job = following.job != start.job
+    return float(times[times < following.time].max(initial=start.time)) if is_another_job else following.time
 
 
-def _of_group(rows: Mapping[str, Floats], held_s: float) -> dict[str, float]:
-    """The seconds of one rank of a group by class."""
+def _spent_by_rank(rows: Mapping[str, Floats], held_s: float) -> dict[str, float]:
+    """Seconds of one rank of a group by class; `rows` are the steps of the group."""
     if not len(rows["time"]):
         return {"restarting": held_s}
     work_s = float(rows["time"][-1] - rows["time"][0] + rows["step_s"][0])
     data_s, checkpoint_s = float(rows["data_s"].sum()), float(rows["blocked_s"].sum())
-    replayed_s = float(((rows["step_s"] - rows["data_s"]) * (1 - rows["stands"])).sum())
-    useful_s = work_s - data_s - checkpoint_s - replayed_s
+    replayed_s = float(((rows["step_s"] - rows["data_s"]) * rows["is_replayed"]).sum())
     return {
-        "useful": useful_s,
+        "useful": work_s - data_s - checkpoint_s - replayed_s,
         "replayed": replayed_s,
         "data": data_s,
         "checkpoint": checkpoint_s,
@@ -103,8 +104,8 @@ def _of_group(rows: Mapping[str, Floats], held_s: float) -> dict[str, float]:
 
 
 def _rows(ledger: Ledger) -> dict[str, Floats]:
-    """Columns of all steps that were done, in order of time; of those that were done again, `stands` is 0."""
-    parts = [(ledger.steps, 1.0), (ledger.replaced, 0.0)]
+    """Columns of all steps in order of time; `is_replayed` is 1 for steps that a later attempt replayed and 0 for the others."""
+    parts = [(ledger.steps, 0.0), (ledger.replaced, 1.0)]
     columns = {
         name: np.concatenate([_column(table, name) for table, _ in parts]) for name in ("time", "data_s", "blocked_s")
     }
@@ -112,13 +113,13 @@ def _rows(ledger: Ledger) -> dict[str, Floats]:
         sum(_column(table, f"{name}_s") for name in ("data", "compute", "communication", "other")) for table, _ in parts
     ]
     columns["step_s"] = np.concatenate([np.asarray(values, dtype=np.float64) for values in step_s])
-    columns["stands"] = np.concatenate([np.full(len(table), stands) for table, stands in parts])
+    columns["is_replayed"] = np.concatenate([np.full(len(table), is_replayed) for table, is_replayed in parts])
     order = np.argsort(columns["time"], kind="stable")
     return {name: values[order] for name, values in columns.items()}
 
 
 def _column(table: pa.Table, name: str) -> Floats:
-    """A column without nulls; of zeros where an older ledger has none."""
+    """A column with 0 for null; all zeros if an older ledger lacks the column."""
     if name not in table.column_names:
         return np.zeros(len(table))
     values: Floats = table[name].fill_null(0.0).to_numpy().astype(np.float64)

@@ -1,19 +1,73 @@
-"""The report page's section of what a run has cost."""
+"""The cost of a run as text: the lines that the terminal and the report share, and the cost section of the report."""
 
-from html import escape
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from undula.report.data.cost import DOING, Cost, cost_rows, dollars
+from undula.plan.fleet import SPOT
+from undula.plan.prices import MARKETS
+from undula.report.data.cost import Cost, Unpriced
+from undula.report.render.html import Share, shares_of
+from undula.report.text import counted, dollars, duration, printable
+
+COST_LABELS: Mapping[str, str] = {
+    "useful": "useful work",
+    "replayed": "replayed steps",
+    "restarting": "starting workers",
+    "checkpoint": "blocked on checkpoints",
+    "data": "waiting for data",
+    "capacity": "waiting for capacity",
+}
+"""What the dollars of each class of goodput were spent on."""
 
 
-def cost_section(cost: Cost) -> str:
-    """A bar of the dollars by class, and what there is to say of them, as HTML."""
-    bars, keys, x = "", "", 0.0
-    for name, amount in cost.dollars.items() if cost.total else ():
-        share = max(amount / cost.total, 0.0)  # of clocks that differ, a class may have a little less than nothing
-        bars += f'<rect class="g-{name}" x="{x:.3%}" width="{share:.3%}" height="100%"/>'
-        swatch = f'<svg viewBox="0 0 18 12" aria-hidden="true"><rect class="g-{name}" x="3" width="12" height="12" rx="2"/></svg>'
-        keys += f"<li>{swatch}{DOING[name]} <b>{dollars(amount)}</b> {share:.1%}</li>"
-        x += share
-    bar = f'<svg class="share" role="img" aria-label="dollars by class">{bars}</svg><ul class="keys">{keys}</ul>'
-    facts = "".join(f"<dt>{label}</dt><dd>{escape(value)}</dd>" for label, value in cost_rows(cost))
-    return f'<h2>Cost</h2><div class="card cost">{bar if bars else ""}<dl class="facts">{facts}</dl></div>'
+@dataclass(frozen=True)
+class CostSection:
+    """The cost section of the report."""
+
+    shares: tuple[Share, ...]
+    """Segments of the bar, one for each class; empty if nothing has a price."""
+    lines: tuple[tuple[str, str], ...]
+    """Labels and values below the bar."""
+
+
+def cost_section(cost: Cost) -> CostSection:
+    shares = shares_of(cost.dollars, "g-", COST_LABELS, dollars) if cost.total else ()
+    return CostSection(shares, tuple(cost_lines(cost)))
+
+
+def cost_lines(cost: Cost) -> list[tuple[str, str]]:
+    """A cost as lines of a label and a value."""
+    lines = []
+    if cost.total:
+        least = "at least " if cost.unpriced else ""
+        parts = ", ".join(f"{dollars(cost.by_market[each])} {each}" for each in MARKETS if cost.by_market[each])
+        lines.append(("cost", f"{least}{dollars(cost.total)}: {parts}"))
+        if cost.per_step is not None and cost.per_1000_samples is not None:
+            lines.append(("per 1,000 samples", least + dollars(cost.per_1000_samples)))
+            lines.append(("per committed step", least + dollars(cost.per_step)))
+        if cost.by_market[SPOT]:
+            lines.append(("all on-demand", _on_demand_text(cost)))
+        lines.append(("wasted", f"{least}{dollars(cost.wasted)}, {cost.wasted / cost.total:.1%} of it"))
+        lines.append(("prices", "; ".join(cost.quoted)))
+    lines += [("without a price", _unpriced_text(each)) for each in cost.unpriced]
+    return lines + [("note", printable(each)) for each in cost.notes]
+
+
+def _on_demand_text(cost: Cost) -> str:
+    if cost.on_demand is None or cost.saved is None:
+        return "unknown: some of the machines have no on-demand price; add it with --prices FILE"
+    difference = f"{cost.saved:.0%} saved" if cost.saved >= 0 else f"{-cost.saved:.0%} more was paid"
+    return f"{dollars(cost.on_demand)} for the same seconds: {difference}"
+
+
+def _unpriced_text(missing: Unpriced) -> str:
+    machine, who = missing.machine, f"{counted(missing.workers, 'worker')} for {duration(missing.seconds)} of rank time"
+    if machine.type is None:
+        return f"{who}: their nodes have no label undula.io/machine"
+    kind = printable(machine.type, 60)
+    if machine.market not in MARKETS:
+        return f"{who} on {kind}: label their nodes undula.io/market=spot or undula.io/market=on-demand"
+    where = f" in {printable(machine.region, 60)}" if machine.region else ""
+    if machine.market == SPOT:
+        return f"{who}: no spot price of {kind}{where} is known; add it with --prices FILE, or use --spot-prices aws to ask AWS"
+    return f"{who}: no price of {kind}{where} is known; add it with --prices FILE"

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from undula.plan.rules import RuleName
-from undula.report.data.summary import nice_step, ticks
+from undula.report.render.ticks import nice_step, ticks
 
 WIDTH_IN, HEIGHT_IN, DPI = 4.6, 3.45, 220
 INK, SOFT, GRID, AXIS, PAPER, BAND = "#1a2029", "#566170", "#e3e7ec", "#b6bec8", "#ffffff", "#eceff3"

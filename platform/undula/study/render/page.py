@@ -21,8 +21,8 @@ import pyarrow.parquet as parquet
 import yaml
 
 from undula.plan.rules import changes_rate_alone
-from undula.report.data.cost import HOUR_S, dollars
-from undula.report.data.summary import counted, duration, number, printable
+from undula.report.data.cost import HOUR_S
+from undula.report.text import counted, dollars, duration, number, printable
 from undula.storage import Store
 from undula.study.findings import Findings, GroupFindings, find
 from undula.study.rates import optimizer_words

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from undula.plan.rules import RuleName
-from undula.report.data.summary import number
+from undula.report.text import number
 from undula.study.findings import GroupFindings, Tuning
 from undula.study.fits import Floats, Optimum, PowerLaw
 from undula.study.rates import AtBatch, RatePoint, factor_of

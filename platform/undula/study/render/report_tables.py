@@ -8,8 +8,8 @@ from math import inf, isfinite
 import pyarrow as pa
 
 from undula.plan.rules import RuleName
-from undula.report.data.cost import HOUR_S, dollars
-from undula.report.data.summary import duration, number, printable
+from undula.report.data.cost import HOUR_S
+from undula.report.text import dollars, duration, number, printable
 from undula.study.findings import Findings, GroupFindings, Law, Prediction
 from undula.study.fits import Bound
 from undula.study.rates import AtBatch, RatePoint

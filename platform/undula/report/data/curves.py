@@ -1,0 +1,136 @@
+"""Curves of a run over time and over samples, with markers for its events, at the resolution of a plot. Pure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from undula.report.data.run_record import RecordedRun
+from undula.report.data.summary import Floats, column, validations
+from undula.state.events import Event
+
+MARKED_KINDS = ("start", "resize", "crash", "notice", "checkpoint", "end")
+"""Kinds of events that a chart marks."""
+
+AxisName = Literal["time", "samples"]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class CurvePoints:
+    """Positions of the points of a curve on either x axis; each array has shape [points]."""
+
+    time: Floats
+    """Seconds since the run began."""
+    samples: Floats
+    """Samples consumed."""
+    step: Floats
+    """Steps committed."""
+    attempt: Floats
+    """Number of the attempt; a curve over time has a gap between two attempts."""
+
+    def take(self, rows: Indices) -> "CurvePoints":
+        return CurvePoints(self.time[rows], self.samples[rows], self.step[rows], self.attempt[rows])
+
+    def on(self, axis: AxisName) -> Floats:
+        return self.time if axis == "time" else self.samples
+
+
+@dataclass(frozen=True)
+class EventMarker:
+    """An event and its position on either x axis."""
+
+    event: Event
+    time: float
+    """Seconds since the run began."""
+    samples: float
+    """Samples consumed."""
+
+    def on(self, axis: AxisName) -> float:
+        return self.time if axis == "time" else self.samples
+
+
+def points_of(steps: pa.Table, began: float) -> CurvePoints:
+    """Positions of rows of STEP_SCHEMA; `began` is in seconds since the epoch."""
+    time, samples, attempt = (column(steps, name) for name in ("time", "samples", "attempt"))
+    return CurvePoints(time - began, samples, _steps_committed(steps), attempt)
+
+
+def markers_of(events: Sequence[Event], steps: pa.Table, began: float) -> tuple[EventMarker, ...]:
+    """Markers of the events of MARKED_KINDS.
+
+    An event without a step is marked at the last step that was committed before it and never replayed.
+    """
+    times, committed = column(steps, "time"), _steps_committed(steps)
+    samples = np.concatenate([[0.0], column(steps, "samples")])
+    markers = []
+    for event in events:
+        if event.kind in MARKED_KINDS:
+            before = (
+                np.searchsorted(times, event.time)
+                if event.step is None
+                else np.searchsorted(committed, event.step, "right")
+            )
+            markers.append(EventMarker(event, event.time - began, float(samples[before])))
+    return tuple(markers)
+
+
+def validation_curve(run: RecordedRun, began: float) -> tuple[CurvePoints, Floats]:
+    """The validations at committed steps: positions, and losses of shape [points]."""
+    points = points_of(run.ledger.steps, began)
+    samples_at = {0.0: 0.0, **dict(zip(points.step.tolist(), points.samples.tolist(), strict=True))}
+    found = [each for each in validations(run.events) if each.step in samples_at]
+    rows = [(each.time - began, samples_at[each.step], float(each.step), 0.0, each.loss) for each in found]
+    time, samples, step, attempt, loss = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+    return CurvePoints(time, samples, step, attempt), loss
+
+
+def logged_values(steps: pa.Table) -> dict[str, Floats]:
+    """Values that `step.log(...)` recorded, by name, of shape [steps]; NaN at steps without a value. Names without a finite value are
+    left out.
+    """
+    values: dict[str, Floats] = {}
+    for row, text in enumerate(steps["logged"].to_pylist()):
+        for name, value in json.loads(text).items() if text and text != "{}" else ():
+            if isinstance(value, int | float):
+                if name not in values:
+                    values[name] = np.full(len(steps), np.nan)
+                values[name][row] = value
+    return {name: column for name, column in values.items() if np.isfinite(column).any()}
+
+
+def downsample(ys: Floats, limit: int) -> Indices:
+    """At most `limit` (4 or more) ascending indices of ys: both ends, and the smallest and largest value of each bucket."""
+    if len(ys) <= limit:
+        return np.arange(len(ys))
+    edges = np.linspace(0, len(ys), (limit - 2) // 2 + 1).astype(np.int64)
+    low, high = np.where(np.isfinite(ys), ys, np.inf), np.where(np.isfinite(ys), ys, -np.inf)
+    kept = [0, len(ys) - 1]
+    for start, stop in pairwise(edges.tolist()):
+        kept += [start + int(low[start:stop].argmin()), start + int(high[start:stop].argmax())]
+    return np.unique(np.array(kept))
+
+
+def smooth(ys: Floats, window: int) -> Floats:
+    """Mean of the finite values in a window of `window` (odd) points around each point; NaN where the window has none.
+
+    Towards the ends the window narrows around its point, down to a third, so that the curve neither lags there nor jumps.
+    """
+    finite, half = np.isfinite(ys), window // 2
+    values = np.where(finite, ys, 0.0)
+    around, ones = slice(half, half + len(ys)), np.ones(2 * half + 1)
+    sums, counts = np.convolve(values, ones)[around], np.convolve(finite.astype(np.float64), ones)[around].round()
+    for place in {*range(min(half, len(ys))), *range(max(len(ys) - half, 0), len(ys))}:
+        reach = max(min(place, len(ys) - 1 - place), half // 3)
+        near = slice(max(place - reach, 0), place + reach + 1)
+        sums[place], counts[place] = values[near].sum(), finite[near].sum()
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _steps_committed(steps: pa.Table) -> Floats:
+    """Steps of the plan that were committed after each row."""
+    return column(steps, "step") + column(steps, "merged_steps")

@@ -1,0 +1,86 @@
+"""The record that a run leaves in its directory, read back: the job as it was submitted, the ledger and the events."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from undula.errors import RunError, UndulaError
+from undula.report.text import printable
+from undula.state.directory import JOB_FILE, STUDY_FILE
+from undula.state.events import Event
+from undula.state.ledger import Ledger, decode_events, read_ledger
+from undula.storage import Store
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The job as it was submitted: job.json of a run directory."""
+
+    name: str
+    plan_digest: str = ""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved spec as a tree, without the values of secrets."""
+    total_steps: int = 0
+    """Steps of the whole plan."""
+    total_samples: int = 0
+    """Samples of the whole plan."""
+    train_rows: int = 0
+    """Rows of the training data."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run directory in memory."""
+
+    job: JobRecord
+    ledger: Ledger
+    events: tuple[Event, ...]
+    """The events of the ledger, by time."""
+
+
+def read_run(store: Store) -> RecordedRun:
+    """Read a run directory.
+
+    Raises:
+        RunError: the directory holds no run, or the run's files are damaged.
+    """
+    if not store.exists(JOB_FILE):
+        if store.exists(STUDY_FILE):
+            raise RunError(
+                f"{store.url} is a study: use `undula study status` for the study, or name one of its runs, trials/NAME"
+            )
+        raise RunError(f"{store.url} has no {JOB_FILE}: name the directory of a run that `undula run` has started")
+    try:
+        job = _job_record(json.loads(store.read(JOB_FILE)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({_reason(error)}): submit the job again") from error
+    try:
+        ledger = read_ledger(store)
+        return RecordedRun(job, ledger, decode_events(ledger.events))
+    except UndulaError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"the ledger of {store.url} is damaged ({_reason(error)}): remove the damaged file below ledger/"
+        ) from error
+
+
+def _job_record(tree: Any) -> JobRecord:
+    record = JobRecord(**{key: tree[key] for key in JobRecord.__dataclass_fields__ if key in tree})
+    if not isinstance(record.spec, Mapping):
+        raise ValueError("spec is not a mapping")
+    return JobRecord(
+        name=str(record.name),
+        plan_digest=str(record.plan_digest),
+        spec=dict(record.spec),
+        total_steps=int(record.total_steps),
+        total_samples=int(record.total_samples),
+        train_rows=int(record.train_rows),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return printable(" ".join(str(error).split()), 200)
