@@ -79,7 +79,7 @@ def test_report_is_a_page_with_every_figure_and_every_trial_beside_it(report: Pa
             assert ElementTree.parse(folder / f"figures/{group}-{name}.svg").getroot().tag.endswith("svg")
     assert (folder / "figures/sgd-warmup.svg").exists()
     assert report.stat().st_size < 1_500_000
-    assert "at $0.500 an hour of a worker" in report.read_text(encoding="utf-8")
+    assert "at $0.500 per worker and hour" in report.read_text(encoding="utf-8")
 
 
 def test_trials_are_the_same_in_csv_and_parquet(report: Path) -> None:
@@ -173,7 +173,7 @@ def test_unfinished_trials_are_told_of(report: Path) -> None:
         (study(target=1e9), "Trainings are at the target of 1e+09 before their first step"),
         (study(target=None), "The study has no target"),
         (study(batches=(16,)), "The study has one batch (16)"),
-        (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch: lower ones are needed"),
+        (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch; lower rates are needed"),
         (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "best learning rate of no batch sizes is inside the range"),
         (study(warmups=(0,)), "The study has one warmup (0 samples)"),
         (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is only known to hold for LARS, SGD, but the optimizer is AdamW"),
@@ -195,7 +195,7 @@ def test_a_study_of_which_nothing_came_has_a_page(tmp_path: Path, state: Any) ->
 
 
 def test_a_study_without_records_has_a_page(tmp_path: Path) -> None:
-    assert "Nothing was trained." in page_of(tmp_path, study(), [])
+    assert "No trial has started yet." in page_of(tmp_path, study(), [])
 
 
 def test_losses_below_zero_and_all_alike_have_figures(tmp_path: Path) -> None:

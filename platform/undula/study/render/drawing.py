@@ -1,7 +1,6 @@
-"""How a study's figures look, and how they become files: colours, scales with readable ticks, SVG without styles, PNG.
+"""The look of a study's figures and their conversion to files: colours, scales with readable ticks, SVG without styles, PNG.
 
-Figures are made through matplotlib's objects, without pyplot's global state. Their colours are names that the page may exchange: in
-the dark, each has a counterpart.
+Figures use the objects of matplotlib without pyplot's global state. Every colour has a counterpart for a dark page.
 """
 
 import io
@@ -37,7 +36,7 @@ RULE_COLORS: Mapping[RuleName, str] = {
     "noise_scale": "#3d9bd4",
     "surge": "#6a45a8",
 }
-"""Okabe and Ito's, which the colour-blind tell apart, some a little darker for lines on white."""
+"""Colours of Okabe and Ito, which colour-blind readers can distinguish; some are slightly darker for lines on white."""
 RULE_DASHES: Mapping[RuleName, Any] = {
     "none": (0, (1.2, 1.6)),
     "linear": (0, (6, 2)),
@@ -114,7 +113,7 @@ _DEFAULTS = {("fill-opacity", "1"), ("stroke-opacity", "1"), ("opacity", "1")}
 
 
 class NoFigure(Exception):
-    """There is nothing to draw, and why: a sentence without its full stop."""
+    """There is nothing to draw; the message is the reason, without capital letter and full stop."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +121,12 @@ class Drawn:
     """A figure as files."""
 
     svg: str
-    """An svg element that stands by itself or inside a page: attributes alone, no styles."""
+    """An svg element with attributes instead of styles, for a file or a page."""
     png: bytes
 
 
 def new_axes() -> tuple[Figure, Axes]:
-    """A figure of one plot; within `styled`."""
+    """A figure with one plot; call it inside `styled`."""
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
@@ -135,13 +134,19 @@ def new_axes() -> tuple[Figure, Axes]:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Where figures are made and written; what matplotlib was set to comes back after it."""
+    """Apply the style of the figures for this block; the previous settings of matplotlib return after it."""
     with matplotlib.rc_context(STYLE):
         yield
 
 
 def draw(figure: Figure, name: str, title: str) -> Drawn:
-    """The figure's files; `name` makes the ids of its SVG its own, `title` is what it says to who cannot see it."""
+    """The files of a figure.
+
+    Args:
+        figure: the figure.
+        name: name of the figure, which keeps the ids of its SVG apart from those of other figures on the page.
+        title: description of the figure for screen readers.
+    """
     svg, png = io.BytesIO(), io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -150,12 +155,12 @@ def draw(figure: Figure, name: str, title: str) -> Drawn:
 
 
 def batch_colors(batches: Sequence[int]) -> dict[int, str]:
-    """By log batch, from a perceptual map without its lightest end."""
+    """Colour of each batch, by its logarithm, from a perceptually uniform map without its lightest end."""
     return {batch: to_hex(matplotlib.colormaps["viridis"](0.84 * share)) for batch, share in _shares(batches)}
 
 
 def dark_counterparts(batches: Sequence[int]) -> dict[str, str]:
-    """Colours of figures, and what they are on a dark page: the batches' from the same map without its darkest end."""
+    """Colours for a dark page by the colours of the figures; those of batches come from the same map without its darkest end."""
     colors = batch_colors(batches)
     there = {
         colors[batch]: to_hex(matplotlib.colormaps["viridis"](0.3 + 0.7 * share)) for batch, share in _shares(batches)
@@ -164,7 +169,7 @@ def dark_counterparts(batches: Sequence[int]) -> dict[str, str]:
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
-    """x is the batch, by its logarithm; ticks are the batches themselves, labelled where there is room."""
+    """Make x the batch on a logarithmic scale, with a tick for each batch and a label where there is room."""
     low, high = min(batches), max(batches)
     pad = (high / low) ** 0.06 if high > low else 1.5
     axes.set_xscale("log")
@@ -175,7 +180,7 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
-    """An axis from `low` to `high` by logarithm, with plain numbers at 1, 2 and 5 times powers of ten as they fit."""
+    """Make an axis logarithmic from `low` to `high`, with round numbers as ticks; `pad` is the margin as a share of the axis."""
     room = (high / low) ** pad if high > low else 2.0
     low, high = low / room, high * room
     axes = axis.axes
@@ -190,7 +195,7 @@ def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Between three and nine round numbers, where the range has so many."""
+    """Three to nine round numbers within the range, or fewer if the range has fewer."""
     decades = range(floor(log10(low)), ceil(log10(high)) + 1)
     found: list[float] = []
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
@@ -202,7 +207,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """0.002, 5,000, 20k, 3M."""
+    """The label of a tick: `0.002`, `5,000`, `20k`, `3M`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / min(size, 1e3 if unit == 'k' else size):g}{unit}"
@@ -211,17 +216,17 @@ def tick_label(value: float) -> str:
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], columns: int = 4, title: str | None = None) -> None:
-    """Outside the plot, so that it covers no data; read line by line, where matplotlib fills column by column."""
+    """Place a legend above the plot, where it covers no data, in rows; matplotlib itself fills columns first."""
     if handles:
         by_column = [handle for column in range(columns) for handle in handles[column::columns]]
         found = figure.legend(handles=by_column, loc="outside upper left", ncols=columns, title=title)
         found.get_title().set_fontsize(7.5)
-        found._legend_box.align = "left"  # type: ignore[attr-defined]  # matplotlib has no other way
+        found._legend_box.align = "left"  # type: ignore[attr-defined]  # matplotlib has no public way
         found.get_title().set_color(SOFT)
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """The places moved as little apart as it takes to have a gap between each two; in their order."""
+    """Positions moved apart until neighbours are `gap` apart, in the order of `places`."""
     order = sorted(range(len(places)), key=lambda at: places[at])
     moved = [places[at] for at in order]
     for _ in range(100):
@@ -249,7 +254,7 @@ def _ticks(axis: Axis, places: Sequence[float], labels: Sequence[str]) -> None:
 
 
 def _thinned(batches: Sequence[int], inches_a_decade: float) -> list[str]:
-    """Labels of every batch, or every second one and so on, such that they do not touch; the others' are empty."""
+    """Labels of every batch, every second batch and so on, so that they do not touch; the remaining labels are empty."""
     for every in range(1, len(batches) + 1):
         shown = batches[::every]
         ends = [(log10(batch) * inches_a_decade, 0.033 * len(f"{batch:,}") + 0.02) for batch in shown]
@@ -259,7 +264,7 @@ def _thinned(batches: Sequence[int], inches_a_decade: float) -> list[str]:
 
 
 def _plain_svg(raw: bytes, title: str) -> str:
-    """Matplotlib's SVG with attributes in place of styles, which a page's policy refuses, and without what nothing refers to."""
+    """The SVG of matplotlib with attributes instead of styles, which the policy of the page forbids, and without unused ids."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(raw)
@@ -282,7 +287,7 @@ def _plain_svg(raw: bytes, title: str) -> str:
         each.text = None if not (each.text or "").strip() else each.text
         if "d" in each.attrib:
             each.set("d", " ".join(each.attrib["d"].split()))
-    # What matplotlib's style sheet says of all elements; those that differ say so themselves.
+    # Matplotlib's style sheet sets these for all elements; an element that differs has its own attribute.
     attributes = {"stroke-linejoin": "round", "stroke-linecap": "butt", "role": "img", "aria-label": title}
     for name, value in attributes.items():
         root.set(name, value)
@@ -294,7 +299,7 @@ def _is_link(text: str) -> bool:
 
 
 def _declarations(style: str) -> Iterator[tuple[str, str]]:
-    """A style as attributes; the shorthand `font`, which is none, as its parts."""
+    """A style as attributes; the shorthand `font` becomes its parts, because SVG has no such attribute."""
     for each in filter(None, (part.strip() for part in style.split(";"))):
         name, _, value = (part.strip() for part in each.partition(":"))
         if name == "font":

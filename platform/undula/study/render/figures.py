@@ -1,4 +1,4 @@
-"""A study's figures, each a plot by itself or the sentence that says why there is none."""
+"""The figures of a study: each is a plot, or a sentence that says why there is none."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,43 +41,43 @@ class StudyFigure:
     """A figure of the report."""
 
     name: str
-    """Of its files."""
+    """Name of its files, without the ending."""
     title: str
     note: str
-    """How to read it, in a sentence or two."""
+    """Explanation of how to read the figure."""
     drawn: Drawn | None
     problem: str
-    """Why it is not there, as a sentence without its full stop; else empty."""
+    """Sentence that says why nothing is drawn; empty if something is."""
 
 
 def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFigure]:
-    """A group's figures, in the order of the page."""
+    """The figures of a group, in the order of the page."""
     spec, key = findings.spec, found.group.key
     base = spec.batches[0]
     plans: list[tuple[str, str, str, Callable[[], Figure]]] = [
         (
             "steps", "Steps to the target",
-            "The fewest over learning rates, the mean over seeds; small dots are seeds. Perfect scaling "
+            "The fewest steps over all learning rates, as the mean over seeds; small dots are single seeds. Perfect scaling "
             "halves the steps when the batch doubles.",
             partial(draw_to_target, found, spec, "steps"),
         ),
         (
             "samples", "Samples to the target",
-            "Those of the trainings with the fewest steps."
-            + (" Up to the critical batch, with the band as its interval, a larger one costs few samples more." if found.pareto else ""),
+            "The samples of the trials with the fewest steps."
+            + (" Up to the critical batch, whose interval is the band, a larger batch costs few extra samples." if found.pareto else ""),
             partial(draw_to_target, found, spec, "samples"),
         ),
         (
             "pareto", "Steps against samples",
-            "Up and to the left, fewer steps for more samples; a number is a batch." + _pareto_note(found.pareto),
+            "Up and to the left, trials take fewer steps and more samples. Numbers are batches." + _pareto_note(found.pareto),
             partial(draw_pareto, found, spec),
         ),
         (
             "rates", "Loss against learning rate",
-            "After as many samples at each batch."
-            + (" Bars are a standard deviation over seeds." if len(spec.seeds) > 1 else "")
+            "The loss after the same number of samples at each batch."
+            + (" Bars show the standard deviation over seeds." if len(spec.seeds) > 1 else "")
             + (
-                " A star is where a parabola through the lowest loss and its neighbours has its vertex."
+                " A star marks the vertex of a parabola through the lowest loss and its neighbours."
                 if any(each.optimum and each.optimum.interior for each in found.main.batches)
                 else ""
             ),
@@ -85,30 +85,30 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "best-rate", "Best learning rate against batch",
-            "Lines of rules begin at the base batch's best rate, where it is no bound."
-            + (" The band is the fit's interval of 95 %." if any(isfinite(law.fit.level) for law in found.main.laws[:1]) else "")
-            + (" Wide bars are the best rates of seeds." if len(spec.seeds) > 1 else ""),
+            "The lines of the rules start at the best rate of the base batch, unless that is only a bound."
+            + (" The band is the 95 % interval of the fit." if any(isfinite(law.fit.level) for law in found.main.laws[:1]) else "")
+            + (" Wide bars span the best rates of single seeds." if len(spec.seeds) > 1 else ""),
             partial(draw_best_rate, found, base),
         ),
         (
             "predicted", "Predicted against tuned learning rate",
-            "Above 1 a rule asks for more than is best, below for less.",
+            "Above 1, a rule asks for a higher rate than the best one; below 1, for a lower rate.",
             partial(draw_predicted, found, base),
         ),
         (
             "noise", "Gradient noise scale over training",
-            "Of the best training at each batch."
-            + (" The band is the critical batch's interval." if found.pareto else ""),
+            "The noise scale of the best trial at each batch."
+            + (" The band is the interval of the critical batch." if found.pareto else ""),
             partial(draw_noise, found),
         ),
         (
             "map", "Loss and divergence by batch and learning rate",
-            "Bright is near the lowest loss of its batch.", partial(draw_map, found, found.main),
+            "Bright squares are near the lowest loss of their batch.", partial(draw_map, found, found.main),
         ),
     ]  # fmt: skip
     for tuning in found.others:
         rule = tuning.rules[0]
-        text = "At the base batch all rules are one."
+        text = "All rules agree at the base batch."
         plans.append(
             (
                 f"rates-{rule}",
@@ -124,13 +124,13 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
 def _pareto_note(fit: ParetoFit | None) -> str:
     if fit is None:
         return ""
-    star = ", the star is the critical batch" if is_bounded(fit) else ""
-    return f" The fit is (S / S_min − 1)(E / E_min − 1) = 1; dotted lines are S_min and E_min{star}."
+    star = ", and the star is the critical batch" if is_bounded(fit) else ""
+    return f" The fit is (S / S_min − 1)(E / E_min − 1) = 1; the dotted lines are S_min and E_min{star}."
 
 
 def warmup_figures(findings: Findings) -> Iterator[StudyFigure]:
-    """The warmup ablation, one figure an optimizer."""
-    note = "The lowest loss at each batch over learning rates, the mean over seeds, with a standard deviation."
+    """The warmup ablation: one figure for each optimizer."""
+    note = "The lowest loss over all learning rates at each batch, as the mean over seeds with its standard deviation."
     for optimizer in findings.spec.optimizers:
         title = f"Loss against batch by warmup: {optimizer_words(optimizer)}"
         yield _made(f"{optimizer}-warmup", title, note, title, partial(draw_warmups, findings, optimizer))
@@ -141,7 +141,8 @@ def _made(name: str, title: str, note: str, label: str, make: Callable[[], Figur
         try:
             return StudyFigure(name, title, note, draw(make(), name, label), "")
         except NoFigure as reason:
-            return StudyFigure(name, title, note, None, str(reason))
+            text = str(reason)
+            return StudyFigure(name, title, note, None, f"{text[:1].upper()}{text[1:]}.")
 
 
 def _reached(found: GroupFindings) -> list[tuple[int, Fewest]]:
@@ -149,7 +150,7 @@ def _reached(found: GroupFindings) -> list[tuple[int, Fewest]]:
 
 
 def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
-    """Steps or samples to the target against the batch, with perfect scaling and the fit."""
+    """Steps or samples to the target over the batch, with perfect scaling and the fit; `what` is `steps` or `samples`."""
     rows = _reached(found)
     if not rows or len(found.main.batches) < 2:
         raise NoFigure(found.pareto_problem or f"the study has one batch ({spec.batches[0]:,})")
@@ -185,7 +186,7 @@ def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
 
 
 def _critical_band(axes: Axes, found: GroupFindings, batches: Sequence[int]) -> list[Line2D]:
-    """The critical batch and its interval, as far as they lie within the plot."""
+    """Draw the critical batch and its interval as far as they lie within the plot; returns their entry in the key."""
     fit, (left, right) = found.pareto, axes.get_xlim()
     if fit is None:
         return []
@@ -198,7 +199,7 @@ def _critical_band(axes: Axes, found: GroupFindings, batches: Sequence[int]) -> 
 
 
 def _critical_key(fit: ParetoFit, label: str) -> Line2D:
-    """Of the dotted line, or of the band alone where there is no line."""
+    """The key of the dotted line, or of the band if there is no line."""
     if is_bounded(fit):
         return Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=label)
     return Line2D([], [], color=BAND, lw=6, label=label)
@@ -210,7 +211,7 @@ def _critical_label(fit: ParetoFit) -> str:
 
 
 def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
-    """Samples against steps to the target, with the hyperbola."""
+    """Samples over steps to the target, with the fitted hyperbola."""
     rows, fit = _reached(found), found.pareto
     if len(rows) < 2:
         raise NoFigure(found.pareto_problem)
@@ -248,14 +249,14 @@ def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
 
 
 def draw_noise(found: GroupFindings) -> Figure:
-    """The noise scale over the best training at each batch, beside the critical batch."""
+    """The gradient noise scale during the best trial at each batch, with the critical batch."""
     curves = []
     for each in found.main.batches:
         record = best_record(each)
         kept = [(at, scale) for at, scale in record.noise if isfinite(scale) and scale > 0] if record else []
         curves += [(each.batch, kept)] if kept else []
     if not curves:
-        raise NoFigure("no training that is the best of its batch measured the gradient noise scale")
+        raise NoFigure("no trial that is the best of its batch measured the gradient noise scale")
     colors = batch_colors([each.batch for each in found.main.batches])
     figure, axes = new_axes()
     scales = [scale for _, kept in curves for _, scale in kept]
@@ -284,11 +285,11 @@ def draw_noise(found: GroupFindings) -> Figure:
 
 
 def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
-    """The best loss of each batch, a line a warmup."""
+    """The lowest loss over the batch, with a line for each warmup."""
     groups = [found for found in findings.groups if found.group.optimizer == optimizer]
     if len(groups) < 2:
         raise NoFigure(
-            f"the study has one warmup ({findings.spec.warmup_axis[0]:,} samples): an ablation takes two or more"
+            f"the study has one warmup ({findings.spec.warmup_axis[0]:,} samples), but an ablation takes two or more"
         )
     rows = {
         found.group.warmup: [(each.batch, each.lowest) for each in found.main.batches if each.lowest]
@@ -296,7 +297,7 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
     }
     losses = [point.loss for found in rows.values() for _, point in found]
     if not losses:
-        raise NoFigure("no training is complete")
+        raise NoFigure("no trial is complete")
     figure, axes = new_axes()
     batch_axis(axes, [each.batch for each in groups[0].main.batches])
     if min(losses) > 0 and max(losses) > 2 * min(losses):
@@ -307,8 +308,8 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
     for place, (warmup, found) in enumerate(rows.items()):
         color, shift = (
             colors[place + 1],
-            1 + 0.02 * (place - (len(rows) - 1) / 2),
-        )  # so that bars do not hide each other
+            1 + 0.02 * (place - (len(rows) - 1) / 2),  # keeps bars from hiding each other
+        )
         x = [batch * shift for batch, _ in found]
         label = f"{warmup:,} samples" if warmup else "none"
         dashes = WARMUP_DASHES[place % len(WARMUP_DASHES)]

@@ -1,4 +1,4 @@
-"""Figures of learning rates: the loss against the rate, the best rate against the batch, what rules predict, and what diverged."""
+"""Figures of learning rates: loss over rate, best rate over batch, predictions of the rules, and the map of losses and divergence."""
 
 from collections.abc import Sequence
 from math import inf, isfinite, log10, sqrt
@@ -38,19 +38,19 @@ from undula.study.spec import StudySpec
 from undula.study.verdicts import interval_text
 
 REACH = 8.0
-"""Times beyond the best rates, up to which the plot of best rates shows where rules go."""
+"""Range of the plot of best rates beyond those rates, as a factor; the lines of the rules end there."""
 ROW = 0.024
-"""Of the height of a plot, for the trainings of one batch that diverged."""
+"""Share of the height of a plot for the row that marks the diverged trials of one batch."""
 PLOT_PT = 160.0
-"""Height of a plot, about; its width is more."""
+"""Approximate height of a plot in points; the width is larger."""
 LEVELS = 14
-"""Colours of the map of losses."""
+"""Number of colours of the map of losses."""
 SPAN = 300.0
-"""Times that the largest difference on the map is over the smallest that has a colour of its own."""
+"""Ratio of the largest difference on the map to the smallest one that has a colour of its own."""
 
 
 def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
-    """The last loss against the learning rate, a line a batch."""
+    """The last loss over the learning rate, with a line for each batch."""
     shown = [each for each in tuning.batches if each.points]
     losses = [point.loss for each in shown for point in each.points if isfinite(point.loss)]
     if not losses:
@@ -70,7 +70,7 @@ def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
     axes.set_xlabel("learning rate")
     axes.set_ylabel(spec.metric.replace("_", " "))
     keys = [Line2D([], [], color=colors[each.batch], marker="o", ms=3.2, label=f"{each.batch:,}") for each in shown]
-    legend_above(figure, [*keys, *_marks(shown, top)], columns=5, title="batch")
+    legend_above(figure, [*keys, *_marker_keys(shown, top)], columns=5, title="batch")
     return figure
 
 
@@ -92,13 +92,13 @@ def _loss_line(axes: Axes, each: AtBatch, color: str, top: float) -> None:
 
 
 def _last_seen(point: RatePoint) -> float:
-    """The loss at which a point's trainings were stopped, their mean; infinite for others."""
+    """Mean loss at which the trials of a point were stopped; infinite if none was."""
     seen = [record.loss for record in point.records if record.state == "stopped"]
     return sum(seen) / len(seen) if seen else inf
 
 
-def _marks(shown: Sequence[AtBatch], top: float) -> list[Line2D]:
-    """Keys of the marks that are there."""
+def _marker_keys(shown: Sequence[AtBatch], top: float) -> list[Line2D]:
+    """Entries of the key for the markers that the figure has."""
     outcomes = {point.outcome for each in shown for point in each.points}
     optima = [each.optimum for each in shown if each.optimum]
     keys = []
@@ -130,13 +130,19 @@ def _optimum(axes: Axes, optimum: Optimum, color: str) -> None:
 
 
 def _loss_axis(axes: Axes, losses: Sequence[float], above: float) -> float:
-    """By logarithm where losses are positive and far apart; leaves a share `above` them free. Returns the highest loss that is shown."""
+    """Scale the axis, logarithmically if the losses are positive and far apart; returns the highest loss that is shown.
+
+    Args:
+        axes: the plot.
+        losses: the losses to show.
+        above: share of the height to leave free above the losses.
+    """
     low, high = min(losses), max(losses)
     above = min(above, 0.4)
     if low > 0 and high / low > 3:
         log_axis(axes.yaxis, low, high * (high / low) ** (above / (1 - above)), pad=0.06)
         return high
-    # A few losses far above all others would press the valleys flat.
+    # A few losses far above all others would flatten the valleys.
     usual = float(np.quantile(losses, 0.9))
     high = min(high, usual + 2 * (usual - low)) if usual > low else high
     room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
@@ -146,7 +152,7 @@ def _loss_axis(axes: Axes, losses: Sequence[float], above: float) -> float:
 
 
 def draw_best_rate(found: GroupFindings, base: int) -> Figure:
-    """The best learning rate against the batch, the fitted power with its interval, and each rule's line from the base batch."""
+    """The best learning rate over the batch, the fitted power law with its interval, and a line for each rule from the base batch."""
     optima = [(each, each.optimum) for each in found.main.batches if each.optimum]
     batches = [each.batch for each in found.main.batches]
     if not optima:
@@ -162,7 +168,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
     fitted = [law.fit.factor * batch**law.fit.exponent for batch in batches] if law else []
     at_base = next((optimum for each, optimum in optima if each.batch == base), None)
     low, high = min([*rates, *fitted]), max([*rates, *fitted])
-    if at_base and at_base.interior:  # as far as rules' lines go, within reason
+    if at_base and at_base.interior:  # the plot holds the lines of the rules up to REACH
         kappas = [min(batches) / base, max(batches) / base]
         ends = [at_base.rate * factor_of(rule, kappa) for rule in _rules_with_lines(found) for kappa in kappas]
         low, high = (
@@ -172,7 +178,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
     middle, half = (
         sqrt(low * high),
         max(sqrt(high / low), 2.0),
-    )  # where all are equal, the plot has a height all the same
+    )  # a plot needs a height even if all rates are equal
     log_axis(axes.yaxis, middle / half, middle * half, pad=0.08)
     axes.set_ylabel("best learning rate")
     keys = [_fit_line(axes, law.fit, batches)] if law else []
@@ -211,7 +217,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
 
 
 def _rules_with_lines(found: GroupFindings) -> list[RuleName]:
-    """Rules of one power each: a line says it for all that share it."""
+    """Rules that are a power of the batch; one line stands for all rules with the same power."""
     verdicts = [each for law in found.main.laws[:1] for each in law.verdicts]
     return list(dict.fromkeys(each.rule for each in verdicts)) or ["linear", "sqrt", "none"]
 
@@ -230,7 +236,7 @@ def _fit_line(axes: Axes, fit: PowerLaw, batches: Sequence[int]) -> Line2D:
 
 
 def _band(fit: PowerLaw, x: Floats) -> tuple[Floats, Floats]:
-    """The fit's interval about its log rate: of the level in the middle of the batches and of the slope, which are independent."""
+    """Interval of the fit around its log rate, below and above: the level at the middle batch and the slope are independent."""
     away = np.log(x) - np.mean(np.log([each.batch for each in fit.used]))
     down, up = fit.exponent - fit.interval.low, fit.interval.high - fit.exponent
     above = np.hypot(fit.level, away * np.where(away > 0, up, down))
@@ -239,7 +245,7 @@ def _band(fit: PowerLaw, x: Floats) -> tuple[Floats, Floats]:
 
 
 def _rule_lines(axes: Axes, base: Optimum, batches: Sequence[int], rules: Sequence[RuleName]) -> None:
-    """From the tuned rate of the base batch, with names where a line leaves the plot."""
+    """Draw the rules from the tuned rate of the base batch, each with its name where the line leaves the plot."""
     x = np.geomspace(min(batches), max(batches), 200)
     bottom, top = axes.get_ylim()
     ends: dict[float, tuple[float, float, list[RuleName]]] = {}
@@ -269,14 +275,14 @@ def _name(axes: Axes, names: Sequence[RuleName], at: tuple[float, float], transf
 
 
 def draw_predicted(found: GroupFindings, base: int) -> Figure:
-    """What each rule predicts from the base batch's tuned rate over the rate that was tuned, by batch."""
+    """Rates that the rules predict from the tuned rate of the base batch, divided by the tuned rates, over the batch."""
     rows = [(each.rule, each.batch, *each.ratio) for each in found.predictions if each.ratio]
     if not rows:
         at_base = next((each for each in found.main.batches if each.batch == base), None)
         raise NoFigure(
             f"rules predict from the base batch: {at_base.problem}"
             if at_base and at_base.problem
-            else found.main.problem or "no batch beside the base has a tuned learning rate to compare with"
+            else found.main.problem or "only the base batch has a tuned learning rate"
         )
     figure, axes = new_axes()
     batch_axis(axes, sorted({base, *(batch for _, batch, _, _ in rows)}))
@@ -300,18 +306,18 @@ def draw_predicted(found: GroupFindings, base: int) -> Figure:
 
 
 def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
-    """Batch by learning rate: the loss over the batch's lowest, and where trainings diverged, failed, were stopped or are not done."""
+    """Map over batch and learning rate: loss above the lowest one of its batch, and trials that diverged, failed, stopped or still run."""
     points = [(each, point) for each in tuning.batches for point in each.points]
     if not points:
-        raise NoFigure("nothing was trained")
+        raise NoFigure("no trial has started yet")
     figure, axes = new_axes()
     batch_axis(axes, [each.batch for each in tuning.batches])
     log_axis(axes.yaxis, min(point.rate for _, point in points), max(point.rate for _, point in points))
     size = _cell_size(tuning.batches)
-    marks = {"diverged": ("X", DIVERGED), "failed": ("s", INK), "stopped": ("o", SOFT), "unfinished": ("s", AXIS)}
+    markers = {"diverged": ("X", DIVERGED), "failed": ("s", INK), "stopped": ("o", SOFT), "unfinished": ("s", AXIS)}
     excess = [point.loss - each.lowest.loss for each, point in points if each.lowest and isfinite(point.loss)]
     positive = [value for value in excess if value > 0]
-    # Two rates that are all but equal would take most of the colours.
+    # Two nearly equal losses would otherwise take most of the colours.
     norm = LogNorm(max(min(positive), max(positive) / SPAN), max(positive) * 1.0001) if positive else None
     for each, point in points:
         if isfinite(point.loss) and each.lowest:
@@ -319,16 +325,16 @@ def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
             color = _level(max(float(norm(over)), 0.0) if norm and over > 0 else 0.0)
             axes.scatter([each.batch], [point.rate], s=size, marker="s", c=color, lw=0)
         else:
-            marker, color = marks[point.outcome]
+            marker, color = markers[point.outcome]
             face = color if point.outcome == "diverged" else PAPER
             axes.scatter([each.batch], [point.rate], s=size * 0.55, marker=marker, c=face, edgecolors=color, lw=0.9)
     for each in tuning.batches:
         if each.optimum:
             axes.plot([each.batch], [each.optimum.rate], "*", color=PAPER, mec=INK, mew=0.7, ms=7, zorder=5)
     axes.set_ylabel("learning rate")
-    names = [outcome for outcome in marks if any(point.outcome == outcome for _, point in points)]
+    names = [outcome for outcome in markers if any(point.outcome == outcome for _, point in points)]
     keys: list[Line2D | Patch] = [
-        _key(name, marks[name][0], marks[name][1], 5, hollow=name != "diverged") for name in names
+        _key(name, markers[name][0], markers[name][1], 5, hollow=name != "diverged") for name in names
     ]
     if any(each.optimum for each in tuning.batches):
         keys.append(Line2D([], [], ls="", marker="*", color=PAPER, mec=INK, mew=0.7, ms=7, label="best"))
@@ -341,17 +347,17 @@ def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
 
 
 def _level(share: float) -> str:
-    """A colour of the map: bright is near the lowest loss."""
+    """Colour of the map for a share of its range; 0 is the lowest loss and bright."""
     stepped = round(share * (LEVELS - 1)) / (LEVELS - 1)
     return to_hex(matplotlib.colormaps["cividis"](0.95 - 0.85 * stepped))
 
 
 def _cell_size(batches: Sequence[AtBatch]) -> float:
-    """Area of a mark in square points, such that those of a column hardly touch, nor columns each other."""
+    """Area of a marker in square points, so that neither the markers of a column nor the columns overlap much."""
     rates = [np.log([point.rate for point in each.points]) for each in batches if each.points]
     span = max(each.max() for each in rates) - min(each.min() for each in rates)
     gaps = np.concatenate([np.diff(each) for each in rates])
-    # Some rates are all but equal, and may lie on each other.
+    # Nearly equal rates may overlap.
     gap = float(np.quantile(gaps, 0.25)) if len(gaps) else span
     side = PLOT_PT * min(gap / span if span else 1.0, 1 / max(len(batches), 1))
     return float(np.clip(side, 4, 11)) ** 2
@@ -360,5 +366,5 @@ def _cell_size(batches: Sequence[AtBatch]) -> float:
 def _why_no_loss(batches: Sequence[AtBatch]) -> str:
     outcomes = {point.outcome for each in batches for point in each.points}
     if outcomes == {"diverged"}:
-        return "every learning rate diverged at every batch: lower ones are needed"
-    return "no training is complete" if outcomes else "nothing was trained"
+        return "every learning rate diverged at every batch; lower rates are needed"
+    return "no trial is complete" if outcomes else "no trial has started yet"
