@@ -1,1 +1,1 @@
-"""Studies of learning rate and batch size: what they run, what is fitted, their report, and the arithmetic that checks it."""
+"""Studies of learning rate and batch size: their trials, the fits to the results, the report, and the self-test of the arithmetic."""

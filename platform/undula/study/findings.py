@@ -1,7 +1,7 @@
-"""What a study found: the best learning rate's power of the batch, the rules that it rejects, and the critical batch. Pure.
+"""The findings of a study: the power law of the best learning rate, the rules that it rejects, and the critical batch. Pure.
 
-Every verdict follows from an interval of 95 %: a rule is rejected if its power lies outside, and not tested if the interval is infinite,
-as that of two batches is, or if there is none.
+Every verdict follows from a 95 % interval. A rule is rejected if its power lies outside of the interval. It is not tested if there is no
+interval, or if the interval is infinite, as it is with two batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,35 +32,36 @@ from undula.study.trials import TrialRecord
 
 Judgement = Literal["rejected", "not rejected", "not tested"]
 INVERSE: Mapping[Bound, Bound] = {"≥": "≤", "≤": "≥", "~": "~"}
-"""Of a bound, that of one over it."""
+"""Bound of the reciprocal of a value with such a bound."""
 ENOUGH_TO_PART = 5
-"""Optima inside their range from which on the lower and the upper half of the batches are looked at by themselves, too."""
+"""Number of optima inside their range from which on the lower and the upper half of the batches are also fitted separately."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one fit says of one rule."""
+    """The judgement of one fit on one rule."""
 
     rule: RuleName
     exponent: float | None
-    """That the rule claims; None for one that measures."""
+    """Exponent that the rule claims; None for a rule that measures."""
     judgement: Judgement
 
 
 @dataclass(frozen=True)
 class Law:
-    """The best learning rate's power of the batch over a range of batches, and what follows for rules."""
+    """The power law of the best learning rate over a range of batches, and its verdicts on rules."""
 
     fit: PowerLaw
     verdicts: tuple[Verdict, ...]
 
     @property
     def low(self) -> float:
-        """The smallest batch that it was fitted to."""
+        """The smallest batch of the fit."""
         return min(each.batch for each in self.fit.used)
 
     @property
     def high(self) -> float:
+        """The largest batch of the fit."""
         return max(each.batch for each in self.fit.used)
 
     @property
@@ -69,7 +70,7 @@ class Law:
 
     @property
     def tells_apart(self) -> bool:
-        """Whether the interval leaves out a power that a common rule claims; one that holds them all says nothing in favour of any."""
+        """Whether the interval excludes the power of a common rule. An interval with all of them favours none."""
         return not all(self.fit.interval.holds(power) for power in RULE_EXPONENTS.values())
 
     def rules(self, judgement: Judgement) -> list[RuleName]:
@@ -78,38 +79,39 @@ class Law:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The learning rates under rules whose trainings are points of one curve, and what is fitted to the best ones."""
+    """The learning rates under rules whose trainings are points of one curve, and the power laws that are fitted to the best rates."""
 
     rules: tuple[RuleName, ...]
     batches: tuple[AtBatch, ...]
     laws: tuple[Law, ...]
-    """Over all batches, then over the lower and the upper half of them where there are enough; empty where none can be fitted."""
+    """The law over all batches; with enough batches, also those over the lower and the upper half. Empty if none can be fitted."""
     problem: str
-    """Why there is no law: a sentence, else empty."""
+    """Reason why there is no law; else empty."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a rule makes of the learning rate that was tuned at the base batch, at another."""
+    """The learning rate that a rule predicts for a batch from the rate that was tuned at the base batch."""
 
     rule: RuleName
     batch: int
     rate: float | None
-    """From the base batch's optimum; None where there is none, or the rule measures and was not trained."""
+    """Predicted rate, from the optimum of the base batch; None if there is no optimum, or if the rule measures and was not trained."""
     bound: Bound | None
-    """Where the base batch's optimum is a bound, that of the rate."""
+    """Bound of the predicted rate, if the optimum of the base batch is a bound."""
     tuned: float | None
-    """The optimum at this batch."""
+    """Best rate at this batch."""
     tuned_bound: Bound | None
+    """Bound of the best rate, if it is one."""
     at_rate: LossAt
-    """The loss there under the rule, mean over seeds; nothing where the rate is a bound. Of a rule that measures, that of the training
-    with the base batch's best rate that was tried."""
+    """Mean loss over seeds at the predicted rate under the rule; not known if the rate is a bound. For a rule that measures, the loss of
+    the training with the best tried rate of the base batch."""
     tuned_loss: float | None
-    """The lowest at this batch that was measured; the best rate's is lower where that is a bound."""
+    """Lowest measured loss at this batch. The loss of the best rate is lower if that rate is a bound."""
 
     @property
     def ratio(self) -> tuple[Bound | None, float] | None:
-        """The rate over the tuned one, as a bound where one of them is; None where both leave it open, or there is none."""
+        """The predicted rate over the best one, with a bound if one of them is a bound; None if the bounds leave it open."""
         if self.rate is None or not self.tuned:
             return None
         of_tuned = self.tuned_bound and INVERSE[self.tuned_bound]
@@ -119,16 +121,17 @@ class Prediction:
 
     @property
     def loss_bound(self) -> Bound | None:
-        """What the loss is to the one that is told."""
+        """Relation of the loss at the predicted rate to the given one."""
         return "~" if self.at_rate.is_between else None
 
     @property
     def tuned_loss_bound(self) -> Bound | None:
+        """Relation of the lowest loss to the given one."""
         return "≤" if self.tuned_bound else None
 
     @property
     def cost(self) -> tuple[Bound | None, float] | None:
-        """The loss over the lowest; None where one of them is not known."""
+        """The loss at the predicted rate minus the lowest loss, with its bound; None if one of them is not known."""
         if self.at_rate.loss is None or self.tuned_loss is None:
             return None
         return self.loss_bound or (self.tuned_loss_bound and "≥"), self.at_rate.loss - self.tuned_loss
@@ -136,19 +139,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GroupFindings:
-    """What was found of one optimizer with one warmup."""
+    """The findings on one optimizer with one warmup."""
 
     group: Group
     main: Tuning
-    """The learning rate tuned at each batch, with nothing else changed where there are such trainings."""
+    """The learning rate tuned at each batch. If there are such trainings, nothing but the rate changes with the batch."""
     others: tuple[Tuning, ...]
-    """Under rules that change more than the learning rate."""
+    """The learning rates under rules that change more than the rate."""
     pareto: ParetoFit | None
     pareto_problem: str
-    """Why there is no critical batch: a sentence, else empty."""
+    """Reason why there is no critical batch; else empty."""
     predictions: tuple[Prediction, ...]
     noise: tuple[tuple[int, float], ...]
-    """By batch, the median noise scale in samples over the second half of its best training; where it was measured."""
+    """Batches with their gradient noise scale in samples: the median over the second half of the batch's best training."""
 
     @property
     def tunings(self) -> tuple[Tuning, ...]:
@@ -157,45 +160,51 @@ class GroupFindings:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of a whole study."""
+    """The findings of a study."""
 
     spec: StudySpec
     records: tuple[TrialRecord, ...]
     groups: tuple[GroupFindings, ...]
     warnings: tuple[str, ...]
-    """Of rules that are not known to hold for an optimizer of the study."""
+    """Warnings about rules that are not known to hold for an optimizer of the study."""
 
     @property
     def unfinished(self) -> int:
-        """Trials that wait or run."""
+        """Number of trials that have not ended."""
         return sum(not record.has_ended for record in self.records)
 
 
 def find(spec: StudySpec, records: Sequence[TrialRecord]) -> Findings:
-    """All that the records say. Nothing in them is refused: what cannot be fitted is a sentence in its place."""
+    """Compute the findings from a study's records. No records are refused: a fit that is not possible is replaced by the reason why."""
     groups = tuple(_group(spec, records, group) for group in groups_of(spec))
-    told = {
+    texts = {
         text: None
         for optimizer, rule in spec.pairs()
         if optimizer in CLASSES and len(spec.batches) > 1 and (text := warning(rule, (CLASSES[optimizer],)))
     }
-    warnings = tuple(text.removeprefix("schedule.batch_rule=") for text in told)
+    warnings = tuple(text.removeprefix("schedule.batch_rule=") for text in texts)
     return Findings(spec, tuple(records), groups, warnings)
 
 
 def judge(exponent: float | None, interval: Interval | None) -> Judgement:
-    """Rejected if and only if the exponent lies outside a finite interval."""
+    """The judgement on an exponent: rejected if and only if it lies outside of a finite interval."""
     if exponent is None or interval is None or not (isfinite(interval.low) and isfinite(interval.high)):
         return "not tested"
     return "not rejected" if interval.holds(exponent) else "rejected"
 
 
 def law_of(fit: PowerLaw, exponents: dict[RuleName, float]) -> Law:
-    """A fit, and what follows from its interval for rules with those powers of the batch."""
+    """A fit with its verdicts on rules.
+
+    Args:
+        fit: The fit.
+        exponents: Exponents that the rules claim.
+    """
     return Law(fit, tuple(Verdict(rule, power, judge(power, fit.interval)) for rule, power in exponents.items()))
 
 
 def _group(spec: StudySpec, records: Sequence[TrialRecord], group: Group) -> GroupFindings:
+    """The findings on a group."""
     tunings = [
         _tuning(spec, group, rules, tune(spec, records, group, rules), is_main=not place)
         for place, rules in enumerate(tunings_of(spec, group))
@@ -211,6 +220,7 @@ def _group(spec: StudySpec, records: Sequence[TrialRecord], group: Group) -> Gro
 def _tuning(
     spec: StudySpec, group: Group, rules: tuple[RuleName, ...], batches: tuple[AtBatch, ...], is_main: bool
 ) -> Tuning:
+    """The power laws of a group under some rules; `is_main` if the rules are those that show the free optimum."""
     exponents: dict[RuleName, float] = {}
     if is_main and changes_rate_alone(rules[0], group.warmup):
         exponents = {rule: RULE_EXPONENTS[rule] for rule in ("linear", "sqrt", "none")}
@@ -231,12 +241,12 @@ def _tuning(
 
 
 def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | None, str]:
-    """Fitted to the mean over seeds, of log steps, at the rate with the fewest; a rate at the end of the range is a bound and stays out.
+    """The hyperbola of steps and samples, or the reason why there is none.
 
-    One point a batch: no batch lies quite on the hyperbola, and more seeds of the same would make the interval narrow about a value
-    that is off.
-
-    One beside a rate that diverged stays in: it is off by no more than the step between the two.
+    It is fitted to one point for each batch: the mean over seeds of the log steps, at the rate with the fewest steps. Seeds are not points
+    of their own, since no batch lies exactly on the hyperbola, and more seeds of one batch would narrow the interval about a wrong
+    value. A rate at the end of its range is a bound and is left out. A rate next to one that diverged is used: it is off by at most
+    one step of the grid.
     """
     if spec.target is None:
         return None, "the study has no target, so that there are no steps to count: give target"
@@ -275,7 +285,7 @@ def _all_diverged(records: Sequence[TrialRecord]) -> bool:
 
 
 def late_noise(at: AtBatch) -> float | None:
-    """The median noise scale over the second half of the batch's best training; None where none was measured."""
+    """The median gradient noise scale over the second half of the batch's best training, in samples; None if it was not measured."""
     record = best_record(at)
     late = [scale for samples, scale in record.noise if 2 * samples >= record.samples] if record else []
     finite = [scale for scale in late if isfinite(scale) and scale > 0]
@@ -283,18 +293,19 @@ def late_noise(at: AtBatch) -> float | None:
 
 
 def best_record(at: AtBatch) -> TrialRecord | None:
-    """A complete training with the lowest mean loss of its batch, of the first seed that measured the noise scale."""
+    """A complete training of the rate with the lowest mean loss, with the first seed that measured the noise scale if one did."""
     complete = [record for record in at.lowest.records if record.state == "complete"] if at.lowest else []
     return next((record for record in complete if record.noise), complete[0] if complete else None)
 
 
 def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tuple[Prediction, ...]:
+    """Predictions of the rules that were trained, and of common rules that can be judged without training."""
     base, main = spec.batches[0], {each.batch: each for each in tunings[0].batches}
     at_base = main.get(base)
     plain = changes_rate_alone(tunings[0].rules[0], group.warmup)
-    asked = dict.fromkeys((*(("linear", "sqrt", "none") if plain else ()), *(r for t in tunings for r in t.rules)))
+    rules = dict.fromkeys((*(("linear", "sqrt", "none") if plain else ()), *(r for t in tunings for r in t.rules)))
     found = []
-    for rule in asked:
+    for rule in rules:
         own = next((tuning for tuning in tunings if rule in tuning.rules), tunings[0])
         for each in own.batches:
             if each.batch != base and at_base:
@@ -303,7 +314,14 @@ def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tu
 
 
 def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | None) -> Prediction:
-    """`own` has the rule's trainings at the batch, `tuned` those that show the best."""
+    """The prediction of a rule.
+
+    Args:
+        rule: The rule.
+        at_base: Learning rates at the base batch.
+        own: Learning rates at the other batch, under the rule.
+        tuned: Learning rates at the other batch that show the free optimum, if there are any.
+    """
     base, best = at_base.optimum, tuned.lowest if tuned else None
     if RULES[rule].is_measured:
         rate, at_rate = _measured(at_base, own)
@@ -324,7 +342,7 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
 
 
 def _measured(at_base: AtBatch, own: AtBatch) -> tuple[float | None, LossAt]:
-    """Rate and loss of a rule that measures: of its training with the base batch's best rate that was tried."""
+    """Rate and loss of a rule that measures, from its training with the best tried base rate of the base batch."""
     best, base = at_base.lowest, at_base.optimum
     same = (point for point in own.points if best and abs(point.base_rate / best.base_rate - 1) < SAME)
     if (trained := next(same, None)) is None or best is None:

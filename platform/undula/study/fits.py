@@ -1,4 +1,4 @@
-"""What is fitted to a study's results: the critical batch, the best learning rate and its power of the batch. Pure."""
+"""Fits to the results of a study: the critical batch, the best learning rate, and its power law in the batch. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +10,19 @@ from scipy.special import ndtri, stdtrit
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Edge = Literal["lowest", "highest", "diverged", "alone"]
-"""Why rates do not bracket the best: it is the lowest or the highest of them, the next higher one diverged, or it stands alone."""
+"""Reason why the tried rates do not bracket the best one: it is the lowest or the highest of them, the next higher one diverged, or it has
+no neighbours."""
 Bound = Literal["≥", "≤", "~"]
+"""Relation of an unknown value to the one that is given."""
 
 RULE_EXPONENTS: Mapping[str, float] = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-"""Rules that are a power of the batch, and their power."""
+"""Rules that scale the learning rate with a power of the batch, and the power."""
 BOUNDS: Mapping[Edge, Bound] = {"lowest": "≤", "highest": "≥", "diverged": "≥", "alone": "~"}
+"""Relation of the best rate to an optimum at such an edge."""
 BEYOND = 1e4
-"""A critical batch is looked for so many times below the smallest batch, and above the largest."""
+"""Factor below the smallest batch and above the largest batch within which a critical batch is searched."""
 APART = 1.3
-"""Times that two learning rates differ whose losses tell a slope: nearer ones differ by chance more than by it."""
+"""Minimum ratio of two learning rates whose losses show a slope. The losses of nearer rates differ by chance more than by the slope."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +33,25 @@ class Interval:
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in it, but for rounding."""
+        """Whether a value lies in the interval, with a tolerance for rounding."""
         slack = 1e-9 * max(1.0, abs(value))
         return self.low - slack <= value <= self.high + slack
 
 
 @dataclass(frozen=True)
 class ParetoFit:
-    """(S / S_min - 1)(E / E_min - 1) = 1, with S steps and E = S B samples: McCandlish et al. 2018, arXiv:1812.06162, equation 2.11."""
+    """The hyperbola (S / S_min - 1)(E / E_min - 1) = 1 of steps S and samples E = S B (McCandlish et al. 2018, arXiv:1812.06162)."""
 
     fewest_steps: float
-    """S_min, at a large batch."""
+    """Minimum of steps S_min, which large batches approach."""
     fewest_samples: float
-    """E_min, at a small one."""
+    """Minimum of samples E_min, which small batches approach."""
     critical_batch: float
-    """B_crit = E_min / S_min: twice the fewest steps, and twice the fewest samples."""
+    """Critical batch B_crit = E_min / S_min, at which a training takes twice the fewest steps and twice the fewest samples."""
     interval: Interval
-    """Of the critical batch; from 0 or to infinity where the data do not bound it."""
+    """Interval of the critical batch. It begins at 0 or ends at infinity if the data do not bound it."""
     inside: bool
-    """Whether that interval lies within the batches that were tried."""
+    """Whether the interval lies within the tried batches."""
 
 
 @dataclass(frozen=True)
@@ -58,35 +61,37 @@ class Optimum:
     batch: float
     rate: float
     loss: float
-    """On straight lines between those that were measured: beside a cliff the parabola's own is far below all of them."""
+    """Loss at the optimum, interpolated linearly between measured losses. Next to a cliff the parabola would be far below all of them."""
     edge: Edge | None
-    """Where the rates that were tried do not bracket it, so that the best may lie beyond."""
+    """Reason why the tried rates do not bracket the optimum, so that the best rate may lie beyond; None if they do."""
     open: float = 0.0
-    """Half the distance in log rate within which it may lie, where it is inside and no parabola was fitted."""
+    """Half the width in log rate within which the best rate may lie, if it is bracketed and no parabola was fitted."""
 
     @property
     def interior(self) -> bool:
+        """Whether the tried rates bracket the optimum."""
         return self.edge is None
 
     @property
     def bound(self) -> Bound | None:
-        """What the best rate is to this one, where it is no value: higher, but for a step of the rates; lower; or either."""
+        """Relation of the best rate to this one if this one is a bound: higher except for one step of the grid, lower, or either."""
         return None if self.edge is None else BOUNDS[self.edge]
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """rate = factor batch^exponent."""
+    """The power law rate = factor batch^exponent."""
 
     factor: float
     exponent: float
     interval: Interval
-    """Of the exponent; everything with two points, which leave nothing to judge by."""
+    """Interval of the exponent. It is infinite with two points, which leave no residuals."""
     used: tuple[Optimum, ...]
+    """Optima to which the law is fitted."""
     left_out: tuple[Optimum, ...]
-    """At the edge of their rates: bounds, not values."""
+    """Optima at the edge of their rates, which are bounds and not values."""
     level: float = np.inf
-    """Half the interval of the log rate in the middle of the batches."""
+    """Half the width of the interval of the log rate, in the middle of the batches."""
 
 
 def fit_pareto(
@@ -94,18 +99,19 @@ def fit_pareto(
 ) -> ParetoFit:
     """Fit S = S_min (1 + B_crit / B), which is the hyperbola with E = S B, by least squares of log S.
 
-    The interval is a bootstrap over residuals, widened by sqrt(n / (n - 2)) for the two parameters that they were fitted with, and by
-    Student's quantile over the normal one, as few residuals tell their own size badly.
+    The interval is a bootstrap over the residuals. It is widened by sqrt(n / (n - 2)) for the two fitted parameters, and by the ratio of
+    Student's quantile to the normal one, since few residuals estimate their own size badly.
 
     Args:
-        batches: one a point. Points of one batch share whatever takes the law off there, and are not as good as other batches.
-        steps: to the target. A training that never got there is infinite, and is left out.
-        resamples: of the bootstrap.
-        confidence: of the interval.
-        seed: of the bootstrap.
+        batches: Batch of each point. Several points of one batch share its deviation from the law, and are worth less than points of
+            other batches.
+        steps: Steps to the target of each point. Infinite values, of trainings that never reached it, are left out.
+        resamples: Number of resamples of the bootstrap.
+        confidence: Confidence of the interval, in (0, 1).
+        seed: Seed of the bootstrap.
 
     Raises:
-        ValueError: trainings with fewer than three different batches got to the target.
+        ValueError: trainings with fewer than three different batches reached the target.
     """
     reached = np.isfinite(steps)
     b, s = np.asarray(batches, dtype=np.float64)[reached], np.asarray(steps, dtype=np.float64)[reached]
@@ -127,8 +133,8 @@ def fit_pareto(
 def _hyperbola(batches: Floats, log_steps: Floats) -> tuple[Floats, Floats]:
     """B_crit and S_min for each row of log S [rows, points].
 
-    Given B_crit, the best log S_min is a mean, so that one parameter is searched for: on a grid of its logarithm, made finer about the
-    lowest point; rounding of the variance leaves it exact to about 1e-7.
+    Given B_crit, the best log S_min is a mean, so that only one parameter is searched. The search uses a grid of its logarithm that is
+    refined about the lowest point. Because the variance is rounded, the result is exact to about 1e-7.
     """
     ends = np.log([batches.min() / BEYOND, batches.max() * BEYOND])
     centre = np.full(len(log_steps), ends.mean())
@@ -145,14 +151,18 @@ def _hyperbola(batches: Floats, log_steps: Floats) -> tuple[Floats, Floats]:
 
 
 def about_lowest(rates: Sequence[float], lowest: int, diverged: Sequence[bool]) -> tuple[slice, Edge | None]:
-    """The learning rates that tell where the optimum about the lowest loss is: those around it, out to the first that is APART times
-    away on either side. And why they do not bracket it, where on a side there is none, none but a near copy of the lowest, or one that
-    diverged.
+    """The learning rates that locate the optimum around the lowest loss.
+
+    They reach to the first rate on either side that is at least APART times away. The rates do not bracket the optimum if one side has
+    no rate, only a rate close to the lowest one, or a rate that diverged.
 
     Args:
-        rates: ascending.
-        lowest: the place of the lowest loss.
-        diverged: one a rate.
+        rates: Learning rates in ascending order.
+        lowest: Index of the rate with the lowest loss.
+        diverged: Whether each rate diverged.
+
+    Returns:
+        The range of the rates, and the reason why they do not bracket the optimum; None if they do.
     """
     place, apart = np.log(np.asarray(rates) / rates[lowest]), log(APART) - 1e-3
     left = max((at for at in range(lowest) if place[at] <= -apart), default=0)
@@ -173,14 +183,16 @@ def about_lowest(rates: Sequence[float], lowest: int, diverged: Sequence[bool]) 
 def best_rate(
     batch: float, rates: Sequence[float], losses: Sequence[float], lost: Sequence[bool] | None = None
 ) -> Optimum:
-    """The optimum of loss against log learning rate: the vertex of a parabola, by least squares, through the lowest loss and those
-    around it (`about_lowest`). Where no parabola goes through them the optimum is the lowest loss, and open between its neighbours.
+    """The learning rate with the lowest loss, as the vertex of a parabola of the loss over the log rate.
+
+    The parabola is fitted by least squares to the lowest loss and the losses around it (`about_lowest`). If no parabola fits, the optimum
+    is the rate with the lowest loss, and may lie anywhere between its neighbours.
 
     Args:
-        batch: that all of them were trained with.
-        rates: learning rates, all different.
-        losses: one a rate; not finite where the training diverged.
-        lost: one a rate: whether the training lost, and its loss is no point of a parabola.
+        batch: Batch of all trainings.
+        rates: Learning rates, all different.
+        losses: Loss of each rate; not finite if the training diverged.
+        lost: Whether each rate is known to be worse by something else than its loss, which is then not a point of the parabola.
 
     Raises:
         ValueError: no loss is finite.
@@ -202,7 +214,7 @@ def best_rate(
         return between
     curvature, slope, _level = np.polyfit(x, loss[about], 2)
     vertex = -slope / (2 * curvature) if curvature > 0 else np.inf
-    if not x[0] < vertex < x[-1]:  # a plateau, or noise
+    if not x[0] < vertex < x[-1]:  # the losses are a plateau, or noise
         return between
     return replace(
         measured,
@@ -212,7 +224,9 @@ def best_rate(
 
 
 def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerLaw:
-    """Least squares of log rate against log batch, over optima that lie inside their range; the exponent's interval is Student's.
+    """Fit a power law to the optima that are inside their range, by least squares of log rate over log batch.
+
+    The interval of the exponent is Student's.
 
     Raises:
         ValueError: fewer than two different batches have such an optimum.
@@ -237,7 +251,7 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
 
 
 def _more_rates(left_out: Sequence[Optimum]) -> str:
-    """What brackets the optima that are bounds."""
+    """Advice on the rates that would bracket the optima that are bounds; empty if there are none."""
     edges = {entry.edge for entry in left_out}
     if edges <= {"lowest", "highest"}:
         return "; widen the range" if edges else ""

@@ -1,7 +1,8 @@
-"""The noisy quadratic model: the expected loss of SGD and heavy-ball momentum without training anything. Pure.
+"""The noisy quadratic model: the expected loss of SGD and of heavy-ball momentum, computed without any training. Pure.
 
-Zhang et al. 2019, arXiv:1907.04164, section 3: dimension i has curvature h_i and a gradient h_i x_i plus noise of variance c_i / B, so
-that the second moments of a step follow from those before it. Losses are sums over dimensions, 1/2 sum h_i E[x_i^2].
+The model is from Zhang et al. 2019, arXiv:1907.04164, section 3: dimension i has curvature h_i, and its gradient is h_i x_i plus noise of
+variance c_i / B. The second moments after a step therefore follow from those before it. A loss is a sum over dimensions, 1/2 sum h_i
+E[x_i^2].
 """
 
 from dataclasses import dataclass
@@ -12,31 +13,32 @@ import numpy as np
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
-MOST_STEPS = 2**40
+MAX_STEPS = 2**40
+"""Number of steps from which on a target counts as never reached."""
 
 
 @dataclass(frozen=True)
 class NoisyQuadratic:
-    """Dimensions in bins; those of a bin are alike. Shapes [bins]."""
+    """A quadratic whose dimensions are grouped into bins of equal dimensions. All arrays have the shape [bins]."""
 
     count: Floats
-    """Dimensions in a bin."""
+    """Number of dimensions in each bin."""
     curvature: Floats
-    """h"""
+    """Curvature h."""
     noise: Floats
-    """c: variance of one sample's gradient, in a dimension."""
+    """Variance c of the gradient of one sample, in one dimension."""
     start: Floats
-    """E[x^2] before the first step."""
+    """Second moment E[x^2] before the first step."""
 
     def loss(self, second_moment: Floats) -> Floats:
-        """1/2 sum h E[x^2]; `second_moment` has shape [..., bins]."""
+        """The expected loss 1/2 sum h E[x^2]; `second_moment` has the shape [..., bins]."""
         found: Floats = 0.5 * np.sum(self.count * self.curvature * second_moment, axis=-1)
         return found
 
 
 @dataclass(frozen=True)
 class Best:
-    """The learning rate of a grid with the fewest steps to a target; infinite steps where none gets there."""
+    """The learning rate of a grid that takes the fewest steps to a target; the steps are infinite if none reaches it."""
 
     steps: float
     rate: float
@@ -45,23 +47,23 @@ class Best:
 def zhang_quadratic(dimensions: int = 10_000, points: int = 100) -> NoisyQuadratic:
     """The paper's spectrum: h_i = 1/i, c = h, E[x^2] = 1 at the start.
 
-    Each h_i is taken down to the nearest of `points` that lie geometrically from 1 / dimensions to 1, both among them; points that
-    get no dimension are left out (84 of 100 stay). With the loss as a sum and a target of 0.01 this takes 8,118 steps at a batch
-    of 4096. The mean of a bin in place of its lower end gives 7,864, and no bins at all 7,870.
+    Each h_i is rounded down to one of `points` values that are spaced geometrically from 1 / dimensions to 1, with both ends included.
+    Values without a dimension are dropped (84 of 100 remain). With the loss as a sum and a target of 0.01 this takes 8,118 steps at a
+    batch of 4096. The mean of each bin in place of its lower end would give 7,864 steps, and no bins at all 7,870.
     """
     grid = np.geomspace(1 / dimensions, 1, points)
     h = 1 / np.arange(1, dimensions + 1)
-    # A hair up, so that rounding does not put h = 1 / dimensions below the grid or h = 1 under its top.
+    # The factor keeps rounding errors from moving h = 1 / dimensions below the grid, or h = 1 below its top.
     count = np.bincount(np.digitize(h * (1 + 1e-12), grid) - 1, minlength=points).astype(np.float64)
     held = count > 0
     return NoisyQuadratic(count[held], grid[held], grid[held], np.ones(int(held.sum())))
 
 
 def sgd_moment(model: NoisyQuadratic, batch: float, rates: Floats, steps: Floats) -> Floats:
-    """E[x^2] after so many steps of SGD; `rates` and `steps` have shape [rates], the result [rates, bins].
+    """E[x^2] after a number of steps of SGD; `rates` and `steps` have the shape [rates], and the result has [rates, bins].
 
-    E[x^2](t + 1) = (1 - eta h)^2 E[x^2](t) + eta^2 c / B is a geometric series:
-    it goes from the start to eta c / (B h (2 - eta h)) as (1 - eta h)^2t goes to 0. For eta h < 2.
+    E[x^2](t + 1) = (1 - eta h)^2 E[x^2](t) + eta^2 c / B is a geometric series. It approaches eta c / (B h (2 - eta h)) as
+    (1 - eta h)^2t approaches 0. This holds for eta h < 2.
     """
     rate, h = rates[:, None], model.curvature
     end = rate * model.noise / (batch * h * (2 - rate * h))
@@ -70,14 +72,15 @@ def sgd_moment(model: NoisyQuadratic, batch: float, rates: Floats, steps: Floats
 
 
 def sgd_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float) -> Floats:
-    """Steps of SGD until the expected loss is at the target or under it; infinite where it never is. Shape [rates].
+    """Steps of SGD until the expected loss is at the target or below it; infinite if it never is. The shape is [rates].
 
-    By bisection on the closed form, which takes the loss to fall throughout, as it does from a start that no dimension's noise exceeds.
+    The steps are found by bisection on the closed form. This requires a loss that falls throughout, which it does if no dimension's
+    stationary noise exceeds its start.
     """
     steps = np.full(len(rates), np.inf)
     stable = np.flatnonzero(rates * model.curvature.max() < 2)
     rates = rates[stable]
-    low, high = np.zeros(len(rates)), np.full(len(rates), float(MOST_STEPS))
+    low, high = np.zeros(len(rates)), np.full(len(rates), float(MAX_STEPS))
     reached = model.loss(sgd_moment(model, batch, rates, high)) <= target
     while np.any(high - low > 1):
         middle = np.floor((low + high) / 2)
@@ -88,10 +91,10 @@ def sgd_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float)
 
 
 def momentum_moments(model: NoisyQuadratic, batch: float, rates: Floats, momentum: float) -> Floats:
-    """One step of heavy-ball momentum on (E[x^2], E[xv], E[v^2], 1), as matrices [rates, bins, 4, 4]; exact.
+    """Exact matrices of one step of heavy-ball momentum on (E[x^2], E[xv], E[v^2], 1), with the shape [rates, bins, 4, 4].
 
-    As torch's SGD has it: v <- momentum v + gradient, x <- x - rate v. With a = 1 - rate h, m the momentum and s = c / B,
-    x' = a x - rate m v - rate noise and v' = h x + m v + noise; their squares and product, in expectation, are the rows.
+    The step is torch's: v <- momentum v + gradient, x <- x - rate v. With a = 1 - rate h, momentum m and noise variance s = c / B,
+    x' = a x - rate m v - rate noise and v' = h x + m v + noise. The rows are the expectations of their squares and their product.
     """
     rate, h = np.broadcast_arrays(rates[:, None], model.curvature)
     noise = np.broadcast_to(model.noise / batch, h.shape)
@@ -107,10 +110,10 @@ def momentum_moments(model: NoisyQuadratic, batch: float, rates: Floats, momentu
 
 
 def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float, momentum: float) -> Floats:
-    """As `sgd_steps`, for heavy-ball momentum from v = 0; where its loss swings about the target, one of the crossings.
+    """Like `sgd_steps`, for heavy-ball momentum that starts at v = 0. A loss that oscillates about the target gives one of its crossings.
 
-    The step's matrix is squared until its power is at the target; the powers are then put together again from the largest down, which
-    takes twice the logarithm of the steps.
+    The matrix of a step is squared until its power reaches the target. The number of steps is then composed of the powers, from the
+    largest down, which takes twice the logarithm of the steps.
     """
     steps = np.full(len(rates), np.inf)
     stable = np.flatnonzero(rates * model.curvature.max() < 2 * (1 + momentum))
@@ -122,7 +125,7 @@ def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: f
         return found
 
     powers = [momentum_moments(model, batch, rates[stable], momentum)]
-    while 2 ** len(powers) < MOST_STEPS and np.any(above(powers[-1] @ state)):
+    while 2 ** len(powers) < MAX_STEPS and np.any(above(powers[-1] @ state)):
         powers.append(powers[-1] @ powers[-1])
     reached, passed = ~above(powers[-1] @ state), np.zeros(len(stable))
     for exponent in reversed(range(len(powers))):
@@ -135,6 +138,6 @@ def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: f
 
 
 def best_of(steps: Floats, rates: Floats) -> Best:
-    """The fewest steps, and at which rate; the lowest of rates that are alike."""
+    """The fewest steps and their learning rate; of equal rates, the lowest."""
     least = int(np.argmin(steps))
     return Best(float(steps[least]), float(rates[least]))

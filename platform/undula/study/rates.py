@@ -1,7 +1,8 @@
-"""A study's learning rates, batch by batch: what came of each, the best one, and the one that got to the target first. Pure.
+"""The learning rates of a study at each batch: their losses, the best rate, and the rate that reached the target first. Pure.
 
-Trainings that differ in their seed alone are one point, whose loss is their mean. A training that was stopped had lost against others
-after as many samples: it bounds an optimum and cannot be one. One that diverged or failed is never a number.
+Trainings that differ in their seed only are one point, and its loss is their mean. A training that was stopped had a higher loss than
+others after as many samples, so that its rate bounds an optimum and cannot be one. The loss of a training that diverged or failed is not
+used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,81 +20,85 @@ from undula.study.trials import TrialRecord
 
 Outcome = Literal["complete", "stopped", "diverged", "failed", "unfinished"]
 ENDED: tuple[Outcome, ...] = ("complete", "stopped", "diverged")
+"""Outcomes that say something about a learning rate."""
 RESAMPLES = 200
+"""Number of resamples of the bootstrap over seeds."""
 SAME = 1e-3
-"""Relative difference of two learning rates that are one, but for rounding."""
+"""Relative difference up to which two learning rates are the same except for rounding."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Trainings that may be compared with each other: all that findings are about."""
+    """Trainings that may be compared with each other: those with one optimizer and one warmup."""
 
     optimizer: Optimizer
     warmup: int
-    """Samples, before the rule."""
+    """Length of the warmup in samples, before the rule."""
 
     @property
     def title(self) -> str:
+        """Name of the group in the report."""
         return f"{optimizer_words(self.optimizer)}, " + (
             f"warmup {self.warmup:,} samples" if self.warmup else "no warmup"
         )
 
     @property
     def key(self) -> str:
-        """Of its files."""
+        """Name of the group in the names of its files."""
         return f"{self.optimizer}-w{self.warmup}"
 
 
 def optimizer_words(optimizer: Optimizer) -> str:
-    """`adamw`, or what `own` stands for."""
+    """Name of an optimizer in the report, such as `adamw`; `own` is spelled out."""
     return "the job's optimizer" if optimizer == "own" else optimizer
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """All seeds of one learning rate at one batch."""
+    """The trainings of one learning rate at one batch, with all seeds."""
 
     rate: float
-    """At the top of the schedule, after the rule; the mean over seeds of a rule that measures."""
+    """Learning rate at the top of the schedule, after the rule. For a rule that measures, the mean over seeds."""
     base_rate: float
-    """Before the rule."""
+    """Learning rate before the rule."""
     outcome: Outcome
     losses: Mapping[int, float]
-    """Last losses by seed, of trainings that are complete."""
+    """Last losses of the complete trainings, by seed."""
     records: tuple[TrialRecord, ...]
 
     @property
     def loss(self) -> float:
-        """Mean over seeds; infinite unless the point is complete."""
+        """Mean of the last losses over seeds; infinite unless the point is complete."""
         return sum(self.losses.values()) / len(self.losses) if self.outcome == "complete" else inf
 
     @property
     def has_learned(self) -> bool:
-        """Whether the loss is below the first ones that were measured."""
+        """Whether the loss is below the mean of the first losses."""
         return self.loss < self.first_loss
 
     @property
     def first_loss(self) -> float:
-        """Mean of the first losses, over its trainings; infinite where there is none."""
+        """Mean of the first losses over the trainings; infinite if there is none."""
         firsts = [record.curve[0].loss for record in self.records if record.curve and isfinite(record.curve[0].loss)]
         return sum(firsts) / len(firsts) if firsts else inf
 
     @property
     def deviation(self) -> float | None:
-        """Of one seed's loss, with n - 1; None with less than two."""
+        """Standard deviation of the loss over seeds, with n - 1; None with fewer than two seeds."""
         return float(np.std(list(self.losses.values()), ddof=1)) if len(self.losses) > 1 else None
 
 
 @dataclass(frozen=True)
 class Fewest:
-    """The learning rate that takes the fewest steps to the target, on average over seeds all of which get there."""
+    """The learning rate that takes the fewest steps to the target, as a mean over seeds, all of which must reach it."""
 
     rate: float
     steps: tuple[float, ...]
-    """One a seed."""
+    """Steps to the target, one value for each seed."""
     samples: tuple[float, ...]
+    """Samples to the target, one value for each seed."""
     edge: Edge | None
-    """Where a rate beyond those that were tried might take fewer."""
+    """Why a rate that was not tried might take fewer steps; None if the tried rates bracket this one."""
 
     @property
     def mean_steps(self) -> float:
@@ -106,27 +111,27 @@ class Fewest:
 
 @dataclass(frozen=True)
 class AtBatch:
-    """A batch's learning rates."""
+    """The learning rates of one batch."""
 
     batch: int
     points: tuple[RatePoint, ...]
-    """By rate."""
+    """Points in the order of their rates."""
     optimum: Optimum | None
-    """By the last loss; None where no training is complete, or none has learned."""
+    """The best rate by the last loss; None if no training is complete, or if none has learned."""
     problem: str
-    """Why there is no optimum, or why it is a bound: a sentence."""
+    """Reason why there is no optimum, or why it is a bound; else empty."""
     fewest: Fewest | None
-    """None where nothing got to the target by training, or there is none."""
+    """The rate with the fewest steps to the target; None without a target, or if no training reached it."""
 
     @property
     def lowest(self) -> RatePoint | None:
-        """The point with the lowest loss that was measured."""
+        """The complete point with the lowest loss."""
         complete = [point for point in self.points if point.outcome == "complete"]
         return min(complete, key=lambda point: point.loss) if complete else None
 
     @property
     def diverged_from(self) -> float:
-        """The lowest rate above the best at which trainings diverged; infinite where none did."""
+        """The lowest rate above the best one at which a training diverged; infinite if none did."""
         best = self.lowest.rate if self.lowest else 0.0
         return min((each.rate for each in self.points if each.outcome == "diverged" and each.rate > best), default=inf)
 
@@ -135,27 +140,28 @@ class AtBatch:
         return tuple(sorted({seed for point in self.points for seed in point.losses}))
 
     def rates_by_seed(self) -> tuple[float, ...]:
-        """The best rate of each seed by itself, where it lies inside the range."""
+        """The best rate of each single seed, for seeds whose best rate is inside the tried range."""
         found = (optimum_of(self.batch, _with_seeds(self.points, (seed,))) for seed in self.seeds)
         return tuple(each.rate for each in found if each and each.interior)
 
 
 def exponent_of(rule: RuleName) -> float | None:
-    """The power of the batch that the rule gives the learning rate; None for one that measures."""
-    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # of 4, whose roots are exact
+    """The power of the batch by which a rule scales the learning rate; None for a rule that measures."""
+    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # the square root of 4 is exact
 
 
 def factor_of(rule: RuleName, kappa: float) -> float:
-    """On the learning rate, `kappa` base batches up; for a rule that does not measure."""
+    """Factor of a rule on the learning rate at `kappa` times the base batch. The rule must not measure."""
     return RULES[rule].scaled(kappa, None).lr
 
 
 def groups_of(spec: StudySpec) -> tuple[Group, ...]:
+    """The groups of a study."""
     return tuple(Group(optimizer, warmup) for optimizer in spec.optimizers for warmup in spec.warmup_axis)
 
 
 def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...]:
-    """The group's rules, those together whose trainings are points of one curve; the one that shows the free optimum is first."""
+    """The rules of a group, as tuples of rules whose trainings are points of one curve. The tuple that shows the free optimum is first."""
     rules = [rule for optimizer, rule in spec.pairs() if optimizer == group.optimizer]
     alone = tuple(rule for rule in rules if changes_rate_alone(rule, group.warmup))
     others = [(rule,) for rule in rules if rule not in alone]
@@ -165,7 +171,7 @@ def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...
 def tune(
     spec: StudySpec, records: Iterable[TrialRecord], group: Group, rules: Sequence[RuleName]
 ) -> tuple[AtBatch, ...]:
-    """The learning rates of a group under some rules, by batch. At the base batch all rules are one, whichever was trained there."""
+    """The learning rates of a group under some rules, by batch. At the base batch all rules are the same, and one of them was trained."""
     base = spec.batches[0]
     mine = [
         record
@@ -181,26 +187,27 @@ def tune(
 
 
 def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, ...]:
-    """Records of one batch as points, by rate; `base` is the base batch."""
+    """Points of the records of one batch, in the order of their rates; `base` is the base batch."""
     by_rate: dict[str, list[TrialRecord]] = {}
     for record in records:
         trial = record.trial
         is_fixed = trial.batch == base or changes_rate_alone(trial.rule, trial.warmup)
-        by_rate.setdefault(f"{_asked_rate(record, base) if is_fixed else trial.base_lr:.5g}", []).append(record)
+        by_rate.setdefault(f"{_requested_rate(record, base) if is_fixed else trial.base_lr:.5g}", []).append(record)
     return tuple(sorted((_point(tuple(found), base) for found in by_rate.values()), key=lambda point: point.rate))
 
 
 def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
-    """What a batch's points say."""
+    """The learning rates of a batch from its points."""
     optimum = optimum_of(batch, points)
     fewest = _fewest(points, target) if target is not None else None
     return AtBatch(batch, points, optimum, _problem(batch, points, optimum), fewest)
 
 
 def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
-    """The best rate of a batch; None where no training is complete, or none has learned: whichever is lowest then is so by chance.
+    """The best rate of a batch; None if no training is complete or none has learned, as the lowest loss is then due to chance.
 
-    A neighbour that was stopped, or learned nothing, lost, so that the optimum is inside, but its loss is no point of a parabola.
+    A neighbour that was stopped or learned nothing is worse than the best rate and brackets it, but its loss is not a point of the
+    parabola.
     """
     tried = [point for point in points if point.outcome in ENDED]
     if not any(point.has_learned for point in tried):
@@ -211,19 +218,20 @@ def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
 
 @dataclass(frozen=True)
 class LossAt:
-    """What is known of the loss of a learning rate."""
+    """The loss at a learning rate, as far as it is known."""
 
     loss: float | None = None
+    """The loss; None if it is not known."""
     outcome: Outcome | None = None
-    """Of the trainings that tell it; None where there are none."""
+    """Outcome of the trainings that show the loss; None if there are none."""
     is_between: bool = False
-    """Whether it is on the straight line between two that were trained: too high in a round valley, too low before a cliff."""
+    """Whether the loss is interpolated between two trained rates. It is then too high in a round valley, and too low before a cliff."""
 
 
 def loss_at(points: Sequence[RatePoint], rate: float) -> LossAt:
-    """The loss of a learning rate: measured, or on the straight line in log rate between the two that were trained about it.
+    """The loss of a learning rate: as measured, or interpolated linearly in log rate between the two nearest trained rates.
 
-    Nothing is known beyond the rates that were trained, nor beside one that is not complete.
+    The loss is not known beyond the trained rates, or beside a rate that is not complete.
     """
     if same := next((point for point in points if abs(point.rate / rate - 1) < SAME), None):
         return LossAt(same.loss if same.outcome == "complete" else None, same.outcome)
@@ -237,13 +245,14 @@ def loss_at(points: Sequence[RatePoint], rate: float) -> LossAt:
 
 
 def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
-    """The power law of the best learning rate, with one optimum a batch and an interval of the exponent that accounts for seeds.
+    """Fit a power law to the best learning rates, one for each batch, with an interval of the exponent that accounts for seeds.
 
-    The interval is the hull of two, widened by what the grid leaves open: Student's over the batches, in whose scatter about the line
-    all chance is, seeds' too; and, with two seeds or more, a bootstrap of the seeds of each batch, so that optima which happen to lie
-    on a line do not look certain. A bootstrap of n seeds is widened by sqrt(n / (n - 1)), as their own mean is too near to them, and by
-    Student's quantile over the normal one. Seeds are no points of their own: where the optima bend away from a line, more seeds would
-    make the interval narrow about a slope that is wrong.
+    The interval is the hull of two intervals, widened by what the grid leaves open. The first is Student's interval over the batches,
+    whose scatter about the line contains all chance, including that of the seeds. The second, with two seeds or more, is a bootstrap over
+    the seeds of each batch, so that optima that lie on a line by chance do not look certain. The bootstrap over n seeds is widened by
+    sqrt(n / (n - 1)), since the seeds lie closer to their own mean than to the true one, and by the ratio of Student's quantile to the
+    normal one. Seeds do not count as points of their own: if the optima deviate from a line, more seeds would narrow the interval
+    about a wrong slope.
 
     Raises:
         ValueError: fewer than two different batches have an optimum inside their range.
@@ -267,7 +276,7 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
 
 
 def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
-    """Exponents with each batch's seeds drawn anew; an optimum that leaves its range in a draw is left out of it."""
+    """Exponents of resamples that draw the seeds of each batch with replacement. Optima at the edge of their range are left out."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(RESAMPLES):
@@ -283,7 +292,7 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
 
 
 def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RatePoint]:
-    """Points with the losses of some seeds, one as often as it is named; those which have none of them are left out."""
+    """Points with the losses of the given seeds, which may repeat. Complete points without any of these seeds are left out."""
     found = []
     for point in points:
         losses = [point.losses[seed] for seed in seeds if seed in point.losses]
@@ -292,16 +301,18 @@ def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RateP
     return found
 
 
-def _asked_rate(record: TrialRecord, base: int) -> float:
+def _requested_rate(record: TrialRecord, base: int) -> float:
+    """The learning rate at the top of the schedule, as the rule computes it; before the rule for a rule that measures."""
     trial = record.trial
     is_measured = RULES[trial.rule].is_measured
     return trial.base_lr * (1.0 if is_measured else factor_of(trial.rule, trial.batch / base))
 
 
 def _point(records: tuple[TrialRecord, ...], base: int) -> RatePoint:
+    """The point of trainings that differ in their seed only."""
     known = [record.lr for record in records if isfinite(record.lr) and record.lr > 0]
     measures = any(RULES[record.trial.rule].is_measured for record in records)
-    rate = sum(known) / len(known) if measures and known else _asked_rate(records[0], base)
+    rate = sum(known) / len(known) if measures and known else _requested_rate(records[0], base)
     losses = {
         record.trial.seed: record.loss for record in records if record.state == "complete" and isfinite(record.loss)
     }
@@ -309,7 +320,7 @@ def _point(records: tuple[TrialRecord, ...], base: int) -> RatePoint:
 
 
 def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
-    """One seed that diverged makes a rate unstable, and one that was stopped makes the mean of the others too good."""
+    """The outcome of a point. One diverged seed makes a rate unstable, and without a stopped seed the mean would be too low."""
     states = {record.state for record in records}
     unusable = any(record.state == "complete" and not isfinite(record.loss) for record in records)
     if "diverged" in states or unusable:
@@ -322,6 +333,7 @@ def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
 
 
 def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
+    """The point with the fewest steps to the target; None if none reached it by training."""
     tried = [point for point in points if point.outcome in ENDED]
     rates, diverged = [point.rate for point in tried], [point.outcome == "diverged" for point in tried]
     best: Fewest | None = None
@@ -337,11 +349,12 @@ def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
 
 
 def is_open(fewest: Fewest) -> bool:
-    """Whether a rate that was not tried may take fewer steps by more than what one beside divergence leaves open."""
+    """Whether a rate that was not tried may take clearly fewer steps. Next to a rate that diverged little can be gained."""
     return fewest.edge not in (None, "diverged")
 
 
 def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -> str:
+    """Reason why a batch has no optimum, or why its optimum is a bound; else empty."""
     outcomes = {point.outcome for point in points}
     if optimum is None:
         if outcomes == {"diverged"}:

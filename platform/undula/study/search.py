@@ -1,4 +1,4 @@
-"""Which trials a study wants, given what has come of those before. Pure, so that a study which was killed goes on as if it had not been."""
+"""The search of a study: the trials that it wants, given the losses so far. It is pure, so that a study that was killed continues alike."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby, product
@@ -10,19 +10,19 @@ from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Trial
 
 Losses = Mapping[Trial, float]
-"""Of the trials that have ended; infinite where a trial diverged or was stopped."""
+"""Losses of the trials that have ended; infinite if a trial diverged or was stopped."""
 
 
 def wanted(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float] | None = None) -> tuple[Trial, ...]:
-    """All trials of a study that are known to be wanted, those that have ended among them, in the order in which they are to start.
+    """The trials that a study wants so far, in the order in which they start. Trials that have ended are included.
 
-    A grid and a random search want all of theirs from the beginning. What an adaptive one wants grows: it depends on the losses alone,
-    not on the order in which they came.
+    A grid and a random search want all their trials from the beginning. An adaptive search wants more as losses arrive, and depends on
+    the losses only, not on the order in which they arrived.
 
     Args:
-        spec: the study.
-        losses: what an adaptive search decides by.
-        firsts: first losses of trials that are complete or were stopped, where they are known.
+        spec: The study.
+        losses: Losses by which an adaptive search decides.
+        firsts: First losses of trials that are complete or were stopped, as far as they are known.
     """
     if spec.search == "grid":
         return tuple(_grid(spec))
@@ -32,10 +32,14 @@ def wanted(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float] | None
 
 
 def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int], Trial]]:
-    """What a learning rate and a seed make a trial of: each batch with each optimizer, rule and warmup.
+    """The cells of a study: each batch with each optimizer, rule and warmup. A cell maps a learning rate and a seed to a trial.
 
-    All rules are the same at the base batch, so that it is trained under the first one alone; and so, `once`, are rules that change
-    the learning rate alone at any other.
+    At the base batch all rules are the same, so that only the first one is trained there.
+
+    Args:
+        spec: The study.
+        once: Whether rules that change the learning rate only are the same at the other batches too, as they are for a search that
+            moves the learning rate freely.
     """
     for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmup_axis, spec.batches):
         rules = [each for kind, each in spec.pairs() if kind == optimizer]
@@ -50,20 +54,20 @@ def _trial(lr: float, seed: int, optimizer: str, rule: str, warmup: int, batch: 
 
 
 def _grid(spec: StudySpec) -> Iterator[Trial]:
-    """A seed after the other, so that half a study has all of the axes."""
+    """All trials, one seed after another, so that a half-finished study covers the other axes."""
     cells = list(_cells(spec))
     for seed, lr, cell in product(spec.seeds, spec.rates, cells):
         yield cell(lr, seed)
 
 
 def _random(spec: StudySpec) -> Iterator[Trial]:
-    """Drawn without repetition; learning rates of a range at any place of its logarithm."""
+    """Trials that are drawn without repetition. A range's learning rates are drawn uniformly in their logarithm."""
     draw = Random(f"{spec.name} {spec.batches} {spec.rates}")
     assert spec.trials is not None
     if spec.base_lr_range is None:
         everything = list(_grid(spec))
         draw.shuffle(everything)
-        yield from everything[: spec.trials]  # more of them begin with the same
+        yield from everything[: spec.trials]  # a larger number of trials begins with the same ones
         return
     cells, ends = list(_cells(spec)), (log(spec.base_lr_range.low), log(spec.base_lr_range.high))
     drawn: set[Trial] = set()
@@ -75,7 +79,7 @@ def _random(spec: StudySpec) -> Iterator[Trial]:
 
 
 def _adaptive(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]) -> Iterator[Trial]:
-    """Each cell's own search, their rounds beside each other."""
+    """The searches of all cells, round by round."""
     assert spec.base_lr_range is not None
     assert spec.trials is not None
     rounds = []
@@ -92,7 +96,7 @@ def _adaptive(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]) ->
 
 
 class _Cell:
-    """The learning rates of a cell, counted from the middle of the range in steps of its ratio, in both directions without end."""
+    """The learning rates of a cell as places on a lattice without ends, on which 0 is the middle of the range."""
 
     def __init__(
         self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]
@@ -105,20 +109,20 @@ class _Cell:
         return rate_at(self._range, place)
 
     def loss(self, place: int) -> float | None:
-        """The mean over the seeds; None where one of them is still to come."""
+        """Mean loss over the seeds; None until all seeds have ended."""
         found = [self._losses.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
         known = [loss for loss in found if loss is not None]
         return sum(known) / len(known) if len(known) == len(found) else None
 
     def is_idle(self, place: int) -> bool:
-        """Whether it was tried, did not diverge, and did not fall below its first loss, as a mean over the seeds."""
+        """Whether trainings ended without falling below their first loss, as a mean over the seeds. One that diverged is not idle."""
         firsts = [self._firsts.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
         known, loss = [first for first in firsts if first is not None], self.loss(place)
         return loss is not None and len(known) == len(firsts) and loss >= sum(known) / len(known)
 
 
 def rate_at(range_: LogRange, place: int) -> float:
-    """Of a place on the range's lattice, which goes on beyond both ends; 0 is in the middle."""
+    """The learning rate at a place of a range's lattice, which continues beyond both ends; 0 is the middle."""
     step = log(range_.high / range_.low) / (range_.points - 1)
     middle = log(range_.low) + step * ((range_.points - 1) // 2)
     return float(f"{exp(middle + step * place):.4g}")
@@ -127,14 +131,19 @@ def rate_at(range_: LogRange, place: int) -> float:
 def bracket(
     loss: Callable[[int], float | None], stride: int, is_idle: Callable[[int], bool] = lambda place: False
 ) -> Iterator[int]:
-    """Places to try for the lowest of a loss over all whole numbers, in rounds; ends where a loss that is needed is not known yet.
+    """Places to try in the search for the lowest loss over all integers, in rounds. It ends when it needs a loss that is not known yet.
 
-    Hooke & Jeeves 1961's pattern search in one dimension: the best place and those a stride away from it are tried. Where another is
-    better the search goes on from there, with the same stride, however far that leads; else the stride is halved. It ends where the
-    best place lies between two direct neighbours that are worse, or no better.
+    This is the pattern search of Hooke & Jeeves 1961 in one dimension. It tries the best place and the places one stride away from it.
+    If one of these is better, the search continues from there with the same stride, however far that leads; otherwise it halves the
+    stride. It ends when the best place lies between two direct neighbours that are not better.
 
-    Where all are idle, as nothing was learned, losses tell no direction: the search goes out on both sides, and between the highest of
-    them and one above it that diverged.
+    If all places are idle, their losses give no direction. The search then continues on both sides: a stride below the lowest place,
+    and above the highest idle place, towards a place that diverged.
+
+    Args:
+        loss: Returns the loss at a place; None if it is not known yet.
+        stride: Distance of the first neighbours.
+        is_idle: Returns whether the training at a place has learned nothing.
     """
     best, tried = 0, {}  # type: int, dict[int, float]
     stride = max(stride, 1)
@@ -151,7 +160,7 @@ def bracket(
             asked = _around_idle(idle, tried, stride)
             continue
         lowest = min(tried, key=lambda place: (tried[place], place != best))
-        if tried[lowest] == inf:  # all diverged: lower ones are needed
+        if tried[lowest] == inf:  # all of them diverged, and lower rates are needed
             lowest = best - stride
         if lowest != best:
             best = lowest
@@ -163,7 +172,9 @@ def bracket(
 
 
 def _around_idle(idle: Collection[int], tried: Collection[int], stride: int) -> list[int]:
-    """A stride below all that was tried, and a stride above the highest idle place, or half way to what diverged above it."""
+    """Places around idle ones: a stride below all tried places, and above the highest idle place a stride, or half the way to the next
+    place that diverged.
+    """
     highest = max(idle)
     ceiling = min((place for place in tried if place > highest), default=None)
     above = highest + stride if ceiling is None else (highest + ceiling) // 2

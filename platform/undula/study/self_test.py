@@ -1,6 +1,7 @@
-"""`undula study self-test`: the arithmetic of studies against numbers that are known, and formulas against sampling.
+"""`undula study self-test`: it checks the arithmetic of studies against published numbers, and formulas against sampling.
 
-The formulas of rules are written here once more, apart from those that train, so that each checks the other. All draws are seeded.
+The formulas of the rules are written here a second time, independently of those that train, so that each checks the other. All draws
+are seeded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,9 @@ from undula.study.quadratic import (
 )
 
 TARGET = 0.01
+"""Target loss of the noisy quadratic."""
 RATES: Floats = np.logspace(-5, 0.5, 100)
+"""Learning rates that are tried on the noisy quadratic."""
 KNOWN_BEST = {
     4: Best(1_507_368, 0.0147),
     32: Best(189_425, 0.114),
@@ -30,23 +33,27 @@ KNOWN_BEST = {
     1024: Best(10_610, 1.67),
     4096: Best(8_118, 1.90),
 }
-"""Of `zhang_quadratic`, by batch. They were made with 1e-8 added to 1 - (1 - eta h)^2 where the noise's part is divided by it, which a unit
-test does too and then has them to the step; without it batches of 4 and 32 take 0.04 % and 0.005 % more."""
+"""Fewest steps and best learning rate of `zhang_quadratic` by batch. The published numbers were computed with 1e-8 added to the divisor
+1 - (1 - eta h)^2 of the noise term. A unit test that does the same reproduces them to the step; without it, batches of 4 and 32 take 0.04 %
+and 0.005 % more steps."""
 KNOWN_CRITICAL_BATCH, KNOWN_FEWEST_STEPS = 790.0, 7008.0
+"""Critical batch in samples and fewest steps of `zhang_quadratic`."""
 FITTED_BATCHES = tuple(2**exponent for exponent in range(2, 21))
+"""Batches to which the hyperbola is fitted."""
 KNOWN_NOISE_SCALE = 108.21
+"""Noise scale in samples of the gradients that are sampled."""
 
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """A number that is known, and what came out."""
+    """A known number, and the number that was computed."""
 
     topic: str
     what: str
     expected: float
     got: float
     tolerance: float
-    """Relative."""
+    """Tolerance relative to the known number."""
 
     @property
     def passed(self) -> bool:
@@ -54,14 +61,14 @@ class SelfTestResult:
 
 
 def self_test() -> Iterator[SelfTestResult]:
-    """All checks, one at a time as they are done; seconds in all."""
+    """Run all checks, and yield each result as it arrives. All of them take a few seconds."""
     for topic, checks in TOPICS.items():
         for what, expected, got, tolerance in checks():
             yield SelfTestResult(topic, what, float(expected), float(got), tolerance)
 
 
-def table(checks: Sequence[SelfTestResult]) -> str:
-    """The checks as aligned text."""
+def table(results: Sequence[SelfTestResult]) -> str:
+    """The results as aligned text."""
     rows = [("", "expected", "got", "within", "")]
     rows += [
         (
@@ -71,13 +78,13 @@ def table(checks: Sequence[SelfTestResult]) -> str:
             f"{each.tolerance:.1%}" if each.tolerance > 1e-9 else "exact",
             "pass" if each.passed else "FAIL",
         )
-        for each in checks
+        for each in results
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines, topic = [], ""
-    for row, check in zip(rows, [None, *checks], strict=True):
-        if check and check.topic != topic:
-            topic = check.topic
+    for row, result in zip(rows, [None, *results], strict=True):
+        if result and result.topic != topic:
+            topic = result.topic
             lines.append(topic)
         cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
         lines.append(f"  {row[0].ljust(widths[0])}  {'  '.join(cells)}".rstrip())
@@ -89,14 +96,14 @@ def _figure(value: float) -> str:
 
 
 Row = tuple[str, float, float, float]
-"""What, expected, got, tolerance."""
+"""Name of a check, expected number, computed number, and relative tolerance."""
 
 
 def noisy_quadratic() -> Iterator[Row]:
-    """Zhang et al. 2019: steps to the target at the best rate, and the hyperbola through them.
+    """Zhang et al. 2019: the steps to the target at the best learning rate, and the hyperbola that is fitted to them.
 
-    The hyperbola is not quite the model's own curve, so that a fit depends on the batches: to the five alone it gives 924 and 6,113. With
-    every power of two from 4 to 2^20 it sees both arms as far as they go.
+    The hyperbola is not exactly the curve of the model, so that the fit depends on the batches. The five batches of the known numbers
+    alone give 924 and 6,113. All powers of two from 4 to 2^20 cover both arms of the hyperbola.
     """
     model = zhang_quadratic()
     found = {batch: best_of(sgd_steps(model, batch, RATES, TARGET), RATES) for batch in {*KNOWN_BEST, *FITTED_BATCHES}}
@@ -109,7 +116,7 @@ def noisy_quadratic() -> Iterator[Row]:
 
 
 def expected_losses() -> Iterator[Row]:
-    """The closed forms against as many chains of the real thing."""
+    """The closed forms of the expected loss against the mean over many sampled chains."""
     model = NoisyQuadratic(np.ones(2), np.array([1.0, 0.1]), np.array([1.0, 0.1]), np.ones(2))
     batch, rate, chains = 4.0, 0.5, 50_000
     for momentum in (0.0, 0.9):
@@ -131,7 +138,7 @@ def expected_losses() -> Iterator[Row]:
 
 
 def noise_scale() -> Iterator[Row]:
-    """McCandlish et al. 2018, arXiv:1812.06162, appendix A.1: tr(Sigma) / |G|^2 from the square norms of small and large batches."""
+    """McCandlish et al. 2018, arXiv:1812.06162, appendix A.1: tr(Sigma) / |G|^2 from the squared norms of small and large batches."""
     rng = np.random.default_rng(2)
     dimensions, workers, small, steps = 50, 8, 16, 10_000
     large = workers * small
@@ -152,7 +159,7 @@ def noise_scale() -> Iterator[Row]:
 
 
 def adascale() -> Iterator[Row]:
-    """Johnson et al. 2020, arXiv:2007.05105: r = (var + sqr) / (var / S + sqr), from its formula and from gradients of S workers."""
+    """Johnson et al. 2020, arXiv:2007.05105: the gain r = (var + sqr) / (var / S + sqr) by its formula and from gradients of S workers."""
     variance, square, dimensions, steps = 2.0, 1.0, 20, 20_000
     rng = np.random.default_rng(3)
     for scale, known in ((4, 2.0), (10, 2.5)):
@@ -167,11 +174,11 @@ def adascale() -> Iterator[Row]:
 
 
 def adam_sde() -> Iterator[Row]:
-    """Malladi et al. 2022, arXiv:2205.10287, the square-root rule: Adam on a quadratic whose gradients are mostly noise.
+    """Malladi et al. 2022, arXiv:2205.10287: the square-root rule, for Adam on a quadratic whose gradients are mostly noise.
 
-    The variance of weights settles at rate noise^2 / (2 h (noise + epsilon)), and the noise of batch k B is 1 / sqrt(k) of that of B. So
-    rate sqrt(k), beta to 1 - k (1 - beta) and epsilon / sqrt(k) leave the variance as it was; the linear rule, where epsilon is small,
-    multiplies it by sqrt(k). The betas hardly show in it.
+    The variance of the weights converges to rate noise^2 / (2 h (noise + epsilon)), and the noise of a batch k B is 1 / sqrt(k) of that of
+    B. The square-root rule multiplies the rate by sqrt(k), divides epsilon by sqrt(k) and sets beta to 1 - k (1 - beta), which keeps the
+    variance. With a small epsilon, the linear rule multiplies the variance by sqrt(k). The betas hardly affect it.
     """
     rate, betas, noise, steps = 0.01, (0.9, 0.999), 10.0, 3000
     for epsilon, kappas in ((1e-8, (2, 4, 8)), (noise, (8,))):
@@ -188,10 +195,10 @@ def adam_sde() -> Iterator[Row]:
 
 
 def _adam_variance(rate: float, betas: tuple[float, float], epsilon: float, noise: float, steps: int) -> float:
-    """Stationary E[x^2] of Adam with gradient x + noise, over chains and the later half of the steps."""
-    # In single precision, which halves the time of the longest check by far.
+    """Stationary E[x^2] of Adam with gradient x + noise, as a mean over chains and over the second half of the steps."""
+    # Single precision halves the time of this check, which is by far the longest.
     rng, chains, single = np.random.default_rng(4), 40_000, np.float32
-    # It starts about where it should end, for the start to be forgotten sooner.
+    # The start is near the stationary variance, so that fewer steps are needed to approach it.
     x = noise * sqrt(rate / (2 * (noise + epsilon))) * rng.standard_normal(chains, single)
     mean, square = np.zeros(chains, single), np.full(chains, noise**2, single)
     total = 0.0
@@ -208,9 +215,9 @@ def _adam_variance(rate: float, betas: tuple[float, float], epsilon: float, nois
 def surge() -> Iterator[Row]:
     """Li et al. 2024, arXiv:2405.14578: eta(B) = eta_max / (1/2 (sqrt(B_noise / B) + sqrt(B / B_noise))), for steps along signs.
 
-    Sampled: on a loss of gradient g per dimension and curvature h between all of them, the best rate of a step along the signs s
-    of a gradient with noise sigma / sqrt(B) is sum g E[s] / E[s' H s]. With H = h everywhere and E[s] = e it is
-    d g e / (h (d + d (d - 1) e^2)), which peaks at e = 1 / sqrt(d - 1).
+    The formula is also checked by sampling. On a loss with gradient g in each dimension and curvature h between all dimensions, the best
+    rate of a step along the signs s of a gradient with noise sigma / sqrt(B) is sum g E[s] / E[s' H s]. With H = h everywhere and
+    E[s] = e this is d g e / (h (d + d (d - 1) e^2)), which has its maximum at e = 1 / sqrt(d - 1).
     """
     dimensions, gradient, curvature, sigma, steps = 101, 1.0, 1.0, 100.0, 50_000
     noise_batch = pi / 2 * (sigma / gradient) ** 2 / (dimensions - 1)  # e is about sqrt(2 B / pi) g / sigma

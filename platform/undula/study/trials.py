@@ -1,4 +1,4 @@
-"""A study's trials: what each is trained with, and what has come of it. Pure."""
+"""Trials of a study: the values that each is trained with, and the record of its training. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from undula.study.spec import Optimizer
 State = Literal["waiting", "running", "complete", "diverged", "stopped", "failed"]
 ENDED: tuple[State, ...] = ("complete", "diverged", "stopped", "failed")
 RISE = 0.5
-"""Of its first loss, or of what it came down by, by which a training ends above that where it diverged. One that learned nothing ends
-a hair above or below it."""
+"""Rise of the last loss above the first one from which on a training counts as diverged, as a share of the first loss, or of the decrease
+in between if that was larger. The last loss of a training that learned nothing is close to the first one, on either side."""
 
 
 @dataclass(frozen=True)
@@ -22,51 +22,52 @@ class Trial:
     batch: int
     """Samples per optimizer step."""
     base_lr: float
-    """Before the rule."""
+    """Learning rate at the top of the schedule, before the rule."""
     rule: RuleName
     warmup: int
-    """Samples, before the rule."""
+    """Length of the warmup in samples, before the rule."""
     optimizer: Optimizer
     seed: int
 
     @property
     def name(self) -> str:
-        """Of its run directory: the same for the same trial, other for any other."""
+        """Name of the trial's run directory. Different trials have different names."""
         lr = f"{self.base_lr:.6g}".replace("+", "")
         return f"{self.optimizer}-{self.rule}-b{self.batch}-lr{lr}-w{self.warmup}-s{self.seed}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The study's metric, once during a training."""
+    """A measurement of the study's metric during a training."""
 
     samples: int
-    """That the training had consumed."""
+    """Samples that the training had consumed."""
     step: int
-    """Steps that were committed."""
+    """Steps that the training had committed."""
     loss: float
-    """Not finite where it diverged."""
+    """Value of the metric; not finite if the training diverged."""
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """What has come of a trial so far, read from its ledger."""
+    """The course of a trial so far, as its ledger holds it."""
 
     trial: Trial
     state: State
-    """Stopped: by the study's scheduler, as it lagged behind. Diverged: its loss was not finite, or ended far above where it began."""
+    """State of the trial. `stopped`: the study's scheduler stopped it since it lagged behind. `diverged`: its loss was not finite, or ended
+    far above its first value."""
     lr: float
-    """At the top of its schedule, after the rule; of a rule that measures, the highest there was."""
+    """Learning rate at the top of the schedule, after the rule. For a rule that measures, the highest one so far."""
     curve: tuple[Measurement, ...] = ()
-    """By samples, the first one before the first step."""
+    """Measurements in the order of their samples. The first one is made before the first step."""
     noise: tuple[tuple[int, float], ...] = ()
-    """The gradient noise scale where it was measured: samples consumed, and the scale in samples."""
+    """Measurements of the gradient noise scale: samples consumed, and the scale in samples."""
     seconds: float = 0.0
-    """That it trained, on the wall clock."""
+    """Seconds of training, in wall time."""
     worker_seconds: float = 0.0
-    """Seconds times the workers that it had."""
+    """Seconds of training times the number of workers."""
     message: str = ""
-    """In words, where it failed."""
+    """Reason why the trial failed or diverged; else empty."""
 
     @property
     def has_ended(self) -> bool:
@@ -74,18 +75,18 @@ class TrialRecord:
 
     @property
     def loss(self) -> float:
-        """What the trial counts with: the last loss; infinite where there is none, or the trial diverged."""
+        """The loss by which trials are compared: the last one; infinite if there is none, or if the trial diverged."""
         return inf if self.state == "diverged" else self.last_loss
 
     @property
     def last_loss(self) -> float:
-        """As it was measured, of a trial that diverged too; infinite where it is no number."""
+        """The last loss that was measured, also of a trial that diverged; infinite if it is not finite or there is none."""
         last = self.curve[-1].loss if self.curve else inf
         return last if isfinite(last) else inf
 
     @property
     def has_diverged(self) -> bool:
-        """Whether its losses say so: one is not finite, or the last is far above the first."""
+        """Whether a loss is not finite, or the last loss is far above the first."""
         if not self.curve:
             return False
         losses = [point.loss for point in self.curve]
@@ -96,23 +97,23 @@ class TrialRecord:
 
     @property
     def samples(self) -> int:
-        """Consumed, as of the last measurement."""
+        """Samples consumed at the last measurement."""
         return self.curve[-1].samples if self.curve else 0
 
     def samples_to(self, target: float) -> float:
-        """Samples until the metric was first at the target, in a straight line between measurements; infinite where it never was, or
-        the trial diverged.
+        """Samples until the metric first reached the target, by linear interpolation between measurements; infinite if it never did, or
+        if the trial diverged.
         """
         return inf if self.state == "diverged" else reached(self.curve, target)
 
     def steps_to(self, target: float) -> float:
-        """The same in whole steps of this trial's batch."""
+        """Whole steps until the metric first reached the target; infinite if it never did."""
         samples = self.samples_to(target)
         return float(ceil(samples / self.trial.batch)) if isfinite(samples) else inf
 
 
 def trial_row(record: TrialRecord, target: float | None) -> dict[str, Any]:
-    """A trial as plain values, for programs; None where there is no number: a last loss that is not finite, a target not reached."""
+    """A trial as values that JSON can represent. A number that does not exist or is not finite is None."""
     trial = record.trial
     losses = [point.loss for point in record.curve if isfinite(point.loss)]
     steps = None if target is None else _finite(record.steps_to(target))
@@ -143,7 +144,7 @@ def _finite(value: float) -> float | None:
 
 
 def reached(curve: Sequence[Measurement], target: float) -> float:
-    """Samples at which a curve first comes down to the target; infinite where it does not."""
+    """Samples at which a curve first reaches the target from above; infinite if it never does."""
     before: Measurement | None = None
     for point in curve:
         if point.loss <= target:

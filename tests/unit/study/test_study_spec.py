@@ -70,33 +70,33 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ("", "study.yaml: base_lrs is empty: give one of base_lrs and base_lr_range"),
-        ("base_lrs: []\n", "study.yaml:4: base_lrs is empty: give one of base_lrs and base_lr_range"),
+        ("", "study.yaml: base_lrs is empty; give either base_lrs or base_lr_range"),
+        ("base_lrs: []\n", "study.yaml:4: base_lrs is empty; give either base_lrs or base_lr_range"),
         (
             RATES + "base_lr_range: {low: 1e-4, high: 1}\n",
-            "study.yaml:4: base_lrs and base_lr_range are both given: give one of base_lrs and base_lr_range",
+            "study.yaml:4: base_lrs and base_lr_range are both given; give either base_lrs or base_lr_range",
         ),
         (
             "base_lr_range: {low: 1, high: 0.1}\n",
-            "study.yaml:4: base_lr_range.low is 1, not under high (0.1): exchange",
+            "study.yaml:4: base_lr_range.low is 1, not below high (0.1); exchange",
         ),
         (
             "base_lr_range: {low: 1, high: 1.001}\n",
-            "study.yaml:4: base_lr_range.low is 1 and high 1.001, which is one learning rate: give base_lrs",
+            "study.yaml:4: base_lr_range.low is 1 and high is 1.001, which is one learning rate; give base_lrs",
         ),
         ("base_lr_range: {low: 1, high: 2, points: 2}\n", "study.yaml:4: base_lr_range.points is 2: it should be "),
-        (RATES + "seeds: []\n", "study.yaml:5: seeds is empty, which leaves nothing to train: give one or more"),
-        (RATES + "rules: []\n", "study.yaml:5: rules is empty, which leaves nothing to train: give one or more"),
-        (RATES + "seeds: [1, 2, 1]\n", "study.yaml:5: seeds has 1 twice: keep one"),
+        (RATES + "seeds: []\n", "study.yaml:5: seeds is empty, which leaves nothing to train; give one value or more"),
+        (RATES + "rules: []\n", "study.yaml:5: rules is empty, which leaves nothing to train; give one value or more"),
+        (RATES + "seeds: [1, 2, 1]\n", "study.yaml:5: seeds has 1 twice; keep one"),
         (
             RATES + "rules: [adascale]\noptimizers: [adamw]\n",
-            "study.yaml:5: rules has adascale, which is for sgd and not for adamw: leave it out, or give another optimizer",
+            "study.yaml:5: rules has adascale, which is for sgd and not for adamw; remove it, or give another optimizer",
         ),
         (
             RATES + "optimizers: [sgd, adamw]\nrules: [adascale]\n",
-            "study.yaml:5: optimizers has adamw, with which no rule of rules goes: leave it out, or add one",
+            "study.yaml:5: optimizers has adamw, for which none of the rules is; remove it, or add a rule",
         ),
-        ("base_lrs: [0.1, 0.10000001]\n", "study.yaml:4: base_lrs has 0.1 twice: keep one"),
+        ("base_lrs: [0.1, 0.10000001]\n", "study.yaml:4: base_lrs has 0.1 twice; keep one"),
         (
             RATES + "overrides: {plan: {seed: 1}, plan.micro_batch: 2}\n",
             "study.yaml:5: overrides has plan.seed, which the study sets from seeds; remove it",
@@ -108,14 +108,17 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
         (RATES + "rules: [square]\n", 'study.yaml:5: rules.0 is "square": it should be '),
         (
             RATES + "first_rung: 512\n",
-            "study.yaml:5: first_rung is 512, and scheduler none stops nothing: give scheduler: asha, or",
+            "study.yaml:5: first_rung=512 cannot be combined with scheduler=none; give scheduler: asha, or remove",
         ),
         (RATES + "seeds: 3\n", "study.yaml:5: seeds is 3: it should be a list"),
-        (RATES + "search: random\n", "study.yaml: trials is missing: search: random takes a number of them"),
-        (RATES + "trials: 8\n", "study.yaml:5: trials is 8, and a grid has as many as it has: leave it out, or give"),
+        (RATES + "search: random\n", "study.yaml: trials is missing; search=random needs a number of trials"),
+        (
+            RATES + "trials: 8\n",
+            "study.yaml:5: trials=8 cannot be combined with search=grid, which trains everything; remove",
+        ),
         (
             RATES + "search: adaptive\ntrials: 8\n",
-            "study.yaml:4: base_lrs is a list, in which search: adaptive cannot move: give base_lr_range",
+            "study.yaml:4: base_lrs is a list, and search=adaptive needs a range to search in; give base_lr_range",
         ),
         (RATES + "bathces: [1]\n", "study.yaml:5: unknown key bathces: did you mean batches?"),
         (RATES + "target: low\n", 'study.yaml:5: target is "low": it should be a valid number'),
@@ -128,8 +131,8 @@ def test_what_is_wrong_is_said_in_one_sentence(refused: Refused, more: str, sent
 
 def test_one_batch_has_nothing_to_scale_to(refused: Refused, load: Load) -> None:
     assert refused(RATES + "rules: [sqrt]\n", "batches=[64]") == (
-        "command line: batches is 64 alone, where sqrt asks for another to scale to: "
-        "give two or more, or leave out rules"
+        "command line: batches has 64 only, and the rule sqrt needs another batch to scale to; "
+        "give two batches or more, or remove rules"
     )
     assert load(RATES, "batches=[64]").spec.batches == (64,)
 
