@@ -97,6 +97,8 @@ def launched(google: dict[str, list[dict[str, Any]]], config: dict[str, Any], na
 
 def test_workers_are_launched_as_spot_or_on_demand_with_the_rights_of_workers(google: Any) -> None:
     config = bootstrapped()
+    markets = [each["labels"]["undula.io/market"] for each in config["available_node_types"].values()]
+    assert {"spot", "on-demand"} <= set(markets)
     for name, each in config["available_node_types"].items():
         body = launched(google, config, name)
         assert body["machineType"] == f"zones/us-central1-a/machineTypes/{each['labels']['undula.io/machine']}"

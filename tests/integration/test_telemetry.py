@@ -85,6 +85,7 @@ def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, i
         assert relative_difference(together.column("loss"), alone.column("loss")) < 1e-5
         assert validation_losses(together) == pytest.approx(losses, rel=1e-5)
     accuracies = [json.loads(text)["accuracy"] for text in alone.column("logged")]
+    assert len(accuracies) == len(losses)
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
 
     board = EventAccumulator(alone.store.path("tensorboard"))

@@ -116,15 +116,21 @@ def test_ray_s_autoscaler_reads_the_groups_with_their_labels_and_priorities(mani
     assert by_priority[0] == "on-demand-g6-xlarge"
 
 
+def worker_groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert len(groups) == 3
+    return groups  # type: ignore[no-any-return]
+
+
 def test_pods_go_to_the_nodes_that_their_labels_name(manifest: dict[str, Any]) -> None:
-    for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+    for group in worker_groups(manifest):
         node = group["template"]["spec"]["nodeSelector"]
         assert node["karpenter.sh/capacity-type"] == group["labels"]["undula.io/market"]
         assert node["node.kubernetes.io/instance-type"] == group["labels"]["undula.io/machine"]
 
 
 def test_a_pod_s_end_drains_its_node_within_its_grace(manifest: dict[str, Any]) -> None:
-    for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]:
+    for group in worker_groups(manifest):
         pod = group["template"]["spec"]
         program, *arguments = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         assert [program, *arguments[:2]] == ["undula", "spot", "leave"]
@@ -136,7 +142,7 @@ def test_the_token_is_a_secret_s_and_workers_have_no_rights_in_kubernetes(manife
     cluster = manifest["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token", "secretName": "undula-token"}
     head = cluster["headGroupSpec"]["template"]["spec"]["serviceAccountName"]
-    for group in cluster["workerGroupSpecs"]:
+    for group in worker_groups(manifest):
         pod = group["template"]["spec"]
         assert pod["serviceAccountName"] != head
         assert pod["automountServiceAccountToken"] is False

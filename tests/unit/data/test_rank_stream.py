@@ -99,5 +99,6 @@ def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Mani
     of_rank = [
         {rows.row_group for v in rank for window in order.windows(v) for rows in window.ranges} for rank in assign(6, 3)
     ]
+    assert set.union(*of_rank) == set(range(len(manifest.row_counts)))
     shared = [of_rank[one] & of_rank[other] for one in range(3) for other in range(one)]
     assert sum(len(groups) for groups in shared) <= 2

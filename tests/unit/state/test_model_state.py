@@ -56,6 +56,7 @@ def test_names_are_those_of_the_users_own_module() -> None:
     inner = nn.Sequential(*(torch.compile(each, backend="eager") for each in model))  # type: ignore[arg-type]
     for other in (wrapped, inner):
         assert model_and_optimizer_state(other, torch.optim.AdamW(model.parameters())).keys() == state.keys()
+        assert live_buffers(other)
         assert live_buffers(other).keys() <= state.keys()
 
 

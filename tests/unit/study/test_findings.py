@@ -115,7 +115,10 @@ def test_verdicts_of_a_study_agree_with_its_interval(bests: list[float], shifts:
         for seed, shift in enumerate(shifts)
         for each in valley(batch, best * shift, spec.rates, seed)
     ]
-    for law in find(spec, records).groups[0].main.laws:
+    laws = find(spec, records).groups[0].main.laws
+    assert laws
+    for law in laws:
+        assert law.verdicts
         for verdict in law.verdicts:
             assert verdict.exponent is not None
             if isfinite(law.fit.interval.high - law.fit.interval.low):
@@ -236,6 +239,7 @@ def test_measured_rules_are_compared_by_loss_and_not_by_exponent() -> None:
     spec = study(rules=("none", "adascale"), batches=(16, 64, 256))
     found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
     mine = [each for each in found.predictions if each.rule == "adascale"]
+    assert mine
     assert all(each.cost and each.cost[1] > 0 for each in mine)
     assert any(text.startswith("adascale: not tested by an exponent") for text in verdict_sentences(found))
 

@@ -134,7 +134,9 @@ def test_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int
     assert [url for url in requests if not url.startswith("data:")] == [report.as_uri()]
     assert page.title() == "quadratic · Undula"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    for figure in page.locator(".fig:has(svg)").all():
+    figures = page.locator(".fig:has(svg)").all()
+    assert figures
+    for figure in figures:
         box, card = figure.locator("svg").bounding_box(), figure.bounding_box()
         assert box
         assert card
@@ -150,6 +152,7 @@ def test_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int
 def test_no_text_of_a_figure_leaves_it(browser: Browser, report: Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(report.as_uri())
+    assert page.locator(".fig svg text").count() > 10
     outside = page.evaluate(
         """() => [...document.querySelectorAll('.fig svg text')].filter(text => {
           const box = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect();
