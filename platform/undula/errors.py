@@ -7,6 +7,7 @@
     ├── CheckpointError    a checkpoint is damaged or does not fit the model
     ├── RunError           a run cannot continue under this name or with these settings
     ├── ClusterError       a Ray cluster cannot be reached or started
+    ├── ConformanceError   a model or an optimizer does not resume exactly
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
 Each message is one sentence for the user: the place (file, key or URL), the problem, and the fix.
@@ -43,6 +44,10 @@ class RunError(UndulaError):
 
 class ClusterError(UndulaError):
     """A Ray cluster cannot be reached or started."""
+
+
+class ConformanceError(UndulaError):
+    """A training that was interrupted differs from the one that was not, for the model and the optimizer that were tested."""
 
 
 class UsageError(UndulaError):

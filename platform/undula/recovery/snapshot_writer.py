@@ -162,7 +162,9 @@ class SnapshotWriter:
         self._sources = {name: piece.tensor for name, piece in held.pieces.items()}
         self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held)
         if self._slots and arrangement.places == self._places:
-            return True  # other tensors and values in the same room, as with an optimizer that counts steps in its groups
+            return (
+                True  # other tensors and values in the same room, as with an optimizer that counts steps in its groups
+            )
         self._places, self._slots = arrangement.places, []
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

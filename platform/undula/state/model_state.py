@@ -38,7 +38,7 @@ def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
         {"model.<parameter>": tensor, "optimizer.state.<parameter>.<key>": tensor, "optimizer.groups": value, ...}
 
     Raises:
-        RunError: A value of the state is one that no checkpoint can hold.
+        UsageError: A value of the state is one that no checkpoint can hold.
     """
     state = _model_state(model)  # first: fully_shard takes its own parameters back only when the state_dict is made
     return {**state, **optimizer_state(optimizer, _parameter_names(model))}
@@ -55,7 +55,7 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mappin
 
 
 def check_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise RunError if a checkpoint could not hold the state of the model and the optimizer as they are now."""
+    """Raise UsageError if a checkpoint could not hold the state of the model and the optimizer as they are now."""
     model_and_optimizer_state(model, optimizer)
 
 

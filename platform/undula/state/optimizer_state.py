@@ -1,12 +1,13 @@
 """The state of an optimizer by the names of the parameters: exactly what the optimizer holds, whenever it came to hold it."""
 
 from collections.abc import Iterator, Mapping
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undula.errors import CheckpointError, RunError
+from undula.errors import CheckpointError, UsageError
 from undula.state.pieces import is_sharded_tensor
 from undula.state.values import checked, decode, encode, leaves
 
@@ -28,7 +29,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
         names: Name of each of the model's parameters.
 
     Raises:
-        RunError: The optimizer holds a parameter that is not the model's, or a value that no checkpoint can hold.
+        UsageError: The optimizer holds a parameter that is not the model's, or a value that no checkpoint can hold.
     """
     tensors: dict[str, Tensor] = {}
     state = {}
@@ -51,6 +52,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     ]
     others = {SHARED: encode(SHARED, shared, tensors), EXTRAS: encode(EXTRAS, _extras(optimizer), tensors)}
     return {**tensors, ENTRIES: state, GROUPS: groups, **others}
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if the optimizer's `step` takes a closure that runs the model again, which no run does."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} needs a closure that runs the model several times in one step, which a run does not "
+            "support: use an optimizer whose step() needs no argument"
+        )
 
 
 def load_optimizer_state(
@@ -105,7 +116,7 @@ def _extras(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {}
     found = optimizer.state_dict()
     if not {"state", "param_groups"} <= found.keys() or len(found["state"]) != len(optimizer.state):
-        raise RunError(
+        raise UsageError(
             f"the state_dict() of {type(optimizer).__name__} is not that of a torch optimizer, so that a run could not resume: "
             "use the optimizer that it wraps, or another one"
         )
@@ -151,7 +162,7 @@ def _device_of(members: list[nn.Parameter]) -> torch.device | None:
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
     if parameter not in names:
-        raise RunError(
+        raise UsageError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks: "
             "make the optimizer of the parameters of the module that run.model(...) returns"
         )
@@ -168,7 +179,7 @@ def _refuse_odd_shards(name: str, parameter: Tensor, entries: Mapping[str, objec
     """A shard has its place in the state by its parameter's; what is sharded otherwise would have none in a fresh optimizer."""
     for leaf in leaves(dict(entries)) if is_sharded_tensor(parameter) else ():
         if is_sharded_tensor(leaf) and isinstance(leaf, Tensor) and checked(name, leaf).shape != parameter.shape:
-            raise RunError(
+            raise UsageError(
                 f"{name} has a sharded tensor of shape {tuple(leaf.shape)} for a parameter of shape {tuple(parameter.shape)}, "
                 "which cannot be restored at another world size: use another optimizer, or do not shard the model"
             )

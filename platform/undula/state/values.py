@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from undula.errors import CheckpointError, RunError
+from undula.errors import CheckpointError, UsageError
 from undula.state.pieces import dtype_named, is_sharded_tensor
 
 Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
@@ -26,7 +26,7 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Json:
         tensors: Gets the tensors that the value contains, by name.
 
     Raises:
-        RunError: The value is of another type.
+        UsageError: The value is of another type.
     """
     if isinstance(value, Tensor):
         while name in tensors:  # a dictionary may have the keys 1 and "1"
@@ -45,7 +45,7 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, dict) and type(value) is dict:
         pairs = [[encode(name, key, {}), encode(f"{name}.{key}", item, tensors)] for key, item in value.items()]
         return {"dict": pairs}
-    raise RunError(
+    raise UsageError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint can hold: "
         "keep it as a tensor, a number, a string, or a list, tuple or dict of these"
     )
@@ -108,17 +108,17 @@ def checked(name: str, tensor: Tensor) -> Tensor:
     """The tensor, detached, if a checkpoint can hold its bits.
 
     Raises:
-        RunError: The tensor is sparse or quantized, has no shape yet, or is of a class of its own.
+        UsageError: The tensor is sparse or quantized, has no shape yet, or is of a class of its own.
     """
     if is_lazy(tensor):
-        raise RunError(f"{name} has no shape yet: pass one batch through the lazy module before run.model(...)")
+        raise UsageError(f"{name} has no shape yet: pass one batch through the lazy module before run.model(...)")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided else "quantized"
-        raise RunError(
+        raise UsageError(
             f"{name} is a {kind} tensor, which no checkpoint can hold: keep it dense, or use another optimizer"
         )
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not is_sharded_tensor(tensor):
-        raise RunError(
+        raise UsageError(
             f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}, which no checkpoint can hold: "
             "keep it as a plain tensor"
         )

@@ -27,6 +27,7 @@ from undula.recovery.worker_state import WorkerState
 from undula.state.checkpoint import Checkpointer
 from undula.state.events import CheckpointEvent
 from undula.state.model_state import check_state
+from undula.state.optimizer_state import check_step
 from undula.telemetry.messages import Publisher
 from undula.train.buffers import BufferMean
 from undula.train.context import RunSetup, TrainContext
@@ -149,6 +150,7 @@ class Run:
             raise UsageError("run.steps() was called before run.model() and run.optimizer(): give both first")
         self._has_started = True
         assert self._model is not None
+        check_step(self._optimizer)
         check_state(self._model, self._optimizer)
         self._loop = TrainingLoop(self._context(), validate, self._validation_map)
         yield from self._loop.steps()

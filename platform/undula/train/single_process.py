@@ -36,7 +36,7 @@ class SingleProcess:
             Exception: whatever the script raises.
         """
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        with _world_of_one(device):
+        with world_of_one(device):
             run = Run(self._job, join_layout(0, 1, device), self._worker, self._publish)
             try:
                 self._train(run)
@@ -51,7 +51,8 @@ class SingleProcess:
 
 
 @contextmanager
-def _world_of_one(device: torch.device) -> Iterator[None]:
+def world_of_one(device: torch.device) -> Iterator[None]:
+    """A process group with this process alone."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from undula.errors import CheckpointError, RunError
+from undula.errors import CheckpointError, UsageError
 from undula.state.model_state import (
     check_state,
     empty_like_saved,
@@ -204,7 +204,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_in_a_sentence(harm: str, s
         optimizer.state[model.weight]["sum"] = torch.ones(2).to_sparse()
     if harm == "stranger":
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
-    with pytest.raises(RunError, match=sentence):
+    with pytest.raises(UsageError, match=sentence):
         check_state(model, optimizer)
 
 

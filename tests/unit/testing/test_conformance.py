@@ -1,0 +1,25 @@
+"""The conformance suite: every model and optimizer resumes exactly or is refused, and what does not resume exactly is found."""
+
+import pytest
+from conformance_cases import ALL, REFUSED, Changing, Plain, adamw, batches, on_numbers
+from torch import nn
+
+from undula.data.rows import Batch
+from undula.errors import ConformanceError, UsageError
+from undula.testing.conformance import Training, check
+
+
+def checked(training: Training, given: list[Batch] | None = None) -> None:
+    check(training.make_model, training.make_optimizer, training.loss, given or batches(), training.before_step)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_training_resumes_exactly_from_every_step(name: str) -> None:
+    checked(ALL[name])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_training_that_could_not_resume_is_refused(name: str) -> None:
+    training, sentence = REFUSED[name]
+    with pytest.raises(UsageError, match=f"^{sentence}"):
+        checked(training)
