@@ -1,11 +1,10 @@
 """The conformance suite: every model and optimizer resumes exactly or is refused, and what does not resume exactly is found."""
 
 import pytest
-from conformance_cases import ALL, REFUSED, Changing, Plain, adamw, batches, on_numbers
-from torch import nn
+from conformance_cases import ALL, REFUSED, batches
 
 from undula.data.rows import Batch
-from undula.errors import ConformanceError, UsageError
+from undula.errors import UsageError
 from undula.testing.conformance import Training, check
 
 

@@ -50,7 +50,7 @@ def test_a_run_with_a_layer_that_never_receives_a_gradient_resumes(tmp_path: Pat
 
 def grown(job: Job, stop: int | None = None) -> list[Tensor]:
     """The weights of a run whose script unfreezes a layer before step 2 and hands it to the optimizer in a group of its own."""
-    run = Run(job, 0, 1, torch.device("cpu"), lambda message: None)
+    run = cpu_run(job)
     model = run.model(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).requires_grad_(False))
     optimizer = run.optimizer(torch.optim.AdamW(model[1].requires_grad_(True).parameters(), lr=run.base_lr))  # type: ignore[index]
     steps: Iterator[Step] = run.steps()
