@@ -11,11 +11,19 @@
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
 Each message is one sentence for the user: the place (file, key or URL), the problem, and the fix.
+The module also holds the settings with which every spec refuses what it does not know.
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
+
+STRICT: "ConfigDict" = {"extra": "forbid", "allow_inf_nan": False, "use_attribute_docstrings": True}
+"""pydantic's settings for every spec: unknown keys and numbers that are not finite are refused."""
 
 
 class UndulaError(Exception):

@@ -26,8 +26,8 @@ def run(
       undula run jobs/language_model.yaml name=first plan.max_steps=100
       undula run jobs/language_model.yaml workers.max=8 --address http://HEAD:8265
     """
-    from undula.cluster.submission import submission_of_job, submit_and_follow
     from undula.config.job import load_spec
+    from undula.driver.submission import submission_of_job, submit_and_follow
     from undula.telemetry.live import LiveScreen
 
     loaded = load_spec(job, overrides)

@@ -59,7 +59,7 @@ def run(file: Path, overrides: tuple[str, ...], script: Path | None, address: st
     that study.
     """
     from undula.cluster.local import cluster_at_hand
-    from undula.cluster.submission import submit_and_follow
+    from undula.driver.submission import submit_and_follow
     from undula.study.load import load_study
     from undula.study.status import report_if_done
     from undula.study.submission import submission_of_study

@@ -15,6 +15,7 @@ from pathlib import Path
 from undula.cluster.facts import FileSystem, Gpu, NodeReport, NoticeSource, Stored
 from undula.cluster.notices import Unreadable, ask, source_here
 from undula.errors import ClusterError, StorageError
+from undula.state.defaults import MEMORY
 from undula.storage import open_store
 
 PACKAGES = ("ray", "torch", "undula", "pyarrow", "horovod")
@@ -38,9 +39,8 @@ class Probe:
             session: Ray's session directory on this node.
             runs: path or URL of the run directories.
         """
-        # Both modules import torch, which takes seconds. The driver imports this module too but does not need torch.
+        # The module imports torch, which takes seconds. The driver imports this module too but does not need torch.
         from undula.cluster.worker_check import gpus_seen
-        from undula.recovery.snapshot import MEMORY
 
         versions = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
         paths = [session] if "://" in runs else [session, runs]

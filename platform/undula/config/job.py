@@ -15,10 +15,10 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from undula.config.yaml_file import flatten, load_file, refuse_unknown_keys, validated
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
-from undula.errors import SpecError
+from undula.errors import STRICT, SpecError
 from undula.parallel.capabilities import Feature, features_of, refusal
 from undula.parallel.spec import EngineName, GradientSpec
-from undula.plan.plan import STRICT, PlanSpec
+from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS
 from undula.state.spec import CheckpointSpec

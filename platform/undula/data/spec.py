@@ -5,7 +5,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.plan.plan import STRICT
+from undula.errors import STRICT
 
 Url = Annotated[str, MinLen(1)]
 

@@ -8,8 +8,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import nn
 
-from undula.errors import SpecError
-from undula.plan.plan import STRICT
+from undula.errors import STRICT, SpecError
 
 Name = Literal["sgd", "adam", "adamw", "lars", "lamb"]
 Fraction = Annotated[float, Ge(0), Lt(1)]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.plan.plan import STRICT
+from undula.errors import STRICT
 
 EngineName = Literal["torch", "horovod"]
 

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.plan.plan import STRICT
+from undula.errors import STRICT
 
 MARKET = "undula.io/market"
 """Ray node label for the market a node was bought on: SPOT or ON_DEMAND."""

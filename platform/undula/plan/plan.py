@@ -7,12 +7,10 @@ from json import dumps
 from typing import Annotated, Literal
 
 from annotated_types import Gt
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.errors import SpecError
+from undula.errors import STRICT, SpecError
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Positive = Annotated[int, Gt(0)]
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.plan.plan import STRICT, Plan, PlanSpec, Positive
+from undula.errors import STRICT
+from undula.plan.plan import Plan, PlanSpec, Positive
 from undula.plan.rules import RULES, RuleName, Scaled
 
 Length = Literal["warmup_samples", "warmup_epochs", "warmup_steps"]

@@ -23,11 +23,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from undula.state.defaults import MEMORY
 from undula.state.pieces import Holding, Piece, RankState, TensorSpec, dtype_named
 from undula.state.records import StepRow
 
-MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
-"""A file system in memory; for each of several nodes on one machine another one."""
 FORMAT = 3
 Age = tuple[int, int]
 """(attempt, steps): what a later attempt has is the run, even where an earlier one had come further."""

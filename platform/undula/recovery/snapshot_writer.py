@@ -16,7 +16,6 @@ from torch import Tensor
 
 from undula.recovery.snapshot import (
     FREE_SHARE,
-    MEMORY,
     Arrangement,
     available_memory,
     encoded,
@@ -24,6 +23,7 @@ from undula.recovery.snapshot import (
     fixed_meta,
     is_private,
 )
+from undula.state.defaults import MEMORY
 from undula.state.pieces import RankState
 from undula.state.records import StepRow
 

@@ -9,7 +9,8 @@ from annotated_types import Ge, Gt, MinLen
 from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from undula.plan.plan import STRICT, Positive
+from undula.errors import STRICT
+from undula.plan.plan import Positive
 from undula.plan.rules import RULES, RuleName
 
 Optimizer = Literal["own", "sgd", "adam", "adamw", "lars", "lamb"]

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from undula.cluster.submission import Submission, how_to_continue, name_in_submission
 from undula.config.job import absolute_paths, script_of
+from undula.driver.submission import Submission, how_to_continue, name_in_submission
 from undula.study.load import LoadedStudy
 
 
 def submission_of_study(
     file: Path, loaded: LoadedStudy, overrides: Sequence[str], script: Path | None, fresh: bool
 ) -> Submission:
-    """Submission of a study; the arguments are those of `undula.cluster.submission.submission_of_job`.
+    """Submission of a study; the arguments are those of `undula.driver.submission.submission_of_job`.
 
     Raises:
         SpecError: there is no script.

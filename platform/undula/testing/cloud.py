@@ -27,7 +27,7 @@ from ray.autoscaler.tags import (
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.plan.fleet import MACHINE, MARKET, TYPE
-from undula.recovery.snapshot import MEMORY
+from undula.state.defaults import MEMORY
 from undula.testing.machine import MACHINE_FILE, NOTICE
 from undula.testing.nodes import kill_tree
 

@@ -19,7 +19,7 @@ import psutil
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
-from undula.recovery.snapshot import MEMORY
+from undula.state.defaults import MEMORY
 
 START_TIMEOUT_S = 20.0
 ANSWER_LIMIT_S = 30.0

@@ -61,7 +61,7 @@ def test_the_command_line_starts_fast() -> None:
 
 def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
     """Ray reads a cluster's token when it is imported, and the local cluster has none before it starts."""
-    modules = "undula.cluster.submission, undula.study.submission, undula.study.status, undula.study.render.page"
+    modules = "undula.driver.submission, undula.study.submission, undula.study.status, undula.study.render.page"
     check = f"import sys, {modules}; sys.exit(', '.join({{'ray'}} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -175,7 +175,7 @@ def test_chaos_refuses_workers_that_fit_on_none_of_its_nodes(undula: Command, ru
 def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
     undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("undula.cluster.submit.submit", lambda *_: -9)
+    monkeypatch.setattr("undula.driver.submit.submit", lambda *_: -9)
     said = undula("run", JOB, "name=job", f"runs={runs}", "--address", "http://head:8265")
     assert said.status == -9
     assert said.out.splitlines()[-2:] == [

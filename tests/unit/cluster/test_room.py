@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from undula.cluster import local, room, submission
+from undula.cluster import local, room
 from undula.cluster.room import refuse_what_never_fits
-from undula.cluster.submission import Submission, submit_and_follow
+from undula.driver import submission
+from undula.driver.submission import Submission, submit_and_follow
 from undula.elastic.pure.nodes import Shortage, shortage
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.machine import machine_resources
@@ -101,6 +102,6 @@ def test_another_cluster_may_have_what_this_machine_lacks(monkeypatch: pytest.Mo
         submitted.append(dashboard)
         return 0
 
-    monkeypatch.setattr("undula.cluster.submit.submit", submit)
+    monkeypatch.setattr("undula.driver.submit.submit", submit)
     assert submit_and_follow(job(WorkersSpec(gpus=1)), "http://head:8265", LiveScreen(sys.stdout)) == 0
     assert submitted == ["http://head:8265"]

@@ -8,8 +8,8 @@ from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from undula.errors import STRICT
 from undula.plan.fleet import FleetSpec
-from undula.plan.plan import STRICT
 
 CPU_CYCLE_TIME_MS = 5
 """Milliseconds between two rounds of Horovod's background thread where workers train on CPUs."""

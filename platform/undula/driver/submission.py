@@ -107,7 +107,7 @@ def submit_and_follow(submission: Submission, address: str | None, screen: LiveS
 
 
 def _follow(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
-    from undula.cluster.submit import submit  # imports Ray, which reads the token from the environment
+    from undula.driver.submit import submit  # imports Ray, which reads the token from the environment
 
     try:
         status = submit(dashboard, submission.script, submission.arguments, screen.show)
