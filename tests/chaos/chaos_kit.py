@@ -20,17 +20,19 @@ from undula.testing.nodes import Nodes
 E = TypeVar("E", bound=Event)
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 SCHEDULED_STEPS = 130
-# The model is wide enough for a step to take a tenth of a second, because faults are scheduled by step.
+PACE_S = 0.1
 JOB = (
     *MODEL,
     *PLAN,
-    *("config.model.width=192", "config.model.layers=4", "config.model.dropout=0.1", "deterministic=true"),
+    *("config.model.dropout=0.1", "deterministic=true"),
     "schedule.decay=constant",
     *("checkpoint.every_steps=25", "validation.every_steps=50", "workers.min=1", "workers.grow=always"),
 )
 
 
 WRAPPED = """
+import time
+
 import language_model
 import undula
 from language_model import Config
@@ -47,8 +49,10 @@ def train(run):
     original_steps, original_model = run.steps, run.model
     def steps(validate=None):
         for step in original_steps(validate=validate):
+            began = time.monotonic()
             before(step)
             yield step
+            time.sleep(max(began + {pace_s} - time.monotonic(), 0.0))
     run.steps = steps
     run.model = lambda module: original_model(prepared(module))
     language_model.train(run)
@@ -58,16 +62,21 @@ if __name__ == "__main__":
 """
 
 
-def wrapped(folder: Path, hook: str) -> Path:
-    """Write a script of the main job. The code `hook` can define `before`, called at each step, and `prepared`, applied to the model."""
+def wrapped(folder: Path, hook: str = "") -> Path:
+    """Write a script of the main job in which a step takes at least PACE_S, because faults are scheduled by step.
+
+    The code `hook` can define `before`, which is called at each step, and `prepared`, which is applied to the model.
+    """
     path = folder / "job" / "wrapped.py"
     shutil.copytree(SCRIPT.parent, path.parent)
-    path.write_text(WRAPPED.format(hook=hook))
+    path.write_text(WRAPPED.format(hook=hook, pace_s=PACE_S))
     shutil.copy(SCRIPT.with_suffix(".yaml"), path.with_suffix(".yaml"))
     return path
 
 
-def command(text: str, runs: str, name: str, *overrides: str, script: Path = SCRIPT) -> list[str]:
+def command(text: str, runs: str, name: str, *overrides: str, script: Path | None = None) -> list[str]:
+    """Return the command that runs a script; by default, the main job at the pace of `wrapped`."""
+    script = script or wrapped(Path(runs))
     data = (f"data.train={text}/train", f"data.validation={text}/validation")
     return [sys.executable, str(script), f"name={name}", f"runs={runs}", *data, *JOB, *overrides]
 

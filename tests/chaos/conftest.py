@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from chaos_kit import SCHEDULED_STEPS, command
+from chaos_kit import SCHEDULED_STEPS, SCRIPT, command
 
 from undula.testing.chaos import start_driver
 from undula.testing.nodes import Nodes, nodes
@@ -27,6 +27,6 @@ def alone(spot: Nodes, text: str, tmp_path_factory: pytest.TempPathFactory) -> s
         spot.add()
     spot.await_all()
     settings = (f"plan.max_steps={SCHEDULED_STEPS}", "workers.max=1")
-    driver = start_driver(command(text, runs, "alone", *settings), spot.cluster, print)
+    driver = start_driver(command(text, runs, "alone", *settings, script=SCRIPT), spot.cluster, print)
     assert driver.process.wait(240) == 0
     return f"{runs}/alone"

@@ -63,8 +63,7 @@ def horovod_run(
     text: str, spot: Nodes, folder: Path, faults: str, *settings: str, script: Path | None = None, steps: int = STEPS
 ) -> str:
     """Run the job with `engine: horovod` under some faults and return its URL."""
-    scripts = {} if script is None else {"script": script}
-    job = command(text, str(folder), "run", "engine=horovod", f"plan.max_steps={steps}", *settings, **scripts)
+    job = command(text, str(folder), "run", "engine=horovod", f"plan.max_steps={steps}", *settings, script=script)
     run_through(parse_faults(faults), spot, job, f"{folder}/run")
     return f"{folder}/run"
 

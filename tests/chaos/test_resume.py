@@ -22,8 +22,7 @@ STEPS = 90
 # Wide enough for a run not to end in the moment before it is killed, and at a rate at which rounding does not grow.
 SETTINGS = (
     f"plan.max_steps={STEPS}",
-    "config.model.width=128",
-    "config.model.layers=4",
+    "config.model.width=64",
     "schedule.base_lr=1e-4",
     "checkpoint.every_steps=10",
     "config.model.dropout=0.1",

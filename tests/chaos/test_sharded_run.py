@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chaos_kit import command, origins_in, run_through, wrapped
+from chaos_kit import SCRIPT, command, origins_in, run_through, wrapped
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
@@ -45,7 +45,8 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
     # No checkpoint is written before the end, so the state of a lost rank comes from the copy at the controller.
     assert "the memory of the head" in origins_in(f"{tmp_path}/sharded")
 
-    whole = start_driver([*command(text, str(tmp_path), "whole", *settings), "workers.max=1"], spot.cluster, print)
+    alone_job = command(text, str(tmp_path), "whole", *settings, "workers.max=1", script=SCRIPT)
+    whole = start_driver(alone_job, spot.cluster, print)
     assert whole.process.wait(240) == 0
     run, alone = (read_run(open_store(f"{tmp_path}/{name}")) for name in ("sharded", "whole"))
     certificate = certify(run, data_of(run), against=alone, tolerance=2e-4)
