@@ -25,6 +25,14 @@ settings.register_profile("undula", deadline=None)  # a test on a busy machine m
 settings.load_profile("undula")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a cluster run in one process, one after another; the other files run beside them, each in one process."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        shared = next((name for name in ("spot", "cluster") if name in fixtures), None)
+        item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
+
+
 @dataclass(frozen=True)
 class S3:
     """Empty bucket and the environment variables with which clients find it."""

@@ -144,7 +144,7 @@ class _Attempt:
         seed_micro_batch(SEED, step, virtual_worker=0, micro_batch=0)
         self._training.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
 
     def record(self) -> Record:
         return record_of(self._model, self._optimizer)

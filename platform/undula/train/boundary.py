@@ -133,7 +133,7 @@ class StepBoundary:
         if context.committed:
             worker.held = None
             context.buffers.undo_step()
-            context.engine.abandon_step()
+            context.engine.free_gradients()
             worker.held = self.held_state(context.committed)
         self.close(wait=not worker.is_sound)
 

@@ -93,12 +93,12 @@ class Engine:
     def step(self) -> bool:
         """Step the optimizer and free the gradients; whether the step was applied, which mixed precision may skip."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.free_gradients()
         return True
 
-    def abandon_step(self) -> None:
-        """Free the gradients of a step that is not finished."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def free_gradients(self) -> None:
+        """Free all gradients, also those of parameters that the optimizer does not have (yet)."""
+        self.module.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Piece]:
         """Tensors that the engine changes from step to step beside the model and the optimizer, by name; restored in place."""

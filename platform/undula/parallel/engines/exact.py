@@ -48,8 +48,8 @@ class ExactEngine(Engine):
             parameter.grad = None if value is None else like_parameter(value, parameter)
         self._sums.clear()
 
-    def abandon_step(self) -> None:
-        super().abandon_step()
+    def free_gradients(self) -> None:
+        super().free_gradients()
         self._sums.clear()
 
 
