@@ -1,32 +1,71 @@
-"""Models and optimizers as users have them, for the conformance suite. Everything is at the top of the module: ranks import it."""
+"""Models and optimizers as users have them, for the conformance suite. Everything is at the top of the module, as ranks import it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytorch_optimizer
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from undula.data.rows import Batch
-from undula.testing.conformance import Training
+from undula.data.write import array_column, array_field, write_shards
+from undula.storage import Store
+from undula.train.run import Run
 
 ROWS = 12
 WIDTH = 4
 WORDS = 7
 
 
-def batches(count: int = 4) -> list[Batch]:
-    """Numbers and words of shape [samples, WIDTH]."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        {
-            "x": torch.randn(ROWS, WIDTH, generator=generator),
-            "words": torch.randint(WORDS, (ROWS, WIDTH), generator=generator),
-        }
-        for _ in range(count)
+def nothing(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Do nothing before a step."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A train function of a model, an optimizer and a loss."""
+
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    before_step: Callable[[int, nn.Module, torch.optim.Optimizer], None] = nothing
+    """What the script does before each step, such as freezing a layer; called with the number of steps done."""
+
+    def __call__(self, run: Run) -> None:
+        model = run.model(self.make_model())
+        optimizer = run.optimizer(self.make_optimizer(model))
+        for step in run.steps():
+            self.before_step(step.index, model, optimizer)
+            for batch in step.batches():
+                step.backward(self.loss(model, batch))
+            step.update()
+
+
+def write_job(folder: Path) -> str:
+    """Write a data set of numbers and words of shape [samples, WIDTH], and a job that trains on it. Return the job's YAML file."""
+    chance = np.random.default_rng(5)
+    rows = 6 * ROWS
+    x, words = array_field("x", pa.float32(), (WIDTH,)), array_field("words", pa.int64(), (WIDTH,))
+    columns = [
+        array_column(x, chance.standard_normal((rows, WIDTH)).astype(np.float32)),
+        array_column(words, chance.integers(WORDS, size=(rows, WIDTH))),
     ]
+    table = pa.table(columns, schema=pa.schema([x, words]))
+    write_shards(Store(f"{folder}/data"), [table], table.schema, rows, num_shards=2, row_group_bytes=1024)
+    job = {
+        "name": "conformance",
+        "data": {"train": f"{folder}/data"},
+        "plan": {"global_batch": ROWS, "virtual_workers": 2},
+        "schedule": {"base_lr": 0.05},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    return f"{folder}/job.yaml"
 
 
 def on_numbers(model: nn.Module, batch: Batch) -> Tensor:
@@ -235,7 +274,7 @@ class Lazy(nn.Module):
 
 
 class WithExtraState(Plain):
-    """Extra state of numbers and a tensor, which changes the forward pass."""
+    """Extra state of numbers and a tensor, which changes with each step and changes the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,9 +292,13 @@ class WithExtraState(Plain):
         self.calls, self.scale = calls, scale.clone()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.scale = self.scale * 0.9
         return super().forward(x) * self.scale * self.calls
+
+
+def count_step(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change the extra state."""
+    model.calls += 1  # type: ignore[operator]
+    model.scale = model.scale * 0.9  # type: ignore[operator]
 
 
 class WithOddExtraState(Plain):
@@ -305,7 +348,7 @@ MODELS: dict[str, Training] = {
     "bf16 parameters": Training(partial(Cast, torch.bfloat16), adamw, on_numbers),
     "parametrizations": Training(Parametrized, adamw, on_numbers),
     "a lazy layer that has seen a batch": Training(partial(Lazy, True), adamw, on_numbers),
-    "extra state": Training(WithExtraState, adamw, on_numbers),
+    "extra state": Training(WithExtraState, adamw, on_numbers, count_step),
     "a compiled model": Training(compiled, adamw, on_numbers),
     "a layer that is frozen and unfrozen": Training(Plain, adamw, on_numbers, freeze_and_unfreeze),
 }
@@ -313,7 +356,7 @@ MODELS: dict[str, Training] = {
 REFUSED: dict[str, tuple[Training, str]] = {
     "a lazy layer": (
         Training(partial(Lazy, False), adamw, on_numbers),
-        r"model\.layer\.weight has no shape yet: pass one batch through",
+        r"run\.model\(\) got a module whose parameter .layer\.weight. has no shape yet",
     ),
     "odd extra state": (
         Training(WithOddExtraState, adamw, on_numbers),
@@ -329,6 +372,31 @@ REFUSED: dict[str, tuple[Training, str]] = {
     ),
 }
 """Trainings that a run refuses, and how the sentence begins."""
+
+
+class Forgetful(torch.optim.SGD):
+    """An optimizer with momentum that it keeps as an attribute, where no checkpoint has it."""
+
+    momentum: Tensor | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        weight = self.param_groups[0]["params"][0]
+        self.momentum = weight.grad.clone() if self.momentum is None else 0.9 * self.momentum + weight.grad
+        weight.grad.copy_(self.momentum)
+        super().step()
+
+
+UNSOUND: dict[str, tuple[Training, str]] = {
+    "a buffer that is not persistent, and that training changes": (
+        Training(Changing, adamw, on_numbers),
+        "buffer.*mean, which is not persistent, has other bits after 1 steps",
+    ),
+    "momentum in an attribute of the optimizer": (
+        Training(Plain, lambda model: Forgetful(model.parameters(), lr=0.05), on_numbers),
+        "model.first.weight has other bits after 2 steps",
+    ),
+}
+"""Trainings that do not resume exactly, and how the sentence begins."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def run_through(faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: s
     driver = start_driver([*job, "workers.max=2"], spot.cluster, print)
     chaos = Chaos(spot, open_store(url), driver)
     try:
-        assert chaos.run(faults, limit_s=200) == 0, driver.lines[-5:]
+        assert chaos.run(faults, limit_s=300) == 0, driver.lines[-5:]
     finally:
         driver.stop()
     return chaos

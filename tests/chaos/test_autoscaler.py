@@ -92,7 +92,7 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(text: str, 
     with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}) as there:
         assert there.machines() == []
         url = f"{tmp_path}/spot"
-        driver = start(there, text, tmp_path, "plan.max_steps=250")
+        driver = start(there, text, tmp_path, "plan.max_steps=700")
         try:
             wait_for(driver, url, starts_with(2))
             first = there.machines()
@@ -117,7 +117,7 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(text: str, 
 def test_an_unavailable_machine_type_is_replaced_by_the_next_one(text: str, tmp_path: Path) -> None:
     with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}) as there:
         url = f"{tmp_path}/spot"
-        driver = start(there, text, tmp_path, "plan.max_steps=60")
+        driver = start(there, text, tmp_path, "plan.max_steps=300")
         try:
             wait_for(driver, url, refuses("spot-1"), starts_with(2))
             assert markets(there) == [ON_DEMAND, SPOT]
@@ -131,7 +131,7 @@ def test_a_run_behind_its_deadline_trains_on_demand_until_spot_is_available(text
     with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}) as there:
         fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")
         url = f"{tmp_path}/spot"
-        driver = start(there, text, tmp_path, "plan.max_steps=80", *fleet)
+        driver = start(there, text, tmp_path, "plan.max_steps=400", *fleet)
         try:
             wait_for(driver, url, asks_for(2, 0), asks_for(2, 2), starts_with(2))
             assert markets(there) == [ON_DEMAND, ON_DEMAND]

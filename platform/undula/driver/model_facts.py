@@ -2,20 +2,20 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch import Tensor, nn
 
 from undula.config.job import LoadedSpec
 from undula.parallel.capabilities import Feature
 from undula.parallel.engines.select import features_of_model
 from undula.plan.plan import Plan
 from undula.train.run import Run
+from undula.train.single_process import local_world
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) ->
     """
     probe = _ModelProbe(loaded, plan)
     try:
-        with _world_of_one(), torch.device("meta"), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with _world(), torch.device("meta"), redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             train(probe)  # type: ignore[arg-type]
     except _ModelBuiltError as built:
@@ -74,20 +74,14 @@ class _ModelProbe:
     def model(self, module: nn.Module) -> nn.Module:
         raise _ModelBuiltError(
             ModelFacts(
-                shapes={name: tuple(value.shape) for name, value in module.state_dict().items()},
+                shapes={
+                    name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)
+                },
                 features=frozenset(features_of_model(module)),
             )
         )
 
 
-@contextmanager
-def _world_of_one() -> Iterator[None]:
-    """A process group with this process alone: without a group, `fully_shard` raises."""
-    if not dist.is_available() or dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _world() -> AbstractContextManager[None]:
+    """A process group with this process alone, unless there is one: without a group, `fully_shard` raises."""
+    return nullcontext() if dist.is_initialized() else local_world(torch.device("cpu"))

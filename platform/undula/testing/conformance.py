@@ -1,207 +1,289 @@
-"""A test of a model and its optimizer: does a run with them resume exactly, wherever it is interrupted?
+"""A test of a job's model and optimizer: does a run come out the same, bit for bit, wherever it is interrupted?
 
     from undula.testing import conformance
+    from train import Config, train
 
-    conformance.check(make_model, make_optimizer, loss, batches)
+    conformance.check(train, "train.yaml", config=Config)
+    conformance.check_on_ranks(train, "train.yaml", "deterministic=true", config=Config)
 
-trains on the batches in this process, once without interruption, and once more for each step boundary: there the state goes through
-the formats of snapshots and checkpoints into a fresh model and a fresh optimizer, which train the rest. `check_on_ranks` does so with
-whole runs on real ranks whose number changes. Both return if every tensor and value of the state is equal bit for bit, and else raise
-an error of one sentence.
+Both functions train the script's own train function for a few steps, once without interruption and once with, and return if every
+tensor and value of the state is equal. Otherwise they raise an error of one sentence. `check` interrupts after each step of a run in
+this process. `check_on_ranks` runs ranks in processes of their own, kills some, and changes their number.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from undula.data.rows import Batch
-from undula.errors import ConformanceError
-from undula.parallel.layout import Layout, join_layout
-from undula.recovery.live_state import LiveState
-from undula.recovery.restore import Restorer
-from undula.recovery.snapshot import Snapshot, packed, parsed
-from undula.state.checkpoint import Checkpointer
-from undula.state.model_state import bare_module, check_state, model_and_optimizer_state
-from undula.state.optimizer_state import check_step
-from undula.storage import Store
-from undula.train.randomness import seed_micro_batch, seed_weights
-from undula.train.single_process import world_of_one
+from undula.config.job import LoadedSpec, load_spec
+from undula.driver.launch import job_of
+from undula.driver.preflight import check_job, check_model
+from undula.errors import ConformanceError, UndulaError
+from undula.plan.plan import Plan
+from undula.state.model_state import bare_module, model_and_optimizer_state
+from undula.train.job import Job
+from undula.train.run import Run
+from undula.train.single_process import SingleProcess
 
-PLAN = "conformance"
-SEED = 0
-Record: TypeAlias = Mapping[str, Any]
-"""Copies of the tensors of a state, and its values, by name."""
-
-
-def nothing(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do nothing before a step."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a script trains, and how."""
-
-    make_model: Callable[[], nn.Module]
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    loss: Callable[[nn.Module, Batch], Tensor]
-    """Mean loss of a model over a batch's samples."""
-    before_step: Callable[[int, nn.Module, torch.optim.Optimizer], None] = nothing
-    """What the script does before each step, as freezing a layer; called with the number of steps done."""
+Train: TypeAlias = Callable[[Run], None]
+Record: TypeAlias = Mapping[str, tuple[str, bytes]]
+"""Kind and bytes of each tensor and value of a state, by name."""
+Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
+"""Called with the number of steps done, the model and the optimizer."""
+SETTINGS = ("name=conformance", "data.validation=null", "plan.max_steps=6")
+"""Overrides of the job that the caller's overrides precede."""
+EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.snapshot_every_steps=0")
+SNAPSHOTS_ALONE = ("checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1")
+LIMIT_S = 120.0
+"""Maximum time in seconds for a group of ranks to end."""
+PRELOADED = ["undula.testing.conformance", "torch._dynamo", "torch.distributed.fsdp", "undula.telemetry.tensorboard"]
+"""Modules that the process imports once from which ranks are forked."""
 
 
-def check(
-    make_model: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    loss: Callable[[nn.Module, Batch], Tensor],
-    batches: Sequence[Batch],
-    before_step: Callable[[int, nn.Module, torch.optim.Optimizer], None] = nothing,
-) -> None:
-    """Check in this process that a training resumes exactly from every step boundary.
+def check(train: Train, job: str | Path, *overrides: str, config: type | None = None) -> None:
+    """Check in this process that a run resumes exactly after each of its steps, from snapshots and from checkpoints.
 
     Args:
-        make_model: Makes a fresh model. torch's random state is the same for each call.
-        make_optimizer: Makes a fresh optimizer of a model's parameters.
-        loss: Mean loss of a model over a batch's samples.
-        batches: The batch of each step; three or four steps show most defects.
-        before_step: Called before each step with the number of steps done, the model and the optimizer: freeze a layer or add a
-            parameter group here, depending on the number of steps done alone.
+        train: The script's train function.
+        job: YAML file of the job. The run has 6 steps unless `plan.max_steps` is overridden, and no validation.
+        overrides: Overrides of the job, as `key=value`.
+        config: The script's dataclass for the section `config`, as in `undula.main`.
 
     Raises:
-        ConformanceError: A tensor or a value of the state differs from that of the uninterrupted training.
-        UsageError: A run would refuse the model or the optimizer when it starts.
+        ConformanceError: A tensor or a value of the state differs from that of the uninterrupted run.
+        UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
     """
-    training = Training(make_model, make_optimizer, loss, before_step)
-    with _layout() as layout, TemporaryDirectory() as folder:
-        attempt = _Attempt(training, layout, Path(folder))
-        boundaries = [attempt.record()]
-        for step, batch in enumerate(batches):
-            attempt.train(step, batch)
-            attempt.save(step + 1)
-            boundaries.append(attempt.record())
-        for source in ("a snapshot", "a checkpoint"):
-            for done in range(len(batches)):
-                _check_from(done, source, _Attempt(training, layout, Path(folder)), batches, boundaries)
+    with TemporaryDirectory() as folder:
+        for source, settings in (("a checkpoint", EVERY_STEP), ("a snapshot", SNAPSHOTS_ALONE)):
+            loaded = _loaded(train, job, [*settings, *overrides], f"{folder}/{settings[0]}", config)
+            whole, legs = _new_job(loaded, "whole"), _new_job(loaded, "legs")
+            boundaries = _boundaries(train, whole)
+            for done in range(1, max(boundaries) + 1):
+                _train_here(train, legs, _Comparison(boundaries, source), until=done)
+
+
+def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type | None = None) -> None:
+    """Check that a run on ranks in separate processes is unchanged by two SIGKILLs, departures, growth and a resubmission.
+
+    With `deterministic=true`, the number of ranks changes between 1 and 2, and the comparison is a run on one rank. Otherwise the
+    sum of gradients depends on the number of ranks: it stays 2, and the comparison is an uninterrupted run on 2.
+
+    Args:
+        train: The script's train function. A new Python process must be able to import it by name.
+        job, overrides, config: As for `check`, but that the run needs at least 6 steps.
+
+    Raises:
+        ConformanceError: A tensor or a value of the last state differs from that of the uninterrupted run.
+        UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
+    """
+    with TemporaryDirectory() as folder:
+        settings = ["checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1", *overrides]
+        loaded = _loaded(train, job, settings, folder, config)
+        fewest = 1 if loaded.spec.deterministic else 2
+        expected = _last(_group(train, _new_job(loaded, "whole"), _Group(fewest)))
+        interrupted = _new_job(loaded, "interrupted")
+        for group in (
+            _Group(2, until=1, victim=1),
+            _Group(fewest, until=2, leaves=True),
+            _Group(2, until=3, victim=0),
+            _Group(2, until=4, leaves=True, saves=True),
+            _Group(fewest, until=5, leaves=True, saves=True),
+        ):
+            _group(train, interrupted, group)
+        resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
+        found = _last(_group(train, resubmitted, _Group(2)))
+        if difference := first_difference(found, expected):
+            raise ConformanceError(f"{difference} at the end of a run whose ranks were killed and changed in number")
+
+
+def record_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+    """A copy of the state of this rank, with the buffers that are not persistent."""
+    record = {name: _leaf(value) for name, value in model_and_optimizer_state(model, optimizer).items()}
+    for name, module in bare_module(model).named_modules():
+        for key in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[key]) is not None:
+                record[f"buffer.{name}.{key}, which is not persistent,"] = _leaf(buffer)
+    return record
 
 
 def first_difference(found: Record, expected: Record) -> str | None:
     """The first tensor or value in which two records differ, and how; None where they are equal bit for bit."""
     for name in sorted(expected.keys() | found.keys()):
         if name not in found or name not in expected:
-            return f"{name} is {'missing' if name in expected else 'there only after the interruption'}"
-        one, other = found[name], expected[name]
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            if (one.dtype, one.shape) != (other.dtype, other.shape):
-                return f"{name} is {_kind(one)}, and was {_kind(other)}"
-            if not torch.equal(as_bytes(one), as_bytes(other)):
-                return f"{name} has other bits"
-        elif json.dumps(one) != json.dumps(other):
-            return f"{name} is {json.dumps(one)}, and was {json.dumps(other)}"
+            return f"{name} is {'missing' if name in expected else 'there only after an interruption'}"
+        (kind, bits), (expected_kind, expected_bits) = found[name], expected[name]
+        if kind != expected_kind:
+            return f"{name} is {kind}, and was {expected_kind}"
+        if bits != expected_bits:
+            return f"{name} has other bits"
     return None
 
 
-def record_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
-    """A copy of the whole state, with the buffers that are not persistent."""
-    state = model_and_optimizer_state(model, optimizer)
-    found = {name: each.clone() if isinstance(each, Tensor) else _json(each) for name, each in state.items()}
-    for name, module in bare_module(model).named_modules():
-        for key in module._non_persistent_buffers_set:
-            buffer = module._buffers[key]
-            if buffer is not None:
-                found[f"buffer.{name}.{key}, which is not persistent,"] = buffer.clone()
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares a run that has resumed from `source` with the uninterrupted one."""
+
+    boundaries: Mapping[int, Record]
+    source: str
+
+    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if difference := first_difference(record_of(model, optimizer), self.boundaries[done]):
+            raise ConformanceError(
+                f"{difference} after {done} steps of a run that was interrupted and resumed from {self.source}"
+            )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks that train together, and how they end: at the end of the plan, by SIGKILL of `victim`, or by leaving."""
+
+    world_size: int
+    until: int | None = None
+    """Number of steps done at which they end."""
+    victim: int | None = None
+    leaves: bool = False
+    saves: bool = False
+    """Whether a checkpoint is written where they leave."""
+
+
+class _WatchedRun:
+    """A run whose step boundaries are visited."""
+
+    def __init__(self, run: Run, visit: Visit):
+        self._run = run
+        self._visit = visit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def model(self, module: nn.Module) -> nn.Module:
+        self._model = self._run.model(module)
+        return self._model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self._optimizer = self._run.optimizer(optimizer)
+        return self._optimizer
+
+    def steps(self, *arguments: Any, **more: Any) -> Any:
+        for step in self._run.steps(*arguments, **more):
+            self._visit(step.index, self._model, self._optimizer)
+            yield step
+        self._visit(self._run.plan.total_steps, self._model, self._optimizer)
+
+
+def _loaded(train: Train, job: str | Path, overrides: list[str], runs: str, config: type | None) -> LoadedSpec:
+    """The job, which the driver's checks have accepted."""
+    loaded = load_spec(Path(job), [*SETTINGS, f"runs={runs}", *overrides], config)
+    check_model(train, loaded, Plan(loaded.spec.plan, check_job(loaded).num_rows), None)
+    return loaded
+
+
+def _new_job(loaded: LoadedSpec, name: str) -> Job:
+    job = job_of(loaded, token_hex(8))
+    return replace(job, name=name, run_url=f"{loaded.spec.runs}/{name}")
+
+
+def _boundaries(train: Train, job: Job) -> dict[int, Record]:
+    """The states of an uninterrupted run by the number of steps done."""
+    found: dict[int, Record] = {}
+    _train_here(train, job, lambda done, model, optimizer: found.update({done: record_of(model, optimizer)}))
     return found
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None) -> None:
+    """Train in this process, to the end of the plan or until so many steps are done."""
+
+    def watch(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        visit(done, model, optimizer)
+        if until == done + 1:
+            process.leave()
+
+    process = SingleProcess(_watched(train, watch), job, lambda message: None)
+    process()
 
 
-class _Attempt:
-    """A model and an optimizer in training, fresh at first."""
+def _group(train: Train, job: Job, group: _Group) -> list[Record | UndulaError | None]:
+    """Train on a group of ranks, each in a process of its own.
 
-    def __init__(self, training: Training, layout: Layout, folder: Path):
-        seed_weights(SEED)
-        self._training = training
-        self._layout = layout
-        self._folder = folder
-        self._model = training.make_model()
-        self._optimizer = training.make_optimizer(self._model)
-        check_step(self._optimizer)
-        check_state(self._model, self._optimizer)
-        self._live = LiveState(self._model, self._optimizer)
-
-    def train(self, step: int, batch: Batch) -> None:
-        """Do one step."""
-        self._training.before_step(step, self._model, self._optimizer)
-        seed_micro_batch(SEED, step, virtual_worker=0, micro_batch=0)
-        self._training.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._model.zero_grad()
-
-    def record(self) -> Record:
-        return record_of(self._model, self._optimizer)
-
-    def save(self, done: int) -> None:
-        """Write a snapshot and a checkpoint."""
-        held = self._live.held()
-        meta, data = packed(PLAN, (0, done), held, [])
-        (self._folder / f"{done}.json").write_bytes(meta)
-        (self._folder / f"{done}.data").write_bytes(data)
-        checkpoints = self._checkpoints(done)
-        checkpoints.save(done, PLAN, held)
-        if error := checkpoints.wait():
-            raise error
-
-    def restore(self, done: int, source: str) -> None:
-        """Go to the state of a step boundary, as a run does in a new process."""
-
-        def find() -> list[Snapshot]:
-            meta, data = (self._folder / f"{done}.{kind}" for kind in ("json", "data"))
-            return [parsed(meta.read_bytes(), data)] if source == "a snapshot" else []
-
-        Restorer(self._live, self._checkpoints(done), PLAN, 9, self._layout, find).restore(None)
-
-    def _checkpoints(self, done: int) -> Checkpointer:
-        return Checkpointer(Store(str(self._folder / f"run-{done}")), self._layout.control, attempt=0, keep=1)
+    Returns:
+        By rank, its state at the end, the error with which Undula refused the training, or None for a rank that crashed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(group.world_size)]
+        ranks = [
+            context.Process(target=_rank, args=(train, job, group, rank, f"{folder}/store", pipes[rank][1]))
+            for rank in range(group.world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for _, sender in pipes:
+            sender.close()
+        found = [_received(receiver) for receiver, _ in pipes]
+        for rank in ranks:
+            rank.join(LIMIT_S)
+            rank.kill()
+            rank.join()
+        return found
 
 
-def _check_from(
-    done: int, source: str, attempt: _Attempt, batches: Sequence[Batch], boundaries: Sequence[Record]
-) -> None:
-    """Resume after `done` steps, and compare with the uninterrupted training there and at the end."""
-    place = f"after {done} steps, restored from {source}," if done else "in a second training from the beginning"
-    if done:
-        attempt.restore(done, source)
-    if difference := first_difference(attempt.record(), boundaries[done]):
-        raise ConformanceError(f"{difference} {place}: it is no part of the state that a run keeps")
-    for step in range(done, len(batches)):
-        attempt.train(step, batches[step])
-    if difference := first_difference(attempt.record(), boundaries[-1]):
-        why = "something that is no part of the state has changed" if done else "the training itself is not repeatable"
-        raise ConformanceError(f"{difference} at the end of a training that began {place}: {why}")
+def _last(found: list[Record | UndulaError | None]) -> Record:
+    """The state of rank 0 after the last step."""
+    for each in found:
+        if isinstance(each, UndulaError):
+            raise each
+        if each is None:
+            raise ConformanceError("the run did not come to its end on ranks: the traceback of a rank is above")
+    return found[0]  # type: ignore[return-value]
 
 
-@contextmanager
-def _layout() -> Iterator[Layout]:
-    device = torch.device("cpu")
-    if dist.is_initialized():
-        yield join_layout(0, 1, device)
-        return
-    with world_of_one(device):
-        yield join_layout(0, 1, device)
+def _received(receiver: Connection) -> Record | UndulaError | None:
+    try:
+        return receiver.recv() if receiver.poll(LIMIT_S) else None
+    except EOFError:
+        return None
 
 
-def _json(value: object) -> Any:
-    return json.loads(json.dumps(value))
+def _rank(train: Train, job: Job, group: _Group, rank: int, rendezvous: str, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    last: dict[str, tuple[str, bytes]] = {}
+
+    def visit(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if done == group.until and rank == group.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.leaves and group.until == done + 1:
+            process.leave(group.saves)
+        last.clear()
+        last.update(record_of(model, optimizer))
+
+    process = SingleProcess(_watched(train, visit), job, lambda message: None, rank, group.world_size, rendezvous)
+    try:
+        process()
+    except UndulaError as error:
+        sender.send(error)
+        raise
+    sender.send(last)
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+def _watched(train: Train, visit: Visit) -> Train:
+    return lambda run: train(_WatchedRun(run, visit))  # type: ignore[arg-type]
+
+
+def _leaf(value: Any) -> tuple[str, bytes]:
+    if not isinstance(value, Tensor):
+        return "a value", json.dumps(value).encode()
+    local = getattr(value, "to_local", lambda: value)()
+    kind = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)}"
+    return kind, local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -9,7 +9,7 @@ import pytest
 from small_text import write_text
 
 from undula.cli.main import main
-from undula.cluster import submission
+from undula.driver import submission
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.state.directory import JOB_FILE
 from undula.study.conduct import conduct

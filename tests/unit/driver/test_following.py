@@ -8,7 +8,7 @@ import pytest
 import requests
 from ray.job_submission import JobStatus
 
-from undula.cluster import submit
+from undula.driver import submit
 from undula.errors import ClusterError
 
 
