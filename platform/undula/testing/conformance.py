@@ -273,8 +273,11 @@ def _rank(train: Train, job: Job, group: _Group, rank: int, rendezvous: str, sen
         process()
     except UndulaError as error:
         sender.send(error)
-        raise
-    sender.send(last)
+    except Exception:
+        if group.victim is None:  # otherwise, it is the collective in which this rank lost another one
+            raise
+    else:
+        sender.send(last)
 
 
 def _watched(train: Train, visit: Visit) -> Train:
