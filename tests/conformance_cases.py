@@ -10,8 +10,32 @@ import pyarrow as pa
 import pytorch_optimizer
 import torch
 import yaml
+from conformance_models import (
+    WIDTH,
+    WORDS,
+    Buffers,
+    Cast,
+    Changing,
+    Complex,
+    Empty,
+    Frozen,
+    Lazy,
+    Normed,
+    Parametrized,
+    Plain,
+    Recurrent,
+    Replaced,
+    SometimesUsed,
+    SparseWords,
+    Tied,
+    Unrepeatable,
+    Unused,
+    WithExtraState,
+    WithOddExtraState,
+    on_numbers,
+    on_words,
+)
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from undula.data.rows import Batch
 from undula.data.write import array_column, array_field, write_shards
@@ -19,8 +43,6 @@ from undula.storage import Store
 from undula.train.run import Run
 
 ROWS = 12
-WIDTH = 4
-WORDS = 7
 
 
 def nothing(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,252 +90,15 @@ def write_job(folder: Path) -> str:
     return f"{folder}/job.yaml"
 
 
-def on_numbers(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean loss of a model of numbers, real or complex, of any type."""
-    x = batch["x"]
-    assert isinstance(x, Tensor)
-    return model(x).abs().float().square().mean()
-
-
-def on_words(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean loss of a model of words."""
-    return model(batch["words"]).square().mean()  # type: ignore[no-any-return]
-
-
-class Plain(nn.Module):
-    """Two layers with a nonlinearity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 5)
-        self.second = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
-
-
-class Unused(Plain):
-    """A layer never receives a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 2)
-
-
-class SometimesUsed(Plain):
-    """A branch that only some steps use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Linear(WIDTH, 3)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        found = super().forward(x)
-        return found + self.branch(x) if self.calls % 3 == 0 else found
-
-
-class Frozen(Plain):
-    """The first layer is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.requires_grad_(False)
-
-
-class Tied(nn.Module):
-    """One matrix is both embedding and output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 5)
-        self.out = nn.Linear(5, WORDS, bias=False)
-        self.out.weight = self.words.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.out(self.words(words))  # type: ignore[no-any-return]
-
-
-class Recurrent(nn.Module):
-    """An LSTM with dropout between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 4)
-        self.lstm = nn.LSTM(4, 5, num_layers=2, dropout=0.3, batch_first=True)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.lstm(self.words(words))[0]  # type: ignore[no-any-return]
-
-
-class Normed(Plain):
-    """BatchNorm between the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x))))  # type: ignore[no-any-return]
-
-
-class SparseWords(nn.Module):
-    """An embedding with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 3, sparse=True)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.words(words)  # type: ignore[no-any-return]
-
-
-class Buffers(Plain):
-    """An integer buffer that counts, one that a fresh module makes again, one that is missing, and one that comes late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.int32))
-        self.register_buffer("table", torch.arange(WIDTH) / WIDTH, persistent=False)
-        self.register_buffer("missing", None)
-        self.register_buffer("late", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += 1
-            if self.late is None:
-                self.late = torch.ones(3)
-        return super().forward(x + self.table) + self.late
-
-
-class Changing(Plain):
-    """A buffer that is not persistent, and that training changes: it cannot resume exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0), 0.5)
-        return super().forward(x - self.mean)
-
-
-class Replaced(Plain):
-    """A buffer that each forward pass replaces by another tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
-        return super().forward(x - self.mean)
-
-
-class Empty(Plain):
-    """A parameter and a buffer without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("none", torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.nothing.sum()
-
-
-class Complex(nn.Module):
-    """Complex parameters of both sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
-        self.wide = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(torch.complex64) @ self.weight * self.wide
-
-
-class Cast(nn.Module):
-    """A plain model of another type."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.plain = Plain().to(dtype)
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(x.to(self.dtype))  # type: ignore[no-any-return]
-
-
-class Parametrized(Plain):
-    """Weight norm, spectral norm and an orthogonal matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = parametrizations.weight_norm(nn.Linear(WIDTH, 5))
-        self.second = parametrizations.spectral_norm(nn.Linear(5, 3))
-        self.third = parametrizations.orthogonal(nn.Linear(3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(super().forward(x))  # type: ignore[no-any-return]
-
-
-class Lazy(nn.Module):
-    """A layer that takes its shape from the first batch."""
-
-    def __init__(self, is_ready: bool) -> None:
-        super().__init__()
-        self.layer = nn.LazyLinear(3)
-        if is_ready:
-            self(torch.zeros(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
-
-
-class WithExtraState(Plain):
-    """Extra state of numbers and a tensor, which changes with each step and changes the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.scale = torch.ones(())
-
-    def get_extra_state(self) -> dict[str, object]:
-        return {"calls": self.calls, "scale": self.scale, "kind": ("numbers", None)}
-
-    def set_extra_state(self, state: dict[str, object]) -> None:
-        calls, scale = state["calls"], state["scale"]
-        assert isinstance(calls, int)
-        assert isinstance(scale, Tensor)
-        assert state["kind"] == ("numbers", None)
-        self.calls, self.scale = calls, scale.clone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale * self.calls
+def compiled() -> nn.Module:
+    """A compiled model."""
+    return torch.compile(Plain(), backend="eager")  # type: ignore[return-value]
 
 
 def count_step(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Change the extra state."""
     model.calls += 1  # type: ignore[operator]
     model.scale = model.scale * 0.9  # type: ignore[operator]
-
-
-class WithOddExtraState(Plain):
-    """Extra state that no checkpoint can hold."""
-
-    def get_extra_state(self) -> object:
-        return {"tools": {1, 2}}
-
-    def set_extra_state(self, state: object) -> None:
-        pass
-
-
-def compiled() -> nn.Module:
-    """A compiled model."""
-    return torch.compile(Plain(), backend="eager")  # type: ignore[return-value]
 
 
 def freeze_and_unfreeze(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -390,6 +175,10 @@ UNSOUND: dict[str, tuple[Training, str]] = {
     "a buffer that is not persistent, and that training changes": (
         Training(Changing, adamw, on_numbers),
         "buffer.*mean, which is not persistent, has other bits after 1 steps",
+    ),
+    "numbers that no seed determines": (
+        Training(Unrepeatable, adamw, on_numbers),
+        "model.first.bias has other bits after 1 steps of a second, equal run",
     ),
     "momentum in an attribute of the optimizer": (
         Training(Plain, lambda model: Forgetful(model.parameters(), lr=0.05), on_numbers),

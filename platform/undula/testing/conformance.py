@@ -65,12 +65,19 @@ def check(train: Train, job: str | Path, *overrides: str, config: type | None = 
         UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
     """
     with TemporaryDirectory() as folder:
-        for source, settings in (("a checkpoint", EVERY_STEP), ("a snapshot", SNAPSHOTS_ALONE)):
-            loaded = _loaded(train, job, [*settings, *overrides], f"{folder}/{settings[0]}", config)
-            whole, legs = _new_job(loaded, "whole"), _new_job(loaded, "legs")
-            boundaries = _boundaries(train, whole)
+        sources = {"a checkpoint": EVERY_STEP, "a snapshot": SNAPSHOTS_ALONE}
+        jobs = {
+            source: _loaded(train, job, [*settings, *overrides], folder, config) for source, settings in sources.items()
+        }
+        boundaries: dict[int, Record] = {}
+        for number, loaded in enumerate(jobs.values()):
+            visit = _Comparison(boundaries, "a second, equal run") if number else _Recorder(boundaries)
+            _train_here(train, _new_job(loaded, f"whole-{number}"), visit)
+        for source, loaded in jobs.items():
+            legs = _new_job(loaded, source)
+            comparison = _Comparison(boundaries, f"a run that was interrupted and resumed from {source}")
             for done in range(1, max(boundaries) + 1):
-                _train_here(train, legs, _Comparison(boundaries, source), until=done)
+                _train_here(train, legs, comparison, until=done)
 
 
 def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type | None = None) -> None:
@@ -131,17 +138,26 @@ def first_difference(found: Record, expected: Record) -> str | None:
 
 
 @dataclass(frozen=True)
+class _Recorder:
+    """Records the states of a run by the number of steps done."""
+
+    boundaries: dict[int, Record]
+
+    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.boundaries[done] = record_of(model, optimizer)
+
+
+@dataclass(frozen=True)
 class _Comparison:
-    """Compares a run that has resumed from `source` with the uninterrupted one."""
+    """Compares a run with the uninterrupted one."""
 
     boundaries: Mapping[int, Record]
-    source: str
+    run: str
+    """The run, for messages."""
 
     def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if difference := first_difference(record_of(model, optimizer), self.boundaries[done]):
-            raise ConformanceError(
-                f"{difference} after {done} steps of a run that was interrupted and resumed from {self.source}"
-            )
+            raise ConformanceError(f"{difference} after {done} steps of {self.run}")
 
 
 @dataclass(frozen=True)
@@ -192,13 +208,6 @@ def _loaded(train: Train, job: str | Path, overrides: list[str], runs: str, conf
 def _new_job(loaded: LoadedSpec, name: str) -> Job:
     job = job_of(loaded, token_hex(8))
     return replace(job, name=name, run_url=f"{loaded.spec.runs}/{name}")
-
-
-def _boundaries(train: Train, job: Job) -> dict[int, Record]:
-    """The states of an uninterrupted run by the number of steps done."""
-    found: dict[int, Record] = {}
-    _train_here(train, job, lambda done, model, optimizer: found.update({done: record_of(model, optimizer)}))
-    return found
 
 
 def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None) -> None:

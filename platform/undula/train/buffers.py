@@ -1,9 +1,11 @@
 """Buffers that a forward pass changes, as BatchNorm's running statistics, defined per virtual worker so that ranks do not matter.
 
-Every micro-batch starts from the buffers that the step began with. After the step, floating-point buffers have moved by the mean of
-the micro-batches' changes, weighted by samples, and counters have moved on by one.
+Every micro-batch starts from the buffers that the step began with. After the step, floating-point and complex buffers have moved by
+the mean of the micro-batches' changes, weighted by samples, and counters have moved on by one. A forward pass may change a buffer in
+place or replace it by another tensor.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
@@ -23,15 +25,21 @@ class BufferMean:
     """
 
     def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False):
-        self._buffers = list(module.buffers())
-        by_type = sorted(filter(torch.is_floating_point, self._buffers), key=lambda buffer: str(buffer.dtype))
-        self._groups = [
-            _Group(list(group), all_reduce, exact) for _, group in groupby(by_type, lambda buffer: buffer.dtype)
-        ]
+        self._places = [(each._buffers, key) for each in module.modules() for key in each._buffers]
+        self._all_reduce = all_reduce
+        self._exact = exact
+        self._in_places: list[Tensor | None] = []
+        self._lay_out()
         self._begin: list[Tensor] = []
-        self.is_needed = bool(self._groups)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the module has buffers of which the mean is taken."""
+        return bool(self._groups)
 
     def begin_step(self) -> None:
+        if any(buffers[key] is not known for (buffers, key), known in zip(self._places, self._in_places, strict=True)):
+            self._lay_out()
         self._begin = [buffer.clone() for buffer in self._buffers]
         for group in self._groups:
             group.begin_step()
@@ -46,11 +54,13 @@ class BufferMean:
         self._begin = []
 
     def begin_micro_batch(self) -> None:
+        self._put_back()
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._begin)
 
     def end_micro_batch(self, samples: int) -> None:
-        if samples:
+        if samples and self._groups:
+            self._take_over()
             for group in self._groups:
                 group.end_micro_batch(samples)
 
@@ -58,15 +68,40 @@ class BufferMean:
         for group in self._groups:
             group.end_step(step_samples)
 
+    def _lay_out(self) -> None:
+        """Look at the buffers that the module has now."""
+        self._in_places = [buffers[key] for buffers, key in self._places]
+        self._buffers = list({id(buffer): buffer for buffer in self._in_places if buffer is not None}.values())
+        moving = [buffer for buffer in self._buffers if buffer.is_floating_point() or buffer.is_complex()]
+        by_type = sorted(moving, key=lambda buffer: str(buffer.dtype))
+        self._groups = [
+            _Group(list(group), self._all_reduce, self._exact) for _, group in groupby(by_type, lambda each: each.dtype)
+        ]
+
+    def _put_back(self) -> None:
+        """Have the module use the tensors of the step's beginning again where its forward pass has replaced them."""
+        for (buffers, key), known in zip(self._places, self._in_places, strict=True):
+            if buffers[key] is not known:
+                buffers[key] = known
+
+    def _take_over(self) -> None:
+        """Copy what has replaced a tensor into it. A buffer that has just come into being stays until the next micro-batch."""
+        for (buffers, key), known in zip(self._places, self._in_places, strict=True):
+            found = buffers[key]
+            if known is not None and found is not None and found is not known:
+                known.copy_(found.detach())
+                buffers[key] = known
+
 
 class _Group:
     """Buffers of one type, computed with as one tensor because a model has many small ones."""
 
-    def __init__(self, buffers: list[Tensor], all_reduce: AllReduce, exact: bool):
+    def __init__(self, buffers: Sequence[Tensor], all_reduce: AllReduce, exact: bool):
         self._all_reduce = all_reduce
         self._buffers = buffers
-        self._sizes = [buffer.numel() for buffer in buffers]
-        self._sums = ExactSum(buffers) if exact else None
+        self._reals = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
+        self._sizes = [buffer.numel() for buffer in self._reals]
+        self._sums = ExactSum(self._reals) if exact else None
 
     def begin_step(self) -> None:
         self._begin = self._values()
@@ -94,8 +129,8 @@ class _Group:
             self._all_reduce(moved)
         ended = (self._begin + moved / step_samples).to(self._begin.dtype)
         parts = torch.split(ended, self._sizes)
-        shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
-        torch._foreach_copy_(self._buffers, shaped)
+        shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._reals, strict=True)]
+        torch._foreach_copy_(self._reals, shaped)
 
     def _values(self) -> Tensor:
-        return torch.cat([buffer.flatten() for buffer in self._buffers])
+        return torch.cat([buffer.flatten() for buffer in self._reals])

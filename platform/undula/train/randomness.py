@@ -21,6 +21,11 @@ def seed_micro_batch(seed: int, step: int, virtual_worker: int, micro_batch: int
     _seed(key64("micro-batch", seed, step, virtual_worker, micro_batch))
 
 
+def seed_update(seed: int, step: int) -> None:
+    """Seed an optimizer that draws random numbers: the same on every rank, whichever micro-batches it has run."""
+    _seed(key64("update", seed, step))
+
+
 def compute_deterministically() -> None:
     """Have torch give the same bits for the same numbers: what it cannot do so it refuses by name."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -17,7 +17,7 @@ from undula.state.model_state import MODEL
 from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
-from undula.train.randomness import seed_micro_batch
+from undula.train.randomness import seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
 STEP_SECONDS = ("data_s", "compute_s", "communication_s")
@@ -148,6 +148,7 @@ class Step:
             norm
         )  # the commit point: where a rank is lost up to here, the others stand before the step
         with self._boundary.changing_state(self.merged_steps):
+            seed_update(job.plan.seed, self.index)
             applied = context.engine.step()
             noise = context.noise.keep(totals.norms(self.samples, job.gradient_scale), self._rate.clock)
         self._commit(totals, applied, {} if noise is None else {"noise_scale": noise})

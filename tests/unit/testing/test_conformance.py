@@ -6,7 +6,6 @@ from conformance_cases import ALL, REFUSED, UNSOUND, write_job
 from undula.errors import ConformanceError, UsageError
 from undula.testing.conformance import check
 
-
 STEPS = ("plan.max_steps=4",)
 
 
