@@ -1,4 +1,4 @@
-"""What each engine can do, and which engine trains a job: one table, from which refusals and the documentation follow. Pure."""
+"""The features of each engine, and the engine of each job, as one table. Refusals and the documentation follow from it. Pure."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from undula.parallel.spec import EngineName, GradientSpec
 
 
 class Feature(StrEnum):
-    """Something that a job or its model asks of an engine. The value is how messages name it."""
+    """A feature that a job or its model can require of an engine. The value is its name in messages."""
 
     SHARDED = "a model that fully_shard() has sharded"
     DETERMINISTIC = "deterministic=true"
@@ -27,9 +27,9 @@ class Capabilities:
     chosen_by: Feature | None
     """Feature that selects the engine; None for the engine of all other jobs."""
     supports: Set[Feature]
-    """Features that the engine can train with, beside the one that selects it."""
+    """Features that the engine supports in addition to the one that selects it."""
     equal_rounds: bool = False
-    """Whether every rank must run the model equally often, because running it takes all of them."""
+    """Whether every rank must run the model equally often, because its forward and backward passes communicate."""
 
 
 FSDP = Capabilities("fsdp", Feature.SHARDED, frozenset(), equal_rounds=True)
@@ -40,11 +40,11 @@ DATA_PARALLEL = Capabilities(
     "data parallel", None, frozenset({Feature.FP16_GRADIENTS, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS})
 )
 ENGINES = (FSDP, EXACT, ADASUM, HOROVOD, DATA_PARALLEL)
-"""In order of precedence: the first engine whose feature a job asks for trains it."""
+"""Engines in order of precedence. The first one whose selecting feature a job requires trains it."""
 
 
 def features_of(engine: EngineName, deterministic: bool, gradient: GradientSpec, measures_noise: bool) -> set[Feature]:
-    """Features that a job's settings ask for; its model may ask for more."""
+    """Features that a job's settings require. Its model may require more."""
     asked = {
         Feature.HOROVOD: engine == "horovod",
         Feature.DETERMINISTIC: deterministic,
@@ -56,12 +56,12 @@ def features_of(engine: EngineName, deterministic: bool, gradient: GradientSpec,
 
 
 def engine_with(features: Set[Feature]) -> Capabilities:
-    """The engine that trains a job with these features, if any engine does: see `refusal`."""
+    """The engine that trains a job with these features, unless `refusal` returns a reason."""
     return next(each for each in ENGINES if each.chosen_by is None or each.chosen_by in features)
 
 
 def refusal(features: Set[Feature]) -> str | None:
-    """Why no engine can train a job with these features, as a sentence; None where one can."""
+    """The reason why no engine can train a job with these features, as a sentence; None if an engine can."""
     engine = engine_with(features)
     for feature in Feature:
         if feature in features and feature is not engine.chosen_by and feature not in engine.supports:

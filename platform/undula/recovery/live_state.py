@@ -1,4 +1,4 @@
-"""The state of a run as it lives on a rank: model, optimizer, and what changes with each step beside them."""
+"""The current state of a run on a rank: the model, the optimizer, and other tensors and values that change with each step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from undula.state.pieces import Piece, RankState, Table, copy_overlap, piece_of,
 
 
 class LiveState:
-    """The tensors that training changes in place, as pieces, and the values beside them.
+    """The tensors that training changes in place, as pieces, and the values that belong to them.
 
     Args:
-        model, optimizer: of the run.
-        beside: makes the pieces and JSON values of the state that are neither the model's nor the optimizer's, by name.
+        model, optimizer: The model and the optimizer of the run.
+        beside: Returns the pieces and JSON values of the state that belong to neither the model nor the optimizer, by name.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class LiveState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank has all of the state."""
+        """Whether each rank has the whole state."""
         return self.held().is_whole
 
     def held(self) -> RankState:
-        """What this rank has of the state; the same object for as long as the tensors and values are the same."""
+        """This rank's part of the state. It is the same object as before if no tensor was replaced and no value has changed."""
         beside = self._beside()
         seen = list(live_leaves(self._model, self._optimizer))
         seen += [value.tensor if isinstance(value, Piece) else value for value in beside.values()]
@@ -56,16 +56,16 @@ class LiveState:
         return {name: value.detach().clone() for name, value in live_buffers(self._model).items() if name in known}
 
     def targets(self, saved: Table) -> "Targets":
-        """Tensors for a state to be restored into, as this rank is to have them.
+        """Tensors of this rank into which a saved state can be restored.
 
         Args:
-            saved: the tensors of the state, some of which an optimizer that has not stepped does not have yet.
+            saved: The table of the saved tensors. An optimizer that has not stepped yet lacks some of them.
         """
         return Targets(self._model, self._optimizer, self._beside(), saved)
 
 
 class Targets:
-    """Pieces of a state that is being restored. The model and the optimizer have them after `load`."""
+    """Pieces of a state that is being restored. `load` hands them to the model and the optimizer."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: Mapping[str, Any], saved: Table
@@ -78,18 +78,18 @@ class Targets:
         self.pieces = {**{name: piece_of(tensor) for name, tensor in self._tensors.items()}, **known}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Have the model and the optimizer take the tensors, and the values that belong to them."""
+        """Hand the tensors and their values to the model and the optimizer."""
         load_state(self._model, self._optimizer, {**self._tensors, **values})
 
     def copy_whole(self, state: RankState) -> None:
-        """Fill the pieces from a state that is here."""
+        """Copy the pieces from a state in this process."""
         for name, target in self.pieces.items():
             source = state.pieces[name]
             copy_overlap(source.box, source.tensor, target)
 
 
 def _are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Whether tensors are the same objects, and values that cannot change in place are equal."""
+    """Whether all tensors are the same objects and all values are equal."""
     return len(now) == len(then) and all(
         a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b) for a, b in zip(now, then, strict=True)
     )

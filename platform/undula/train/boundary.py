@@ -27,12 +27,12 @@ class StepBoundary:
         self._context = context
 
     def wants(self) -> Wants:
-        """What this rank wants after the step that it is about to commit."""
+        """Requests of this rank for the time after the step that it is about to commit."""
         context = self._context
         snapshots = context.snapshots
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
         request = context.setup.worker.request
-        # A checkpoint that is being written is not torn down for a resize that can wait for it.
+        # A resize that can wait does not interrupt a checkpoint that is being written.
         leaves = request.leaves and (request.saves or context.checkpoints.saving_step is None)
         return Wants(
             leaves=leaves,
@@ -46,9 +46,9 @@ class StepBoundary:
 
     @contextmanager
     def changing_state(self, steps: int) -> Iterator[None]:
-        """Surround the optimizer's step, which commits so many steps of the plan.
+        """Surround the optimizer's step, which commits `steps` steps of the plan.
 
-        An exception inside leaves the state between two steps: it must not be handed over.
+        An exception inside leaves the state between two steps. Such a state must not be handed over.
         """
         context = self._context
         if context.snapshots:
@@ -81,7 +81,7 @@ class StepBoundary:
         """Write the checkpoint that is due or wanted after `done` steps, and leave the group if the ranks agreed to.
 
         Raises:
-            LeaveGroup: the group ends here.
+            LeaveGroup: The group ends here.
         """
         context = self._context
         began = time.perf_counter()
@@ -98,7 +98,7 @@ class StepBoundary:
         context.checkpoints.save(done, context.setup.plan_digest, context.live.held())
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the checkpoint under way; returns what went wrong with it."""
+        """Wait for the checkpoint that is being written. Returns its error, or None."""
         error = self._context.checkpoints.wait()
         if error:
             self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
@@ -107,7 +107,7 @@ class StepBoundary:
     def _leave(self, done: int) -> None:
         """End the group here. All ranks call it at the same step boundary."""
         context = self._context
-        # A piece that only a rank which is not in the next group has would be lost with it.
+        # A rank that is not in the next group may have the only copy of a piece.
         if context.wants.gives and not context.live.is_whole:
             replicas = context.setup.replicas
             is_given = replicas is not None and replicas.give(self.held_state(done))
@@ -120,16 +120,15 @@ class StepBoundary:
         raise LeaveGroup
 
     def held_state(self, done: int) -> HeldState:
-        """The state of this rank after `done` steps, as the process keeps it."""
+        """The state of this rank after `done` steps, for the process to keep."""
         context = self._context
         state = context.live.held().on_host()
         return HeldState(context.setup.plan_digest, context.setup.attempt, done, state, tuple(context.rows))
 
     def hand_over(self) -> None:
-        """Leave the state of the last step boundary to the next worker group of this process, if there is a whole one."""
+        """Keep the state of the last step boundary for the next worker group of this process, if that state is complete."""
         context, worker = self._context, self._context.setup.worker
-        # Otherwise the state that a former group has left is still the newest. Before the first step there is nothing that a fresh
-        # start lacks.
+        # Otherwise the state of an earlier group is still the newest one, or no step was committed, so that there is nothing to keep.
         if context.committed:
             worker.held = None
             context.buffers.undo_step()
@@ -138,7 +137,7 @@ class StepBoundary:
         self.close(wait=not worker.is_sound)
 
     def end(self) -> None:
-        """End the run: the last checkpoint is whole, and the snapshots are not needed any more."""
+        """End the run: wait for the last checkpoint and delete the snapshots."""
         context = self._context
         if error := self.finish_saving():
             raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
@@ -147,14 +146,14 @@ class StepBoundary:
         context.report(EndEvent(step=context.setup.plan.total_steps))
 
     def close(self, wait: bool = True) -> None:
-        """End the threads beside the loop. A loop that an exception has left cannot do so until its frame is gone.
+        """End the threads that work beside the loop.
 
         Args:
-            wait: whether to wait until storage has what was reported.
+            wait: Whether to wait until all reports are stored.
         """
         context = self._context
         if context.stream:
-            # It may wait for Ray Data's first block, and the next group of workers for us.
+            # Closing may wait for Ray Data's first block, and the next worker group must not wait for it.
             _in_thread(context.stream.close)
         if context.snapshots:
             context.snapshots.close()

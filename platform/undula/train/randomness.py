@@ -1,4 +1,4 @@
-"""Random state keyed by what is computed, not by who computes it."""
+"""Random numbers that depend on the computation and not on the rank that performs it."""
 
 import os
 import random
@@ -10,34 +10,34 @@ from undula.plan.keys import key64
 
 
 def seed_weights(seed: int) -> None:
-    """Seed what runs before the first step: the same on every rank."""
+    """Seed the code before the first step, equally on every rank."""
     key = key64("weights", seed)
     torch.manual_seed(_for_torch(key))  # of devices, too, that come into use only afterwards
     _seed(key)
 
 
 def seed_micro_batch(seed: int, step: int, virtual_worker: int, micro_batch: int) -> None:
-    """Seed dropout and the like for one micro-batch: the same on whichever rank it runs."""
+    """Seed the random numbers of a micro-batch, such as those of dropout. They do not depend on its rank."""
     _seed(key64("micro-batch", seed, step, virtual_worker, micro_batch))
 
 
 def seed_update(seed: int, step: int) -> None:
-    """Seed an optimizer that draws random numbers: the same on every rank, whichever micro-batches it has run."""
+    """Seed the optimizer's step, equally on every rank, for optimizers that draw random numbers."""
     _seed(key64("update", seed, step))
 
 
 def compute_deterministically() -> None:
-    """Have torch give the same bits for the same numbers: what it cannot do so it refuses by name."""
+    """Restrict torch to deterministic algorithms. An operation without one raises an error that names it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for finding bugs, and slow
     torch.backends.cudnn.benchmark = False
-    # Threads cut sums into parts. Ray gives a worker as many as it has CPUs, on every node; where it has none, one.
+    # The number of threads changes the order of sums. Ray sets it to the worker's CPUs on every node, and to 1 for a worker without CPUs.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 
 def _seed(key: int) -> None:
-    # For each kind of device that is not in use torch.manual_seed formats the stack, which takes a millisecond together.
+    # torch.manual_seed formats the stack for each kind of device that is not in use, which takes a millisecond in total.
     torch.default_generator.manual_seed(_for_torch(key))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(_for_torch(key))
@@ -46,5 +46,5 @@ def _seed(key: int) -> None:
 
 
 def _for_torch(key: int) -> int:
-    """It takes 63 bits here."""
+    """The key as a seed of torch, which has 63 bits."""
     return key >> 1

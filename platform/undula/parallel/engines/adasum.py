@@ -1,6 +1,6 @@
 """The engine of Adasum: combines the gradients of virtual workers in a tree that does not depend on the ranks.
 
-In the paper and in Horovod ranks are combined, so that the result depends on how many there are.
+The paper and Horovod combine the gradients of ranks, so that their result depends on the number of ranks.
 """
 
 import torch
@@ -15,12 +15,12 @@ from undula.plan.plan import MicroBatch
 
 
 class AdasumEngine(Engine):
-    """Combines gradients by Adasum. Takes the memory of one gradient for each virtual worker of a rank, and for each rank.
+    """Combines gradients by Adasum. It needs memory for one gradient of each virtual worker of a rank, and for one of each rank.
 
     Args:
         layout: the ranks of the worker group.
         virtual_workers: number of virtual workers of the plan.
-        all_reduce: how the ranks exchange what each has.
+        all_reduce: Sums a tensor over the ranks, in place.
     """
 
     capabilities = ADASUM
@@ -59,7 +59,7 @@ class AdasumEngine(Engine):
                 part += parameter.grad.flatten()
 
     def reduce_gradients(self, samples: int) -> None:
-        """Each rank combines what is its own, exchanges the results with the others, and combines the rest as they do."""
+        """Each rank combines the gradients of its virtual workers, exchanges the results with the others, and combines the rest like all others."""
         found = torch.zeros(len(self._exchanged), sum(self._sizes), device=self.layout.device)
         for virtual_worker, count in self._samples.items():
             self._sums[virtual_worker] *= samples / max(count, 1)  # the mean over the virtual worker's own samples

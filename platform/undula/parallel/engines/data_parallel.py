@@ -51,7 +51,7 @@ class DataParallelEngine(Engine):
             parameter.grad = self._summed(parameter)
 
     def _summed(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum of a sparse gradient, of which each rank has other rows; None where no rank has any."""
+        """The sum of a sparse gradient over the ranks, which have different rows of it; None if no rank has any."""
         own = parameter.grad
         if own is None:
             own = torch.zeros_like(parameter).to_sparse(1)

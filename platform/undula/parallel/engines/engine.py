@@ -15,7 +15,7 @@ from undula.state.pieces import Piece
 
 
 class Engine:
-    """Places a model, runs its backward passes, makes one gradient of what all ranks have, and steps the optimizer.
+    """Places a model, runs its backward passes, combines the gradients of all ranks, and steps the optimizer.
 
     The loop calls `place` and `prepare` once; then for each step `begin_step`; for each micro-batch `before_forward` and
     `backward`; and at the end of the step `finish_gradients` and `step`. Each loss comes with its weight, its share of the
@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, layout: Layout):
         self.layout = layout
         self.gradients_ready: Mark | None = None
-        """When the last gradients of the step were computed and only their reduction was left; None where the two do not overlap."""
+        """Time at which the last gradient of the step was computed and only the reduction remained; None if the two do not overlap."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, with the weights of rank 0 on every rank. Returns the module that the script calls."""
@@ -51,17 +51,17 @@ class Engine:
         self.optimizer = optimizer
 
     def lay_out(self) -> None:
-        """Prepare for the reduction of `trainable`; called again when the script freezes or unfreezes parameters."""
+        """Prepare the reduction of the gradients of `trainable`. It is called again when the script freezes or unfreezes parameters."""
 
     def begin_step(self, micro_batches: int) -> None:
-        """Begin a step of so many micro-batches on this rank."""
+        """Begin a step in which this rank runs `micro_batches` micro-batches."""
         found = trainable(self.module)
         if len(found) != len(self.trainable) or any(a is not b for a, b in zip(found, self.trainable, strict=True)):
             self.trainable = found
             self.lay_out()
 
     def before_forward(self, is_last: bool) -> None:
-        """Called before the forward pass of a micro-batch; `is_last` in this step on this rank."""
+        """Called before the forward pass of a micro-batch. `is_last` marks the last one of the step on this rank."""
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
         """Compute the gradients of a micro-batch and add them to those of the step.
@@ -69,13 +69,13 @@ class Engine:
         Args:
             loss: mean over the micro-batch's samples, a scalar.
             weight: factor on the loss.
-            micro_batch: of no samples where a rank has no share of a short step, and runs the model because others do.
+            micro_batch: The micro-batch. It has no samples if this rank has no share of a short step and runs the model only because others do.
             is_last: whether it is the last of the step on this rank.
         """
         (loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def finish_gradients(self, samples: int, max_norm: float | None) -> Tensor:
-        """Leave the gradient of a step of so many samples in the parameters, clipped to `max_norm` if that is given.
+        """Leave the gradient of a step of `samples` samples in the parameters, clipped to `max_norm` unless that is None.
 
         Returns:
             The norm of the gradient before clipping, a scalar on the device.
@@ -88,20 +88,20 @@ class Engine:
         return norm
 
     def reduce_gradients(self, samples: int) -> None:
-        """Make one gradient of those of all ranks."""
+        """Replace the gradients of this rank by those of the step over all ranks."""
 
     def step(self) -> bool:
-        """Step the optimizer and free the gradients; whether the step was applied, which mixed precision may skip."""
+        """Step the optimizer and free the gradients. Returns whether the step was applied; mixed precision may skip it."""
         self.optimizer.step()
         self.free_gradients()
         return True
 
     def free_gradients(self) -> None:
-        """Free all gradients, also those of parameters that the optimizer does not have (yet)."""
+        """Free all gradients, including those of parameters that the optimizer does not have."""
         self.module.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Piece]:
-        """Tensors that the engine changes from step to step beside the model and the optimizer, by name; restored in place."""
+        """Tensors of the engine's own that change from step to step, by name. They are restored in place."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""The engine of deterministic jobs: gradients are summed in integers, so that no order of the terms changes a bit."""
+"""The engine of deterministic jobs. It sums gradients as integers, so that the order of the terms does not change any bit."""
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,14 @@ from undula.plan.plan import MicroBatch
 
 
 class ExactEngine(Engine):
-    """Sums gradients in integers over virtual workers and ranks.
+    """Sums gradients as integers over virtual workers and ranks.
 
     The gradients of each micro-batch are added to the sums and freed. The sums of a step are reduced at its end, not beside the
-    backward pass, with 16 bytes a parameter where the data-parallel engine sends 4. One rank by itself does the same arithmetic.
+    backward pass. They have 16 bytes for each parameter; the data-parallel engine sends 4. A single rank does the same arithmetic.
 
     Args:
         layout: the ranks of the worker group.
-        all_reduce: how the ranks sum integers.
+        all_reduce: Sums a tensor of integers over the ranks, in place.
     """
 
     capabilities = EXACT

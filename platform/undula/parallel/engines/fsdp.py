@@ -1,4 +1,4 @@
-"""The engine of models that torch's `fully_shard` has sharded; imported only for one, because torch's part of it takes a while."""
+"""The engine of models that torch's `fully_shard` has sharded. It is imported only for such a model, because the import is slow."""
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,10 +14,10 @@ class FSDPEngine(Engine):
     capabilities = FSDP
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Take the module as it is: its weights are those of the run's seed on every rank.
+        """Accept the module as it is. Its weights follow from the run's seed on every rank.
 
         Raises:
-            UsageError: only parts of it are sharded.
+            UsageError: Only parts of the module are sharded.
         """
         if not isinstance(module, FSDPModule):
             raise UsageError(
@@ -32,6 +32,6 @@ class FSDPEngine(Engine):
         return module
 
     def before_forward(self, is_last: bool) -> None:
-        """Have gradients add up on the rank until the last micro-batch."""
+        """Accumulate gradients on the rank until the last micro-batch."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_last)

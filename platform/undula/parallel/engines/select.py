@@ -1,4 +1,4 @@
-"""Which engine trains a module."""
+"""Selection of the engine that trains a module."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def make_engine(
     """The engine that trains a module with a job's settings.
 
     Raises:
-        UsageError: no engine can. Preflight finds most of these cases before any worker starts.
+        UsageError: No engine supports these settings with this module. Preflight finds most of these cases before any worker starts.
     """
     features = features_of(engine, deterministic, gradient, measures_noise) | features_of_model(module)
     if problem := refusal(features):
@@ -58,7 +58,7 @@ def make_engine(
 
 
 def features_of_model(module: nn.Module) -> set[Feature]:
-    """Features that a module asks of its engine."""
+    """Features that a module requires of its engine."""
     asked = {
         Feature.SHARDED: any(is_sharded_tensor(parameter) for parameter in module.parameters()),
         Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
