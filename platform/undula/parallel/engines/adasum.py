@@ -59,7 +59,7 @@ class AdasumEngine(Engine):
                 part += parameter.grad.flatten()
 
     def reduce_gradients(self, samples: int) -> None:
-        """Each rank combines the gradients of its virtual workers, exchanges the results with the others, and combines the rest like all others."""
+        """Combine the gradients of this rank's virtual workers, exchange the results, and combine the rest as all ranks do."""
         found = torch.zeros(len(self._exchanged), sum(self._sizes), device=self.layout.device)
         for virtual_worker, count in self._samples.items():
             self._sums[virtual_worker] *= samples / max(count, 1)  # the mean over the virtual worker's own samples

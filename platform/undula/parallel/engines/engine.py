@@ -69,7 +69,7 @@ class Engine:
         Args:
             loss: mean over the micro-batch's samples, a scalar.
             weight: factor on the loss.
-            micro_batch: The micro-batch. It has no samples if this rank has no share of a short step and runs the model only because others do.
+            micro_batch: The micro-batch. It has no samples if this rank runs the model only because others do, in a short step.
             is_last: whether it is the last of the step on this rank.
         """
         (loss * weight).backward()  # type: ignore[no-untyped-call]
