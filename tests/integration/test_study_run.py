@@ -77,7 +77,7 @@ def test_lagging_trials_are_stopped_and_stay_stopped(studies: Studies) -> None:
         "warmups": [240],
     }
     out = studies.run(studies.file("halving", **keys))
-    assert "note: the report will not tell of learning rates whose trainings ASHA stops within their warmup" in out
+    assert "note: the report will not tell of learning rates of trials that ASHA stops during their warmup" in out
     table = studies.table("halving")
     assert {row["state"] for row in table} == {"complete", "stopped"}
     assert all(row["samples"] < 960 for row in table if row["state"] == "stopped")

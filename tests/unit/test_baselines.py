@@ -16,4 +16,4 @@ def test_bench_data_without_the_test_dependencies_says_what_to_install(tmp_path:
         [sys.executable, "-m", "tests.baselines.bench_data", "--kinds", "floats", "--mib", "1"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "undula: moto is not installed: pip install 'undula[dev]'\n")
+    assert (done.returncode, done.stderr) == (2, "undula: moto is not installed; run pip install 'undula[dev]'\n")
