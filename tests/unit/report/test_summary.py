@@ -204,7 +204,7 @@ def test_event_data_that_is_no_mapping_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({}, "has no job.json: name the directory of a run"),
+        ({}, "has no job.json; name the directory of a run"),
         ({"job.json": b"{"}, "job.json is damaged"),
         ({"job.json": b"[]"}, "job.json is damaged"),
         ({"job.json": b'{"name": "x", "spec": 3}'}, "job.json is damaged"),
