@@ -87,7 +87,7 @@ def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Allocation]) -> N
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [
-        (worker("m9.huge", "on-demand"), "2 workers for 2 h 00 min of rank time: the price of m9.huge is unknown; add it with --prices FILE"),
+        (worker("m9.huge", "on-demand"), "2 workers for 2 h 00 min of rank time: the price of m9.huge is unknown; add it with --prices"),
         (worker("c", "spot"), "the spot price of c is unknown; add it with --prices FILE, or query AWS with --spot-prices aws"),
         (worker("a", "spot", region="elsewhere"), "the spot price of a in elsewhere is unknown"),
         (worker("a", None), "of rank time on a: the nodes have no market; label them undula.io/market=spot or undula.io/market=on-demand"),
@@ -116,7 +116,7 @@ def test_without_an_on_demand_price_nothing_is_said_of_what_spot_saves() -> None
     only_spot = Prices((PriceList("ours", "2026", "", (), {}, {"a": 0.36}),))
     found = cost([Allocation((worker("a", "spot"),), HOUR)], only_spot, samples=1, steps=1)
     assert (found.on_demand, found.saved) == (None, None)
-    assert "have no on-demand price" in lines(found)["all on-demand"]
+    assert "have no known on-demand price" in lines(found)["all on-demand"]
 
 
 def test_spot_that_was_dearer_is_told_as_such() -> None:
