@@ -60,11 +60,11 @@ def test_a_stopped_study_says_how_to_continue_and_exits_with_an_error(studies: S
 def test_a_study_that_cannot_be_trained_is_refused(studies: Studies) -> None:
     out, _ = (driver := studies.start(studies.file("slow", packed=1, warmups=[0, 1000]))).communicate(timeout=120)
     assert driver.returncode == 2
-    assert "adamw-none-b12-lr0.001-w1000-s0 would warm up for 1,000 samples and train for 960" in out
+    assert "adamw-none-b12-lr0.001-w1000-s0 has a warmup of 1,000 samples but only 960 samples in all" in out
     open_store(str(studies.folder / "run")).write("job.json", b"{}")
     out, _ = (driver := studies.start(studies.file("run", packed=1))).communicate(timeout=120)
     assert driver.returncode == 2
-    assert "/run is a run's directory: give the study another name" in out
+    assert "/run is the directory of a run; give the study another name" in out
 
 
 def test_lagging_trials_are_stopped_and_stay_stopped(studies: Studies) -> None:
@@ -77,7 +77,7 @@ def test_lagging_trials_are_stopped_and_stay_stopped(studies: Studies) -> None:
         "warmups": [240],
     }
     out = studies.run(studies.file("halving", **keys))
-    assert "note: the report will not tell of learning rates of trials that ASHA stops during their warmup" in out
+    assert "note: the report will not cover learning rates of trials that ASHA stops during their warmup" in out
     table = studies.table("halving")
     assert {row["state"] for row in table} == {"complete", "stopped"}
     assert all(row["samples"] < 960 for row in table if row["state"] == "stopped")
@@ -120,7 +120,7 @@ def test_a_failed_or_diverged_trial_does_not_affect_the_others(studies: Studies,
     for name in ("language_model.py", "gpt.py"):
         (tmp_path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
     file = studies.file("failing", packed=2, batches=[24], base_lrs=[1e-3, 1e-2, 1e6])
-    assert "1 trial failed: run the same command to try again" in studies.run(file, script=script, status=1)
+    assert "1 trial failed; run the same command to try again" in studies.run(file, script=script, status=1)
     states = {row["base_lr"]: (row["state"], row["message"]) for row in studies.table("failing")}
     assert states[1e-3] == ("failed", "KeyError: 'no such thing'")
     assert states[1e-2] == ("complete", "")
@@ -139,7 +139,7 @@ def test_a_study_can_be_extended_but_not_changed(studies: Studies) -> None:
     driver = studies.start(studies.file("more", packed=1, base_lrs=[1e-2], batches=[24], samples=480))
     out, _ = driver.communicate(timeout=120)
     assert driver.returncode == 2
-    assert "was begun with samples 960, and it is 480 now" in out
+    assert "was started with samples 960, but it is 480 now" in out
     command = [sys.executable, "-m", "undula.cli", "study", "status", str(studies.folder / "more"), "--json"]
     rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert [row["base_lr"] for row in rows] == [1e-2, 2e-2]

@@ -9,7 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 
 _CRC_BYTES = 4
-_FILL_AFTER_EVICTION = 0.9  # as a fraction of the limit; below 1, so that not every write has to evict entries
+# Fraction of the limit that is filled after an eviction. It is below 1, so that not every write has to evict entries.
+_FILL_AFTER_EVICTION = 0.9
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class DiskCache:
         return True
 
     def write(self, key: str, data: memoryview) -> None:
-        """Store an entry. Nothing happens if the disk is full or read-only."""
+        """Store an entry, unless it is larger than the cache or the disk is full or read-only."""
         if len(data) > self.max_bytes:
             return
         path = self._path(key)

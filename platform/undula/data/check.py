@@ -16,7 +16,7 @@ from undula.errors import UndulaError
 LARGE_BYTES = 128 * 2**20
 """Size in bytes above which a row group counts as large. A worker holds `plan.window` row groups for each of its virtual workers."""
 SMALL_BYTES = 256 * 2**10
-"""Median size in bytes below which row groups count as small: requests then take longer than the transfer of bytes."""
+"""Median size in bytes below which row groups count as small, because requests then take longer than the transfer of the bytes."""
 SKEW = 4
 """Ratio of the largest to the median row group above which row groups count as uneven."""
 

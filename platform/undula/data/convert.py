@@ -23,7 +23,7 @@ from undula.plan.keys import key64, permuted
 from undula.storage import open_store
 
 BUCKET_BYTES = 256 * 2**20
-"""Size in bytes of the rows that a global shuffle holds in memory at once."""
+"""Approximate size in bytes of the rows that a global shuffle holds in memory at once."""
 TAR_BATCH = 256
 """Number of samples of a tar archive in one table."""
 
@@ -62,25 +62,28 @@ def open_source(url: str, columns: tuple[str, ...] | None = None) -> Source:
     def tables() -> Iterator[pa.Table]:
         done = 0
         for table in raw():
-            yield _fitted(table, schema, url, done)
+            yield _converted(table, schema, url, done)
             done += table.num_rows
 
     return Source(sum(table.num_rows for table in raw()), schema, tables)
 
 
 def shuffled(source: Source, seed: int) -> Source:
-    """Shuffle all rows by the seed: deal them into buckets on disk, then permute the rows of each bucket."""
+    """Return the source with all rows shuffled by the seed.
+
+    Each row is put into a random bucket on disk. The rows of a bucket are then permuted in memory.
+    """
 
     def tables() -> Iterator[pa.Table]:
         with tempfile.TemporaryDirectory(prefix="undula-shuffle-") as folder:
-            for number, bucket in enumerate(_dealt(source, seed, Path(folder))):
+            for number, bucket in enumerate(_random_buckets(source, seed, Path(folder))):
                 order = permuted(np.arange(bucket.num_rows), bucket.num_rows, key64("bucket", seed, number))
                 yield bucket.take(pa.array(order))
 
     return Source(source.num_rows, source.schema, tables)
 
 
-def _dealt(source: Source, seed: int, folder: Path) -> Iterator[pa.Table]:
+def _random_buckets(source: Source, seed: int, folder: Path) -> Iterator[pa.Table]:
     num_bytes = sum(table.nbytes for table in source.tables())
     count = max(-(-num_bytes // BUCKET_BYTES), 1)
     files = [folder / f"{number}.arrow" for number in range(count)]
@@ -167,14 +170,14 @@ def _tars(url: str, files: list[str]) -> Callable[[], Iterator[pa.Table]]:
 
 
 def _member(name: str, data: bytes) -> bytes | int | str:
-    """Decode a member by the ending of its name: an int for class labels, a str for text, otherwise bytes."""
-    ending = name.rpartition(".")[2]
+    """Decode a member by its file extension: an int for class labels, a str for text, otherwise bytes."""
+    extension = name.rpartition(".")[2]
     try:
-        if ending in ("cls", "index"):
+        if extension in ("cls", "index"):
             return int(data)
-        return data.decode() if ending in ("txt", "text", "json") else data
+        return data.decode() if extension in ("txt", "text", "json") else data
     except ValueError as error:
-        raise ManifestError(f"the content of {name} does not match its ending: {error}") from error
+        raise ManifestError(f"the content of {name} does not match its file extension: {error}") from error
 
 
 _READERS: list[tuple[Callable[[str, list[str]], Callable[[], Iterator[pa.Table]]], tuple[str, ...]]] = [
@@ -233,7 +236,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _fitted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.Table:
+def _converted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.Table:
     arrays = []
     for field in schema:
         array = _plain(table[field.name].combine_chunks())
@@ -244,8 +247,9 @@ def _fitted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> pa.
                 lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
                 if (wrong := np.flatnonzero(lengths != size)).size:
                     raise ManifestError(
-                        f"column {field.name!r} of {url} has lists of {size} values, but of {lengths[wrong[0]]:.0f} in or near row "
-                        f"{first_row + int(wrong[0])}; pad the lists to one length or leave the column out with --columns"
+                        f"column {field.name!r} of {url} has a list of {lengths[wrong[0]]:.0f} values in or near row "
+                        f"{first_row + int(wrong[0])}, but the first row has {size}; pad the lists "
+                        "to one length or leave the column out with --columns"
                     )
             array = _plain(array.flatten())
             _refuse_nulls(array, field.name, url, first_row, per_row=prod(shape[: depth + 1]))

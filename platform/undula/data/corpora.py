@@ -64,7 +64,7 @@ class Corpus:
 
 
 def is_complete(out_url: str) -> bool:
-    """Whether `out_url` has both data sets of a corpus and their files match the manifests."""
+    """Return whether `out_url` has both data sets of a corpus and their files match the manifests."""
     try:
         for name in SPLITS:
             load_manifest((open_store(out_url) / name).url).check_files()
@@ -81,6 +81,9 @@ def stdlib_text(context: int = 256, root: Path | None = None) -> Corpus:
     Args:
         context: number of tokens that a model sees at once; a sample has one more token, the last target.
         root: folder of .py files; by default the standard library.
+
+    Raises:
+        UndulaError: `context` is less than 1.
     """
     if context < 1:
         raise UndulaError(f"context is {context}; set it to at least 1")
@@ -101,6 +104,9 @@ def digits() -> Corpus:
     """Return scikit-learn's 1797 handwritten digits, with about a fifth held out by sample number.
 
     The columns are `image`, uint8 [1, 8, 8], and `label`, int64.
+
+    Raises:
+        UndulaError: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -125,6 +131,9 @@ def cifar10(archive: Path) -> Corpus:
 
     The columns are `image`, uint8 [3, 32, 32], and `label`, int64. The Python archive is refused because its members are pickles, and
     reading a pickle can run code.
+
+    Raises:
+        StorageError: The file is not the binary archive, or is damaged.
     """
     with _reading(archive), tarfile.open(archive) as tar:
         members = {PurePosixPath(member.name).name: member for member in tar if member.isfile()}

@@ -18,7 +18,7 @@ class Stream:
     """Iterable of a rank's batches, one per step. Each batch is the rank's share of the plan's global batch.
 
     The same plan gives the same global batches at any world size, and the world size can change at each resume. Iteration continues
-    from the current position; after the end of the plan, the position is the beginning again.
+    from the current position, and starts over after the end of the plan.
 
     Attributes:
         plan: plan of the samples that each step consumes.
@@ -67,7 +67,7 @@ class Stream:
         return self.plan.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. It is the same on every rank and can be loaded at any world size."""
+        """Return the position for `load_state_dict`. It is the same on every rank and can be loaded at any world size."""
         return {"step": self.step, "plan_digest": self.plan.digest(self._data.digest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Stream:
         """
         if state["plan_digest"] != self.plan.digest(self._data.digest):
             raise ManifestError(
-                f"the state is from another plan or other data than {self._data.url}; use the plan and data of the state"
+                f"the position was saved with another plan or other data than {self._data.url}; create the stream with that plan and data"
             )
         self.step = int(state["step"])
 
@@ -110,6 +110,10 @@ def stream(
 
     Returns:
         The stream of this rank.
+
+    Raises:
+        ManifestError: The data cannot be read, or the rank has no virtual worker.
+        SpecError: The plan does not fit the data.
     """
     if isinstance(data, Manifest):
         return Stream(data, plan, rank, world_size, DataSpec(train=data.url, **reading), map)

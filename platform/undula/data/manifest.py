@@ -34,7 +34,7 @@ NUMBER_TYPES = frozenset(
 )
 """Arrow types that batches hold as tensors."""
 
-_TAIL_BYTES = 8  # end of a Parquet file: the footer's length and a magic number
+_TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,12 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """Total size of the files in bytes."""
         return sum(file.bytes for file in self.files)
 
     @cached_property
     def digest(self) -> str:
+        """SHA-256 digest of the files and columns, in hexadecimal."""
         identity = {
             "files": [[file.name, file.bytes, file.row_groups, file.footer_sha256] for file in self.files],
             "columns": [asdict(column) for column in self.columns],

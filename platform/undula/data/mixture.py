@@ -69,7 +69,11 @@ class Mixture:
         Mix(self.weights, spec.seed)
 
     def part_plan(self, spec: PlanSpec, number: int) -> Plan:
-        """Return the plan that divides one data set into streams. It never ends: each virtual worker repeats its stream at its own pace."""
+        """Return the plan that divides one data set into streams. It never ends: each virtual worker repeats its stream at its own pace.
+
+        Raises:
+            SpecError: The data set is too small for the plan.
+        """
         seed = key64("mix", spec.seed, number)
         part = replace(
             spec, seed=seed, global_batch=spec.virtual_workers, epochs=2**40, max_steps=None, last_step="short"

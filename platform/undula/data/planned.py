@@ -42,13 +42,13 @@ class PlannedSamples:
         before = mix.counts(virtual_worker, position)
         ids = np.empty(len(sources), dtype=np.int64)
         for number in np.unique(sources).tolist():
-            wheres = np.flatnonzero(sources == number)
-            taken = before[number] + np.arange(len(wheres))
-            rounds, places = np.divmod(taken, self._plans[number].consumed(virtual_worker))
-            for epoch in np.unique(rounds).tolist():
+            places = np.flatnonzero(sources == number)
+            taken = before[number] + np.arange(len(places))
+            epochs, positions = np.divmod(taken, self._plans[number].consumed(virtual_worker))
+            for epoch in np.unique(epochs).tolist():
                 order = self._order(number, epoch)
-                own = rounds == epoch
-                ids[wheres[own]] = self._first_ids[number] + order.ids_at(virtual_worker, places[own])
+                own = epochs == epoch
+                ids[places[own]] = self._first_ids[number] + order.ids_at(virtual_worker, positions[own])
         return ids
 
     def _order(self, number: int, epoch: int) -> EpochOrder:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class RankStream:
-    """Samples of a rank's virtual workers from one data set, over all epochs, each virtual worker's in the order of its stream.
+    """Samples of a rank's virtual workers from one data set over all epochs. Each virtual worker gets them in the order of its stream.
 
     Args:
         manifest: the data set.
@@ -71,7 +71,7 @@ class RankStream:
     def open(self) -> None:
         """Start reading ahead, so that the first samples are ready when `take` is called."""
         if self._blocks is None:
-            self._blocks = _ReadAhead(self._read_on(dict(self._places)))
+            self._blocks = _ReadAhead(self._windows_from(dict(self._places)))
 
     def take(self, virtual_worker: int, count: int) -> Samples:
         """Return the next `count` samples of a virtual worker."""
@@ -112,7 +112,7 @@ class RankStream:
             self._queues[block.virtual_worker].append(block)
         return queue[0].rows, position - queue[0].rows.start
 
-    def _read_on(self, places: dict[int, tuple[int, int]]) -> Generator["_Block", None, None]:
+    def _windows_from(self, places: dict[int, tuple[int, int]]) -> Generator["_Block", None, None]:
         """Yield the windows from the given places on, across epochs, in the order in which the steps need them.
 
         This process reads the first windows, the head, itself. Ray Data's worker processes take CPU time from training while they start,
@@ -135,7 +135,7 @@ class RankStream:
                 tail.close()
 
     def _needed(self, virtual_worker: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, Window]]:
-        """Yield a virtual worker's windows to the end of the run as (steps until it is needed, virtual worker, epoch, window)."""
+        """Yield a virtual worker's windows to the end of the run, as (steps until the window is needed, virtual worker, epoch, window)."""
         length, end = self._plan.consumed(virtual_worker), self._ends[virtual_worker]
         begin = epoch * length + position
         while epoch * length + position < end:
@@ -265,7 +265,7 @@ class RateLimit:
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
     """Yield the rows of the reads in order, read by Ray Data tasks."""
     prefetch_bytes = spec.prefetch_mib * 2**20
-    # All running tasks together read half of the prefetch limit.
+    # Together, the running tasks read at most half of the prefetch limit.
     source = WindowDatasource(reads, prefetch_bytes // (2 * spec.read_tasks))
     dataset = ray.data.read_datasource(
         source,

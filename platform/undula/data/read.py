@@ -18,7 +18,7 @@ from undula.data.shards import Shard
 from undula.plan.order import Window
 
 LOCAL_READS, REMOTE_READS = 2, 4
-"""Number of row groups that a task reads concurrently, so that some are fetched while another one is decoded."""
+"""Number of row groups that a task reads concurrently from a disk and from S3. Some of them are fetched while another is decoded."""
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,12 @@ class _Values:
     def take(self, places: Ids) -> Tensor | list[Any]:
         """Return the rows at the given places. NumPy gathers them in one thread; torch's thread pool would compete with training."""
         owners = np.searchsorted(self._starts, places, side="right") - 1
-        wheres = [np.flatnonzero(owners == number) for number in range(len(self._chunks))]
+        by_chunk = [np.flatnonzero(owners == number) for number in range(len(self._chunks))]
         parts = [
-            _taken(chunk, places[where] - start)
-            for chunk, where, start in zip(self._chunks, wheres, self._starts, strict=False)
+            _taken(chunk, places[own] - start)
+            for chunk, own, start in zip(self._chunks, by_chunk, self._starts, strict=False)
         ]
-        return _scattered(parts, wheres)
+        return _scattered(parts, by_chunk)
 
 
 def _taken(chunk: Tensor | pa.Array, places: Ids) -> Tensor | list[Any]:
@@ -118,19 +118,19 @@ def _taken(chunk: Tensor | pa.Array, places: Ids) -> Tensor | list[Any]:
     return list(chunk.take(pa.array(places)).to_pylist())
 
 
-def _scattered(parts: Sequence[Tensor | list[Any]], wheres: list[Ids]) -> Tensor | list[Any]:
-    """Put row i of part p at place `wheres[p][i]`."""
-    first, size = parts[0], sum(map(len, wheres))
+def _scattered(parts: Sequence[Tensor | list[Any]], places: list[Ids]) -> Tensor | list[Any]:
+    """Return all rows in one sequence, with row i of part p at index `places[p][i]`."""
+    first, size = parts[0], sum(map(len, places))
     if len(parts) == 1:
         return first
     if isinstance(first, Tensor):
         values = np.empty((size, *first.shape[1:]), dtype=first.numpy().dtype)
-        for part, where in zip(parts, wheres, strict=True):
-            values[where] = part
+        for part, own in zip(parts, places, strict=True):
+            values[own] = part
         return torch.from_numpy(values)
     items: list[Any] = [None] * size
-    for part, where in zip(parts, wheres, strict=True):
-        for place, value in zip(where, part, strict=True):
+    for part, own in zip(parts, places, strict=True):
+        for place, value in zip(own, part, strict=True):
             items[place] = value
     return items
 

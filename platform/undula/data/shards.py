@@ -1,8 +1,8 @@
-"""Reads of a shard's row groups, in exactly the version of the manifest, from a disk or from S3 by range requests.
+"""Reader of the row groups of a shard, from a disk or with range requests from S3. It reads only the version in the manifest.
 
 Every request to S3 asks for the ETag of the manifest, so that a changed object is refused and versions are never mixed. Ranges with
-small gaps are joined, large ranges are split into parts that are fetched in parallel, and requests are repeated when the store is busy
-or the connection breaks.
+small gaps are joined, large ranges are split into parts that are fetched in parallel, and requests are retried when the store is busy or
+the connection breaks.
 """
 
 import mmap
@@ -32,11 +32,11 @@ FOOTER_BYTES = 2**16
 """Number of bytes first fetched from the end of a shard; most footers are smaller."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
-"""Maximum time in seconds to the first byte and between two bytes of an answer."""
+"""Maximum time in seconds to the first byte and between two bytes of a response."""
 RETRY_FOR_S = 120.0
-"""Time in seconds after which a failing range request is no longer repeated."""
+"""Time in seconds after which a failing range request is not retried again."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
-"""Time in seconds to wait before the first repetition, and the longest wait; waits double in between."""
+"""Time in seconds to wait before the first retry, and the longest wait. The wait doubles after each retry."""
 
 _HUGE_PAGE = 2 * 2**20
 _BUSY = {
@@ -79,7 +79,9 @@ class Shard:
             file = pq.ParquetFile(source, metadata=metadata)
             return file.read_row_group(number, columns=list(columns), use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
-            raise ManifestError(f"{self} does not match its manifest: {error}") from error
+            raise ManifestError(
+                f"{self} does not match its manifest: {error}; restore it or run `undula data index {self.store.url}`"
+            ) from error
 
     def footer(self) -> pq.FileMetaData:
         """Read the footer of the file.
@@ -115,11 +117,13 @@ class Shard:
             raise _missing(self) from None
         if f"size {stat.st_size}, mtime {stat.st_mtime_ns}" != self.version:
             raise _changed(self)
-        return self.store.open(self.name)  # not a memory map: truncating the file during a read would kill the process
+        return self.store.open(
+            self.name
+        )  # a memory map would kill the process if the file were truncated during a read
 
     def _fetched(self, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
-        """Return an image of the object that has the given ranges; the rest of it takes no memory."""
-        # NORESERVE, because most of a large object stays untouched.
+        """Return an image of the object in which the given ranges are filled. The rest takes no memory."""
+        # Without MAP_NORESERVE, the kernel may refuse an image of a large object, although most of its pages stay unused.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         image = mmap.mmap(-1, self.bytes, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE") and sum(stop - begin for begin, stop in ranges) > _HUGE_PAGE:
@@ -159,7 +163,7 @@ def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> l
 
 
 def _fetch(shard: Shard, start: int, into: memoryview) -> None:
-    """Fill `into` with the bytes of the object from `start` on. The cache's key has the version, so a hit needs no request."""
+    """Fill `into` with the bytes of the object from `start` on. The key of the cache contains the version, so a hit needs no request."""
     key = f"{shard} {shard.version} {start} {len(into)}"
     if shard.cache and shard.cache.read_into(key, into):
         return
@@ -176,13 +180,15 @@ def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
         if problem is None:
             return
         if time.monotonic() + wait_s > deadline:
-            raise StorageError(f"{shard} could not be read for {RETRY_FOR_S:.0f} s: {problem}")
-        time.sleep(random.uniform(0, wait_s))  # full jitter, so that the ranks of a run do not repeat requests together
+            raise StorageError(
+                f"{shard} could not be read for {RETRY_FOR_S:.0f} s: {problem}; check the store and submit the job again"
+            )
+        time.sleep(random.uniform(0, wait_s))  # full jitter, so that the ranks of a run do not retry at the same time
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
 def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
-    """Send one request. Returns the problem if another attempt may succeed, or None on success."""
+    """Send one request, and return the problem if a retry may succeed, or None on success."""
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError
     from urllib3.exceptions import HTTPError
@@ -201,7 +207,7 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
                 "use a store that supports range requests"
             )
         if response["ETag"].strip('"') != shard.version.removeprefix("etag "):
-            raise _changed(shard)  # from a store that ignores If-Match
+            raise _changed(shard)  # some stores ignore If-Match
         done = 0
         while count := response["Body"].readinto(into[done : done + 2**20]):
             done += count
@@ -246,7 +252,7 @@ def _client(anonymous: bool) -> Any:
 
     return s3_client(
         Config(
-            retries={"total_max_attempts": 1},  # _fetch_from_s3 repeats requests itself, also when a body is incomplete
+            retries={"total_max_attempts": 1},  # _fetch_from_s3 retries itself, also when a body is incomplete
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             max_pool_connections=PARALLEL_PARTS,

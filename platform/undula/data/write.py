@@ -20,7 +20,8 @@ from undula.storage import Store
 ROW_GROUP_BYTES = 4 * 2**20
 """Default size of a row group in memory, in bytes."""
 CONTENT_KEY = "undula.sha256"
-"""Key of the footer metadata that has a hash of the shard's rows. Sizes and statistics alone can stay equal when a row changes."""
+"""Key of the footer metadata that holds a hash of the rows. Without it, a row could change without any change of
+the footer, and so of the digest of the data set."""
 
 _SHARD_NAME = re.compile(r"part-\d{5,}\.parquet")
 

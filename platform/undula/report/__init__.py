@@ -1,1 +1,1 @@
-"""Reports on what a run did: `data` computes figures from the ledger, `render` shows them in a terminal or a browser."""
+"""Reports on a run: `data` computes figures from the ledger, `render` shows them in a terminal or a browser."""

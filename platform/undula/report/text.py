@@ -1,4 +1,4 @@
-"""How reports write numbers, durations, sums of money and text that others have written. Pure."""
+"""Text of reports: numbers, durations, sums of money, and untrusted text. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ DASH = "–"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A figure with that many significant digits, or a dash for None."""
+    """Return a number with `digits` significant digits, or a dash for None."""
     if value is None:
         return DASH
     if not math.isfinite(value):
@@ -22,12 +22,12 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """A count with its noun: `1 crash`, `2 crashes`."""
+    """Return a count with its noun, such as `1 crash` or `2 crashes`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def duration(seconds: float) -> str:
-    """A length of time for a person: `0.4 s`, `12 s`, `5 min 03 s`, `2 h 05 min`, `3 d 4 h`."""
+    """Return a duration in readable units, such as `0.4 s`, `12 s`, `5 min 03 s`, `2 h 05 min` or `3 d 4 h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.2g} s" if seconds < 9.95 else f"{whole} s"
@@ -39,12 +39,16 @@ def duration(seconds: float) -> str:
 
 
 def dollars(amount: float) -> str:
-    """A sum in US dollars: `$1,234.50`, `$0.0431`, `$2.1e-5`."""
+    """Return an amount of US dollars, such as `$1,234.50`, `$0.0431` or `$2.1e-5`."""
     return f"${amount:,.2f}" if amount >= 1 else f"${number(amount, 3)}"
 
 
 def goodput_text(rank_seconds: Mapping[str, float]) -> str:
-    """Goodput in one line, from rank-seconds by class: `93.0% of 1 h 20 min of rank time; restarting 4.0%, data 3.0%`."""
+    """Return the goodput in one line, such as `93.0% of 1 h 20 min of rank time; restarting 4.0%, data 3.0%`.
+
+    Args:
+        rank_seconds: rank-seconds by class.
+    """
     held_s = sum(rank_seconds.values())
     if not held_s:
         return DASH
@@ -55,6 +59,8 @@ def goodput_text(rank_seconds: Mapping[str, float]) -> str:
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """Text without control characters and at most `limit` characters long, so that it can neither steer a terminal nor flood a page."""
+    """Return the text without control characters and with at most `limit` characters, so that it can neither control a terminal nor
+    flood a page.
+    """
     clean = "".join(char if char.isprintable() else " " for char in text)
     return clean if len(clean) <= limit else f"{clean[: limit - 1]}…"

@@ -1,4 +1,4 @@
-"""The driver of a study: it checks the study, has Ray Tune train the trials that are left, and writes the report."""
+"""Driver of a study. It checks the study, trains the remaining trials with Ray Tune, and writes the report."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ def conduct(
         fresh: Whether to delete the study and start over.
 
     Raises:
-        UndulaError: the first mistake that was found, before anything is trained.
-        SystemExit: a trial failed, or the driver was stopped from outside.
+        UndulaError: The study or its job is invalid. Nothing has been trained then.
+        SystemExit: A trial failed, or the driver was interrupted.
     """
     study = Study(load_study(file, overrides, config))
     check_job(study.base)
@@ -56,37 +56,37 @@ def conduct(
         records = list(read_progress(study.store, study.spec).records.values())
         print("\n".join([*publish(study.store, study.spec, records), f"study directory: {study.url}"]), flush=True)
     if failed := sum(record.state == "failed" for record in records):
-        print(f"{counted(failed, 'trial')} failed: run the same command to try again", flush=True)
+        print(f"{counted(failed, 'trial')} failed; run the same command to try again", flush=True)
         raise SystemExit(1)
 
 
 def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
-    """Train what is left of a study on the cluster."""
+    """Train the remaining trials of a study on the cluster."""
     if study.store.is_s3:  # there is no file lock on S3
-        _hub = start_hub(study.store)  # its name refuses a second driver on this cluster, as long as this handle lives
+        _hub = start_hub(study.store)  # its name keeps out a second driver on this cluster while this handle exists
         refuse_another_driver(study.store)
     ship_modules_beside_the_script()
     if fresh:
         delete_study(study.store)
     study.begin()
     if note := early_rung_warning(study.spec):
-        print(f"note: the report will not tell of {note[0].lower()}{note[1:]}", flush=True)
+        print(f"note: the report will not cover {note[0].lower()}{note[1:]}", flush=True)
     progress = read_progress(study.store, study.spec)
     if failed := reset_failures(study.store, progress.records.values()):
         print(f"trying {counted(failed, 'failed trial')} again", flush=True)
         progress = read_progress(study.store, study.spec)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray would turn a SystemExit into an error of its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray would turn a SystemExit into another error
     try:
         with keep_heartbeat(study.store), StudyScreen(study.spec, progress.records) as screen:
             spec_of, workers = partial(_trial_spec, study), study.base.spec.workers
             sweep(study.store, progress, train, spec_of, workers, study.samples_at, screen.show)
     except KeyboardInterrupt:
-        print(f"stopped from outside\nstudy directory: {study.url}\nrun the same command to continue", flush=True)
+        print(f"interrupted\nstudy directory: {study.url}\nrun the same command to continue", flush=True)
         raise SystemExit(INTERRUPTED) from None
 
 
 def _trial_spec(study: Study, trial: Trial) -> TrialSpec:
-    """Write the record of a trial's job to its run directory, and return the spec for its process."""
+    """Write the record of a trial's job to its run directory, and return the specification for its process."""
     loaded = study.job(trial)
     plan = Plan(loaded.spec.plan, study.rows)
     launch = record_job(loaded, plan, study.store / TRIALS / trial.name)

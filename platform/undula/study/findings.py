@@ -1,7 +1,7 @@
-"""The findings of a study: the power law of the best learning rate, the rules that it rejects, and the critical batch. Pure.
+"""Findings of a study: the power law of the best learning rate, the rules that it rejects, and the critical batch. Pure.
 
-Every verdict follows from a 95 % interval. A rule is rejected if its power lies outside of the interval. It is not tested if there is no
-interval, or if the interval is infinite, as it is with two batches.
+Every verdict follows from a 95 % interval. A rule is rejected if its exponent lies outside the interval. It is not tested if there is no
+interval, or if the interval is infinite, as with two batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,36 +32,36 @@ from undula.study.trials import TrialRecord
 
 Judgement = Literal["rejected", "not rejected", "not tested"]
 INVERSE: Mapping[Bound, Bound] = {"≥": "≤", "≤": "≥", "~": "~"}
-"""Bound of the reciprocal of a value with such a bound."""
+"""Bound of the reciprocal of a value, by the bound of the value."""
 ENOUGH_TO_PART = 5
-"""Number of optima inside their range from which on the lower and the upper half of the batches are also fitted separately."""
+"""Minimum number of bracketed optima for which the lower and the upper half of the batches are also fitted separately."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one fit on one rule."""
+    """Judgement of one fit on one rule."""
 
     rule: RuleName
     exponent: float | None
-    """Exponent that the rule claims; None for a rule that measures."""
+    """Exponent of the rule; None for a measured rule."""
     judgement: Judgement
 
 
 @dataclass(frozen=True)
 class Law:
-    """The power law of the best learning rate over a range of batches, and its verdicts on rules."""
+    """Power law of the best learning rate over a range of batches, and its verdicts on rules."""
 
     fit: PowerLaw
     verdicts: tuple[Verdict, ...]
 
     @property
     def low(self) -> float:
-        """The smallest batch of the fit."""
+        """Smallest batch of the fit."""
         return min(each.batch for each in self.fit.used)
 
     @property
     def high(self) -> float:
-        """The largest batch of the fit."""
+        """Largest batch of the fit."""
         return max(each.batch for each in self.fit.used)
 
     @property
@@ -70,7 +70,7 @@ class Law:
 
     @property
     def tells_apart(self) -> bool:
-        """Whether the interval excludes the power of a common rule. An interval with all of them favours none."""
+        """Whether the interval excludes at least one exponent of RULE_EXPONENTS. Otherwise it favours no rule."""
         return not all(self.fit.interval.holds(power) for power in RULE_EXPONENTS.values())
 
     def rules(self, judgement: Judgement) -> list[RuleName]:
@@ -79,39 +79,39 @@ class Law:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The learning rates under rules whose trainings are points of one curve, and the power laws that are fitted to the best rates."""
+    """Learning rates under rules that share a curve, and the power laws fitted to the best rates."""
 
     rules: tuple[RuleName, ...]
     batches: tuple[AtBatch, ...]
     laws: tuple[Law, ...]
-    """The law over all batches; with enough batches, also those over the lower and the upper half. Empty if none can be fitted."""
+    """Law over all batches and, with enough batches, the laws over the lower and the upper half. Empty if none can be fitted."""
     problem: str
-    """Reason why there is no law; else empty."""
+    """Reason why there is no law; empty otherwise."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The learning rate that a rule predicts for a batch from the rate that was tuned at the base batch."""
+    """Learning rate that a rule predicts for a batch from the tuned rate of the base batch."""
 
     rule: RuleName
     batch: int
     rate: float | None
-    """Predicted rate, from the optimum of the base batch; None if there is no optimum, or if the rule measures and was not trained."""
+    """Predicted rate; None if the base batch has no optimum, or if the rule is measured and was not tried."""
     bound: Bound | None
-    """Bound of the predicted rate, if the optimum of the base batch is a bound."""
+    """Bound of the predicted rate, if the optimum of the base batch is only a bound."""
     tuned: float | None
     """Best rate at this batch."""
     tuned_bound: Bound | None
-    """Bound of the best rate, if it is one."""
+    """Bound of the best rate, if it is only a bound."""
     at_rate: LossAt
-    """Mean loss over seeds at the predicted rate under the rule; not known if the rate is a bound. For a rule that measures, the loss of
-    the training with the best tried rate of the base batch."""
+    """Mean loss over seeds at the predicted rate under the rule; not known if the rate is a bound. For a measured rule, it is the loss of
+    the trial with the best tried rate of the base batch."""
     tuned_loss: float | None
-    """Lowest measured loss at this batch. The loss of the best rate is lower if that rate is a bound."""
+    """Lowest measured loss at this batch. If the best rate is only a bound, its loss is lower."""
 
     @property
     def ratio(self) -> tuple[Bound | None, float] | None:
-        """The predicted rate over the best one, with a bound if one of them is a bound; None if the bounds leave it open."""
+        """Ratio of the predicted rate to the best one, after its bound; None if the bounds of both do not bound the ratio."""
         if self.rate is None or not self.tuned:
             return None
         of_tuned = self.tuned_bound and INVERSE[self.tuned_bound]
@@ -121,17 +121,17 @@ class Prediction:
 
     @property
     def loss_bound(self) -> Bound | None:
-        """Relation of the loss at the predicted rate to the given one."""
+        """Bound of the loss at the predicted rate."""
         return "~" if self.at_rate.is_between else None
 
     @property
     def tuned_loss_bound(self) -> Bound | None:
-        """Relation of the lowest loss to the given one."""
+        """Bound of the lowest loss."""
         return "≤" if self.tuned_bound else None
 
     @property
     def cost(self) -> tuple[Bound | None, float] | None:
-        """The loss at the predicted rate minus the lowest loss, with its bound; None if one of them is not known."""
+        """Loss at the predicted rate minus the lowest loss, after its bound; None if one of them is not known."""
         if self.at_rate.loss is None or self.tuned_loss is None:
             return None
         return self.loss_bound or (self.tuned_loss_bound and "≥"), self.at_rate.loss - self.tuned_loss
@@ -139,19 +139,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GroupFindings:
-    """The findings on one optimizer with one warmup."""
+    """Findings on one optimizer with one warmup."""
 
     group: Group
     main: Tuning
-    """The learning rate tuned at each batch. If there are such trainings, nothing but the rate changes with the batch."""
+    """Learning rate tuned at each batch. If the study has such trials, only the rate changes with the batch."""
     others: tuple[Tuning, ...]
-    """The learning rates under rules that change more than the rate."""
+    """Learning rates under rules that change more than the rate."""
     pareto: ParetoFit | None
     pareto_problem: str
-    """Reason why there is no critical batch; else empty."""
+    """Reason why there is no critical batch; empty otherwise."""
     predictions: tuple[Prediction, ...]
     noise: tuple[tuple[int, float], ...]
-    """Batches with their gradient noise scale in samples: the median over the second half of the batch's best training."""
+    """Pairs (batch, gradient noise scale in samples). The scale is the median over the second half of the batch's best trial."""
 
     @property
     def tunings(self) -> tuple[Tuning, ...]:
@@ -160,7 +160,7 @@ class GroupFindings:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of a study."""
+    """Findings of a study."""
 
     spec: StudySpec
     records: tuple[TrialRecord, ...]
@@ -175,7 +175,7 @@ class Findings:
 
 
 def find(spec: StudySpec, records: Sequence[TrialRecord]) -> Findings:
-    """Compute the findings from a study's records. No records are refused: a fit that is not possible is replaced by the reason why."""
+    """Compute the findings from a study's records. If a fit is not possible, the findings have the reason instead."""
     groups = tuple(_group(spec, records, group) for group in groups_of(spec))
     texts = {
         text: None
@@ -187,30 +187,30 @@ def find(spec: StudySpec, records: Sequence[TrialRecord]) -> Findings:
 
 
 def judge(exponent: float | None, interval: Interval | None) -> Judgement:
-    """The judgement on an exponent: rejected if and only if it lies outside of a finite interval."""
+    """Return the judgement on an exponent. It is rejected if and only if it lies outside a finite interval."""
     if exponent is None or interval is None or not (isfinite(interval.low) and isfinite(interval.high)):
         return "not tested"
     return "not rejected" if interval.holds(exponent) else "rejected"
 
 
 def law_of(fit: PowerLaw, exponents: dict[RuleName, float]) -> Law:
-    """A fit with its verdicts on rules.
+    """Return a fit with its verdicts on rules.
 
     Args:
         fit: The fit.
-        exponents: Exponents that the rules claim.
+        exponents: Exponents of the rules.
     """
     return Law(fit, tuple(Verdict(rule, power, judge(power, fit.interval)) for rule, power in exponents.items()))
 
 
 def _group(spec: StudySpec, records: Sequence[TrialRecord], group: Group) -> GroupFindings:
-    """The findings on a group."""
+    """Return the findings on a group."""
     tunings = [
         _tuning(spec, group, rules, tune(spec, records, group, rules), is_main=not place)
         for place, rules in enumerate(tunings_of(spec, group))
     ]
-    if not tunings:  # a spec refuses an optimizer without a rule
-        tunings = [Tuning(("none",), (), (), "no rule goes with this optimizer")]
+    if not tunings:  # StudySpec refuses an optimizer without a rule
+        tunings = [Tuning(("none",), (), (), "no rule can be used with this optimizer")]
     main = tunings[0]
     pareto, problem = _pareto(spec, main.batches)
     noise = tuple((each.batch, scale) for each in main.batches if (scale := late_noise(each)) is not None)
@@ -220,14 +220,14 @@ def _group(spec: StudySpec, records: Sequence[TrialRecord], group: Group) -> Gro
 def _tuning(
     spec: StudySpec, group: Group, rules: tuple[RuleName, ...], batches: tuple[AtBatch, ...], is_main: bool
 ) -> Tuning:
-    """The power laws of a group under some rules; `is_main` if the rules are those that show the free optimum."""
+    """Return the power laws of a group under some rules; `is_main` says whether these rules show the free optimum."""
     exponents: dict[RuleName, float] = {}
     if is_main and changes_rate_alone(rules[0], group.warmup):
         exponents = {rule: RULE_EXPONENTS[rule] for rule in ("linear", "sqrt", "none")}
     exponents |= {rule: power for rule in rules if (power := exponent_of(rule)) is not None}
     if len(spec.batches) == 1:
         return Tuning(
-            rules, batches, (), f"the study has one batch ({spec.batches[0]:,}): a power law takes two or more"
+            rules, batches, (), f"the study has one batch ({spec.batches[0]:,}), but a power law needs two or more"
         )
     inside = [each for each in batches if each.optimum and each.optimum.interior]
     try:
@@ -241,33 +241,33 @@ def _tuning(
 
 
 def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | None, str]:
-    """The hyperbola of steps and samples, or the reason why there is none.
+    """Return the hyperbola of steps and samples, or the reason why there is none.
 
-    It is fitted to one point for each batch: the mean over seeds of the log steps, at the rate with the fewest steps. Seeds are not points
-    of their own, since no batch lies exactly on the hyperbola, and more seeds of one batch would narrow the interval about a wrong
-    value. A rate at the end of its range is a bound and is left out. A rate next to one that diverged is used: it is off by at most
-    one step of the grid.
+    It is fitted to one point for each batch, which is the mean over seeds of the log steps at the rate with the fewest steps. Seeds are not
+    points of their own: no batch lies exactly on the hyperbola, so more seeds of one batch would narrow the interval about a wrong value.
+    A rate at the end of its range is a bound and is left out. A rate next to one that diverged is used, because the best rate is at most
+    one step of the grid away.
     """
     if spec.target is None:
-        return None, "the study has no target, so that there are no steps to count: give target"
+        return None, "the study has no target, so there are no steps to count; set target"
     if len(spec.batches) == 1:
-        return None, f"the study has one batch ({spec.batches[0]:,}), and steps are compared between three or more"
+        return None, f"the study has one batch ({spec.batches[0]:,}), but a critical batch needs three or more"
     reached = [(each.batch, each.fewest) for each in batches if each.fewest]
     used = [(batch, fewest) for batch, fewest in reached if not is_open(fewest)]
     records = [record for each in batches for point in each.points for record in point.records]
     if not reached and any(record.samples_to(spec.target) == 0 for record in records):
-        return None, f"trainings are at the target of {spec.target:g} before their first step: lower target"
+        return None, f"trials are at the target of {spec.target:g} before their first step; lower target"
     if not any(isfinite(record.loss) for record in records):
-        return None, "every training diverged" if _all_diverged(records) else "no training is complete"
+        return None, "every trial diverged" if _all_diverged(records) else "no trial is complete"
     if not reached:
-        return None, f"no training got to the target of {spec.target:g}: train for more samples, or raise target"
+        return None, f"no trial reached the target of {spec.target:g}; train for more samples, or raise target"
     steps = [float(np.exp(np.mean(np.log(fewest.steps)))) for _, fewest in used]
     try:
         fit = fit_pareto([batch for batch, _ in used], steps)
         if fit.interval.low <= 0 and not isfinite(fit.interval.high):
             return (
                 None,
-                "the steps to the target do not bound it on either side: more batches are needed, or more seeds",
+                "the steps to the target do not bound it on either side; add batches or seeds",
             )
         return fit, ""
     except ValueError as error:
@@ -275,8 +275,7 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
         if not at_end:
             return None, str(error)
         return None, (
-            f"{error}; at {', '.join(at_end)} the fewest steps are those of a learning rate that no others bracket, which bound the "
-            f"best: more learning rates are needed"
+            f"{error}; at {', '.join(at_end)}, no other learning rates bracket the one with the fewest steps, so add learning rates there"
         )
 
 
@@ -285,7 +284,7 @@ def _all_diverged(records: Sequence[TrialRecord]) -> bool:
 
 
 def late_noise(at: AtBatch) -> float | None:
-    """The median gradient noise scale over the second half of the batch's best training, in samples; None if it was not measured."""
+    """Return the median gradient noise scale, in samples, over the second half of the batch's best trial; None if it was not measured."""
     record = best_record(at)
     late = [scale for samples, scale in record.noise if 2 * samples >= record.samples] if record else []
     finite = [scale for scale in late if isfinite(scale) and scale > 0]
@@ -293,13 +292,13 @@ def late_noise(at: AtBatch) -> float | None:
 
 
 def best_record(at: AtBatch) -> TrialRecord | None:
-    """A complete training of the rate with the lowest mean loss, with the first seed that measured the noise scale if one did."""
+    """Return a complete trial of the rate with the lowest mean loss, preferably one that measured the noise scale."""
     complete = [record for record in at.lowest.records if record.state == "complete"] if at.lowest else []
     return next((record for record in complete if record.noise), complete[0] if complete else None)
 
 
 def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tuple[Prediction, ...]:
-    """Predictions of the rules that were trained, and of common rules that can be judged without training."""
+    """Return predictions of the rules that were tried, and of common rules that need no trial."""
     base, main = spec.batches[0], {each.batch: each for each in tunings[0].batches}
     at_base = main.get(base)
     plain = changes_rate_alone(tunings[0].rules[0], group.warmup)
@@ -314,7 +313,7 @@ def _predictions(spec: StudySpec, group: Group, tunings: Sequence[Tuning]) -> tu
 
 
 def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | None) -> Prediction:
-    """The prediction of a rule.
+    """Return the prediction of a rule.
 
     Args:
         rule: The rule.
@@ -342,7 +341,7 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
 
 
 def _measured(at_base: AtBatch, own: AtBatch) -> tuple[float | None, LossAt]:
-    """Rate and loss of a rule that measures, from its training with the best tried base rate of the base batch."""
+    """Return the rate and loss of a measured rule, from its trial with the best tried base rate of the base batch."""
     best, base = at_base.lowest, at_base.optimum
     same = (point for point in own.points if best and abs(point.base_rate / best.base_rate - 1) < SAME)
     if (trained := next(same, None)) is None or best is None:

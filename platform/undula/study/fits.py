@@ -11,61 +11,61 @@ from scipy.special import ndtri, stdtrit
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Edge = Literal["lowest", "highest", "diverged", "alone"]
 """Reason why the tried rates do not bracket the best one: it is the lowest or the highest of them, the next higher one diverged, or it has
-no neighbours."""
+no neighbours on either side."""
 Bound = Literal["≥", "≤", "~"]
-"""Relation of an unknown value to the one that is given."""
+"""Relation of the true value to a known one: at least, at most, or either."""
 
 RULE_EXPONENTS: Mapping[str, float] = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-"""Rules that scale the learning rate with a power of the batch, and the power."""
+"""Exponents of the common rules that scale the learning rate with a power of the batch."""
 BOUNDS: Mapping[Edge, Bound] = {"lowest": "≤", "highest": "≥", "diverged": "≥", "alone": "~"}
-"""Relation of the best rate to an optimum at such an edge."""
+"""Relation of the true best rate to an optimum, by the edge of the optimum."""
 BEYOND = 1e4
-"""Factor below the smallest batch and above the largest batch within which a critical batch is searched."""
+"""Factor by which the search for a critical batch extends below the smallest and above the largest batch."""
 APART = 1.3
-"""Minimum ratio of two learning rates whose losses show a slope. The losses of nearer rates differ by chance more than by the slope."""
+"""Minimum ratio of two learning rates whose losses show a slope. The losses of closer rates differ mostly by chance."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval."""
+    """Confidence interval."""
 
     low: float
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies in the interval, with a tolerance for rounding."""
+        """Return whether the interval contains a value, with a tolerance for rounding."""
         slack = 1e-9 * max(1.0, abs(value))
         return self.low - slack <= value <= self.high + slack
 
 
 @dataclass(frozen=True)
 class ParetoFit:
-    """The hyperbola (S / S_min - 1)(E / E_min - 1) = 1 of steps S and samples E = S B (McCandlish et al. 2018, arXiv:1812.06162)."""
+    """Hyperbola (S / S_min - 1)(E / E_min - 1) = 1 of steps S and samples E = S B (McCandlish et al. 2018, arXiv:1812.06162)."""
 
     fewest_steps: float
     """Minimum of steps S_min, which large batches approach."""
     fewest_samples: float
     """Minimum of samples E_min, which small batches approach."""
     critical_batch: float
-    """Critical batch B_crit = E_min / S_min, at which a training takes twice the fewest steps and twice the fewest samples."""
+    """Critical batch B_crit = E_min / S_min in samples, at which a trial takes twice the fewest steps and twice the fewest samples."""
     interval: Interval
-    """Interval of the critical batch. It begins at 0 or ends at infinity if the data do not bound it."""
+    """Interval of the critical batch. It starts at 0 or ends at infinity if the data do not bound it."""
     inside: bool
     """Whether the interval lies within the tried batches."""
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The learning rate with the lowest loss at one batch."""
+    """Learning rate with the lowest loss at one batch."""
 
     batch: float
     rate: float
     loss: float
-    """Loss at the optimum, interpolated linearly between measured losses. Next to a cliff the parabola would be far below all of them."""
+    """Loss at the optimum, interpolated linearly between measured losses. The parabola can be far below all of them next to divergence."""
     edge: Edge | None
-    """Reason why the tried rates do not bracket the optimum, so that the best rate may lie beyond; None if they do."""
+    """Reason why the tried rates do not bracket the optimum, so that the true best rate may lie beyond; None if they do."""
     open: float = 0.0
-    """Half the width in log rate within which the best rate may lie, if it is bracketed and no parabola was fitted."""
+    """Uncertainty of the optimum in log rate, as half the width, if it is bracketed but no parabola was fitted."""
 
     @property
     def interior(self) -> bool:
@@ -74,24 +74,24 @@ class Optimum:
 
     @property
     def bound(self) -> Bound | None:
-        """Relation of the best rate to this one if this one is a bound: higher except for one step of the grid, lower, or either."""
+        """Relation of the true best rate to this one, up to one step of the grid, if this one is only a bound."""
         return None if self.edge is None else BOUNDS[self.edge]
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """The power law rate = factor batch^exponent."""
+    """Power law rate = factor batch^exponent."""
 
     factor: float
     exponent: float
     interval: Interval
-    """Interval of the exponent. It is infinite with two points, which leave no residuals."""
+    """Interval of the exponent. It is infinite with two points, because they leave no residuals."""
     used: tuple[Optimum, ...]
     """Optima to which the law is fitted."""
     left_out: tuple[Optimum, ...]
-    """Optima at the edge of their rates, which are bounds and not values."""
+    """Optima that the law does not use because they are only bounds."""
     level: float = np.inf
-    """Half the width of the interval of the log rate, in the middle of the batches."""
+    """Half the width of the interval of the log rate at the middle batch."""
 
 
 def fit_pareto(
@@ -100,23 +100,23 @@ def fit_pareto(
     """Fit S = S_min (1 + B_crit / B), which is the hyperbola with E = S B, by least squares of log S.
 
     The interval is a bootstrap over the residuals. It is widened by sqrt(n / (n - 2)) for the two fitted parameters, and by the ratio of
-    Student's quantile to the normal one, since few residuals estimate their own size badly.
+    Student's quantile to the normal one, because few residuals are a poor estimate of their own size.
 
     Args:
-        batches: Batch of each point. Several points of one batch share its deviation from the law, and are worth less than points of
-            other batches.
-        steps: Steps to the target of each point. Infinite values, of trainings that never reached it, are left out.
+        batches: Batch of each point. Points of the same batch share its deviation from the law, so they add less information than points
+            of other batches.
+        steps: Steps to the target of each point. Infinite values mean that the target was not reached, and are left out.
         resamples: Number of resamples of the bootstrap.
         confidence: Confidence of the interval, in (0, 1).
         seed: Seed of the bootstrap.
 
     Raises:
-        ValueError: trainings with fewer than three different batches reached the target.
+        ValueError: Fewer than three different batches reached the target.
     """
     reached = np.isfinite(steps)
     b, s = np.asarray(batches, dtype=np.float64)[reached], np.asarray(steps, dtype=np.float64)[reached]
     if len(np.unique(b)) < 3:
-        raise ValueError(f"{_batch_sizes(len(np.unique(b)))} got to the target: a critical batch takes three")
+        raise ValueError(f"{_batch_sizes(len(np.unique(b)))} reached the target, but a critical batch needs three")
     critical, fewest = (float(found[0]) for found in _hyperbola(b, np.log(s)[None]))
     fitted = np.log(fewest) + np.log1p(critical / b)
     upper = (1 + confidence) / 2
@@ -131,10 +131,10 @@ def fit_pareto(
 
 
 def _hyperbola(batches: Floats, log_steps: Floats) -> tuple[Floats, Floats]:
-    """B_crit and S_min for each row of log S [rows, points].
+    """Return B_crit and S_min for each row of log S [rows, points].
 
-    Given B_crit, the best log S_min is a mean, so that only one parameter is searched. The search uses a grid of its logarithm that is
-    refined about the lowest point. Because the variance is rounded, the result is exact to about 1e-7.
+    Given B_crit, the best log S_min is a mean, so the search has only one parameter. It uses a grid of log B_crit that is refined about
+    the lowest point. The result is exact to about 1e-7, because the variance is rounded.
     """
     ends = np.log([batches.min() / BEYOND, batches.max() * BEYOND])
     centre = np.full(len(log_steps), ends.mean())
@@ -151,10 +151,10 @@ def _hyperbola(batches: Floats, log_steps: Floats) -> tuple[Floats, Floats]:
 
 
 def about_lowest(rates: Sequence[float], lowest: int, diverged: Sequence[bool]) -> tuple[slice, Edge | None]:
-    """The learning rates that locate the optimum around the lowest loss.
+    """Return the learning rates that locate the optimum around the lowest loss.
 
-    They reach to the first rate on either side that is at least APART times away. The rates do not bracket the optimum if one side has
-    no rate, only a rate close to the lowest one, or a rate that diverged.
+    On either side, they reach to the first rate whose ratio to the rate with the lowest loss is at least APART. They do not bracket the
+    optimum if one side has no rate, only rates that are too close, or a rate that diverged.
 
     Args:
         rates: Learning rates in ascending order.
@@ -183,7 +183,7 @@ def about_lowest(rates: Sequence[float], lowest: int, diverged: Sequence[bool]) 
 def best_rate(
     batch: float, rates: Sequence[float], losses: Sequence[float], lost: Sequence[bool] | None = None
 ) -> Optimum:
-    """The learning rate with the lowest loss, as the vertex of a parabola of the loss over the log rate.
+    """Return the learning rate with the lowest loss, as the vertex of a parabola of the loss over the log rate.
 
     The parabola is fitted by least squares to the lowest loss and the losses around it (`about_lowest`). If no parabola fits, the optimum
     is the rate with the lowest loss, and may lie anywhere between its neighbours.
@@ -192,17 +192,17 @@ def best_rate(
         batch: Batch of all trainings.
         rates: Learning rates, all different.
         losses: Loss of each rate; not finite if the training diverged.
-        lost: Whether each rate is known to be worse by something else than its loss, which is then not a point of the parabola.
+        lost: Whether each rate is known to be worse for another reason than its loss. Its loss is then not a point of the parabola.
 
     Raises:
-        ValueError: no loss is finite.
+        ValueError: No loss is finite.
     """
     order = np.argsort(rates)
     rate, loss = np.asarray(rates, dtype=np.float64)[order], np.asarray(losses, dtype=np.float64)[order]
     behind = np.asarray(lost if lost is not None else [False] * len(rates), dtype=bool)[order]
     counted = np.isfinite(loss) & ~behind
     if not counted.any():
-        raise ValueError(f"every learning rate diverged at batch {batch:g}: lower ones are needed")
+        raise ValueError(f"every learning rate diverged at batch {batch:g}; add lower ones")
     lowest = int(np.argmin(np.where(counted, loss, np.inf)))
     about, edge = about_lowest(rate.tolist(), lowest, (~counted & ~behind).tolist())
     measured = Optimum(batch, float(rate[lowest]), float(loss[lowest]), edge)
@@ -224,19 +224,19 @@ def best_rate(
 
 
 def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerLaw:
-    """Fit a power law to the optima that are inside their range, by least squares of log rate over log batch.
+    """Fit a power law to the bracketed optima, by least squares of log rate over log batch.
 
     The interval of the exponent is Student's.
 
     Raises:
-        ValueError: fewer than two different batches have such an optimum.
+        ValueError: Fewer than two different batches have a bracketed optimum.
     """
     used = tuple(entry for entry in optima if entry.interior)
     left_out = tuple(entry for entry in optima if not entry.interior)
     if len({entry.batch for entry in used}) < 2:
         raise ValueError(
-            f"the best learning rate of {_batch_sizes(len({entry.batch for entry in used}))} is inside the range that was tried: "
-            f"a power law takes two{_more_rates(left_out)}"
+            f"the tried learning rates bracket the best one at {_batch_sizes(len({entry.batch for entry in used}))}, but a power law needs "
+            f"two{_more_rates(left_out)}"
         )
     x, y = np.log([entry.batch for entry in used]), np.log([entry.rate for entry in used])
     away = x - x.mean()
@@ -251,11 +251,11 @@ def fit_power_law(optima: Sequence[Optimum], confidence: float = 0.95) -> PowerL
 
 
 def _more_rates(left_out: Sequence[Optimum]) -> str:
-    """Advice on the rates that would bracket the optima that are bounds; empty if there are none."""
+    """Return advice on rates that would bracket the other optima; empty if there are none."""
     edges = {entry.edge for entry in left_out}
     if edges <= {"lowest", "highest"}:
         return "; widen the range" if edges else ""
-    return "; more learning rates are needed about the best"
+    return "; add learning rates around the best one"
 
 
 def _batch_sizes(count: int) -> str:

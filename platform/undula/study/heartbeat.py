@@ -1,4 +1,4 @@
-"""The heartbeat of a study's driver: a file in the study's directory that shows whether a driver conducts the study now."""
+"""Heartbeat of a study's driver: a file in the study's directory that shows whether a driver is running."""
 
 import json
 import os
@@ -16,17 +16,17 @@ from undula.storage import Store
 
 HEARTBEAT_FILE = "heartbeat.json"
 INTERVAL_S = 10.0
-"""Seconds between two heartbeats."""
+"""Time in seconds between two heartbeats."""
 SILENCE_S = 60.0
-"""Age in seconds of a heartbeat from which on its driver counts as gone. Clocks of machines must differ by less."""
+"""Maximum age in seconds of the heartbeat of a driver that counts as running. The clocks of machines must differ by less."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of a study's driver."""
+    """Heartbeat of a study's driver."""
 
     time: float
-    """Seconds since the epoch."""
+    """Time of the heartbeat in seconds since the epoch."""
     machine: str = ""
     """Identifier of the machine's last boot and of its process namespace; empty if unknown."""
     process: int = 0
@@ -38,12 +38,12 @@ NEVER = Heartbeat(0.0)
 
 @contextmanager
 def keep_heartbeat(study: Store) -> Iterator[None]:
-    """Write heartbeats while the block runs, and delete the file at its end. A driver that is killed leaves its last heartbeat."""
+    """Write heartbeats during this block, and delete the file at its end. If the driver is killed, its last heartbeat remains."""
     closed, machine = threading.Event(), _machine()
 
     def beat() -> None:
         heartbeat = Heartbeat(time.time(), machine, os.getpid())
-        with suppress(StorageError):  # a storage that fails shows in the trials, which need it
+        with suppress(StorageError):  # the trials report a failure of the storage
             study.write(HEARTBEAT_FILE, json.dumps(asdict(heartbeat)).encode())
 
     def beat_regularly() -> None:
@@ -63,16 +63,16 @@ def keep_heartbeat(study: Store) -> Iterator[None]:
 
 
 def has_driver(study: Store) -> bool:
-    """Whether the study's driver wrote a heartbeat within the last SILENCE_S, and is not known to have ended since."""
+    """Return whether the study's driver wrote a heartbeat within the last SILENCE_S seconds and is not known to have ended."""
     heartbeat = _read(study)
     return time.time() - heartbeat.time < SILENCE_S and not _has_ended(heartbeat)
 
 
 def refuse_another_driver(study: Store) -> None:
-    """Wait until a driver that is alive would have written another heartbeat; a killed driver writes none.
+    """Wait for another heartbeat of the study's last driver, in case it is still running.
 
     Raises:
-        RunError: another driver conducts the study.
+        RunError: Another driver is running.
     """
     if not has_driver(study):
         return
@@ -81,13 +81,13 @@ def refuse_another_driver(study: Store) -> None:
     while has_driver(study) and time.monotonic() < deadline:
         if _read(study).time > before:
             raise RunError(
-                f"{study.url} is being trained by another driver: wait for it, stop it, or give another name"
+                f"{study.url} is being trained by another driver; wait for it, stop it, or give the study another name"
             )
-        time.sleep(INTERVAL_S / 20)  # the interval between two looks at the storage
+        time.sleep(INTERVAL_S / 20)
 
 
 def _read(study: Store) -> Heartbeat:
-    """The last heartbeat; NEVER if there is none that can be read."""
+    """Return the last heartbeat, or NEVER if none can be read."""
     try:
         return TypeAdapter(Heartbeat).validate_json(study.read(HEARTBEAT_FILE))
     except (StorageError, ValueError):
@@ -95,7 +95,7 @@ def _read(study: Store) -> Heartbeat:
 
 
 def _machine() -> str:
-    """Identifier of this machine's boot and of the process namespace, since containers number their processes themselves."""
+    """Return the identifier of this machine's last boot and of the process namespace. Process ids are only valid in the namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -104,13 +104,13 @@ def _machine() -> str:
 
 
 def _has_ended(heartbeat: Heartbeat) -> bool:
-    """Whether the driver is known to have ended: it was a process of this machine, and there is no such process now."""
+    """Return whether the driver is known to have ended, because it was a process of this machine that no longer exists."""
     if not heartbeat.machine or heartbeat.machine != _machine():
         return False
     try:
         os.kill(heartbeat.process, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # another user's process, or a number that is no process id
+    except (OSError, OverflowError):  # a process of another user, or an invalid process id
         return False
     return False

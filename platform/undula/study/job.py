@@ -1,4 +1,4 @@
-"""A study with its job: the job of each trial, and the checks before anything starts."""
+"""Study with its job: the job of each trial, and the checks before anything starts."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,16 +17,16 @@ from undula.study.trials import Trial
 
 
 class Study:
-    """A study and its job. The job decides what the study leaves open.
+    """Study and its job, which provides every value that the study does not set.
 
     Raises:
-        UndulaError: the job's data cannot be read, or does not fit its plan.
+        UndulaError: The data of the job cannot be read or do not fit its plan.
     """
 
     def __init__(self, loaded: LoadedStudy):
         self._loaded = loaded
         self.base = loaded.job
-        """The job with the study's overrides."""
+        """Job with the study's overrides."""
         job = loaded.job.spec
         try:
             self.rows = load_data(job.data).num_rows
@@ -41,20 +41,20 @@ class Study:
         self.store = open_store(self.url)
 
     def job(self, trial: Trial) -> LoadedSpec:
-        """The job of a trial. `undula run` with the same values trains the same model."""
+        """Return the job of a trial. `undula run` with the values of this job trains the same model."""
         return self._loaded.job_with(self.values(trial))
 
     def plan(self, batch: int) -> Plan:
-        """The plan of a trial with such a batch, without an end."""
+        """Return the plan of a trial with this batch. The plan has no end."""
         spec = replace(self.base.spec.plan, global_batch=batch, epochs=2**40, max_steps=None)
         return Plan(spec, self.rows)
 
     def samples_at(self, trial: Trial, step: int) -> int:
-        """Samples that a trial has consumed after a number of steps."""
+        """Return the number of samples that a trial has consumed after `step` steps."""
         return self.plan(trial.batch).step(step).samples_before
 
     def values(self, trial: Trial) -> dict[str, Any]:
-        """Values of a trial that replace the job's, by dotted key."""
+        """Return the values of a trial that replace those of the job, by dotted key."""
         spec, job, plan = self.spec, self.base.spec, self.plan(trial.batch)
         assert spec.samples is not None
         epochs, rest = divmod(spec.samples, plan.samples_per_epoch)
@@ -84,27 +84,27 @@ class Study:
         return values
 
     def begin(self) -> None:
-        """Write study.json, the study as it is requested now."""
+        """Write study.json, which has the study in its current form."""
         write_study(self.store, {"spec": as_tree(self.spec), "job": self.base.tree()})
 
     def check(self, trials: Iterable[Trial], fresh: bool = False, knows_defaults: bool = True) -> None:
-        """Check trials before they start. A study may get more trials, but a trial that has begun cannot change.
+        """Check trials before they start. Trials can be added to a study, but a trial that has started cannot change.
 
         Args:
             trials: The trials.
-            fresh: Whether the study will be deleted first, so that former trials do not matter.
-            knows_defaults: Whether the job's `config` includes the script's defaults. If not, only the given keys are compared.
+            fresh: Whether the study will be deleted first, so that its former trials are irrelevant.
+            knows_defaults: Whether the job's `config` includes the script's defaults. If not, only the keys in the YAML are compared.
 
         Raises:
-            SpecError: the values of a trial are not valid in the job.
-            RunError: the directory is a run's, or a key has another value than in the study or the trial that was begun.
+            SpecError: The job does not accept the values of a trial.
+            RunError: The directory is that of a run, or a key differs from the study or trial that has started.
         """
         if self.store.exists(JOB_FILE):
-            raise RunError(f"{self.url} is a run's directory: give the study another name")
+            raise RunError(f"{self.url} is the directory of a run; give the study another name")
         first, samples = self.spec.first_rung, self.spec.samples or 0
         if first and first > samples:
             raise SpecError(
-                f"{self._loaded.where(['first_rung'])}: first_rung is {first:,}, and a training has {samples:,} samples; lower first_rung"
+                f"{self._loaded.where(['first_rung'])}: first_rung is {first:,}, but a trial has only {samples:,} samples; lower first_rung"
             )
         if not fresh:
             self._refuse_other_study()
@@ -121,7 +121,7 @@ class Study:
                 raise RunError(self._changed(f"has trained {trial.name} with", *change))
 
     def _refuse_other_study(self) -> None:
-        """Refuse another value of a key by which the trials of the study are compared."""
+        """Refuse a change of a key on which the comparison of the trials depends."""
         if not self.store.exists(STUDY_FILE):
             return
         before, now = read_spec(self.store), self.spec
@@ -130,37 +130,37 @@ class Study:
             "metric": (before.metric, now.metric),
             "measurements": (before.measurements, now.measurements),
             "batches": (before.batches[:1], now.batches[:1]),
-            "rules": (before.rules[:1], now.rules[:1]),  # the first batch is trained under the first rule only
+            "rules": (before.rules[:1], now.rules[:1]),  # the first batch is only trained under the first rule
         }
         for key, (old, new) in pairs.items():
             if old != new:
-                raise RunError(f"{self._loaded.where([key])}: {self._changed('was begun with', key, old, new)}")
+                raise RunError(f"{self._loaded.where([key])}: {self._changed('was started with', key, old, new)}")
 
     def _refuse_long_warmup(self, trial: Trial, loaded: LoadedSpec) -> None:
-        """Refuse a warmup that is longer than the training."""
+        """Refuse a warmup that is longer than the trial."""
         plan = Plan(loaded.spec.plan, self.rows)
         warmup = loaded.spec.schedule.over(plan).warmup_samples
         if warmup > plan.total_samples:
             where = self._loaded.where
-            origin, fix = where(["warmups"]), "give smaller warmups or more samples"
+            origin, fix = where(["warmups"]), "set smaller warmups or more samples"
             if not self._loaded.spec.warmups:
                 origin = f"{where(['job'])}: {self._loaded.file}"
-                fix = "give warmups in the study, since the job's warmup is too long here, or give more samples"
+                fix = "set warmups in the study, because the warmup of the job is too long here, or set more samples"
             raise SpecError(
-                f"{origin}: {trial.name} would warm up for {warmup:,.0f} samples and train for {plan.total_samples:,}, and never reach "
-                f"its learning rate; {fix}"
+                f"{origin}: {trial.name} has a warmup of {warmup:,.0f} samples but only {plan.total_samples:,} samples in all, so it "
+                f"would never reach its learning rate; {fix}"
             )
 
     def _changed(self, verb: str, key: str, before: object, now: object) -> str:
-        """The message about a key whose value has changed."""
+        """Return the message for a key whose value has changed."""
         return (
-            f"{self.url} {verb} {key} {json.dumps(before)}, and it is {json.dumps(now)} now: restore it, give the study another name, "
+            f"{self.url} {verb} {key} {json.dumps(before)}, but it is {json.dumps(now)} now; restore it, give the study another name, "
             "or start over with --fresh"
         )
 
 
 def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree in which missing keys are filled from another tree."""
+    """Return a tree with the missing keys of `given` from `defaults`."""
     filled = dict(defaults)
     for key, value in given.items():
         below = filled.get(key)

@@ -1,4 +1,4 @@
-"""A study's progress in the terminal: a line for each trial that ends, and a table that is redrawn."""
+"""Progress of a study in the terminal: a line for each trial that ends, and a table that is redrawn."""
 
 import io
 import sys
@@ -17,24 +17,25 @@ from undula.study.trials import State, Trial, TrialRecord
 from undula.telemetry.messages import clock
 
 INTERVAL_S = 5.0
-"""Seconds between two drawings of the table."""
+"""Time in seconds between two drawings of the table."""
 MIN_WIDTH, MAX_WIDTH = 80, 200
-"""Widths of the table in characters."""
+"""Minimum and maximum width of the table in characters."""
 MAX_ROWS = 24
+"""Maximum number of rows of the table."""
 COMPARED: tuple[State, ...] = ("complete", "stopped", "diverged")
 """States of the trials by which learning rates are compared."""
 LOST: tuple[State, ...] = ("stopped", "diverged", "failed")
-"""States that have a column of their own, if a trial is in them."""
+"""States that have their own column if a trial is in them."""
 _BAR_WIDTH = 8
 
 
 def share_done(spec: StudySpec, record: TrialRecord) -> float:
-    """Share of a trial's samples that are consumed, in [0, 1]."""
+    """Return the share of a trial's samples that it has consumed, from 0 to 1."""
     return 1.0 if record.has_ended else min(record.samples / (spec.samples or inf), 1.0)
 
 
 def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | None:
-    """Estimated seconds until all trials have ended, from the pace of trials with the same batch; None before any trial has a pace."""
+    """Return the estimated seconds until all trials have ended, from the pace of trials with the same batch; None if there is none."""
     by_batch: dict[int, list[float]] = {}
     for record in records:
         if record.samples and record.seconds:
@@ -52,7 +53,7 @@ def seconds_left(spec: StudySpec, records: Sequence[TrialRecord]) -> float | Non
 
 
 def summary(spec: StudySpec, records: Sequence[TrialRecord], is_running: bool = True) -> str:
-    """A line such as `34 of 96 trials, 2 running, 12:07 left`, or `34 of 96 trials, not running`."""
+    """Return a line such as `34 of 96 trials, 2 running, 12:07 left`, or `34 of 96 trials, not running`."""
     ended, running = sum(record.has_ended for record in records), sum(record.state == "running" for record in records)
     parts = [f"{ended} of {len(records)} trials"]
     if not is_running and ended < len(records):
@@ -65,13 +66,13 @@ def summary(spec: StudySpec, records: Sequence[TrialRecord], is_running: bool = 
 
 
 def study_table(spec: StudySpec, records: Iterable[TrialRecord], is_last: bool = False, is_running: bool = True) -> str:
-    """The table as text, with a row for each batch with each optimizer, rule and warmup.
+    """Return the table as text, with a row for each combination of optimizer, rule, warmup and batch.
 
     Args:
         spec: The study.
         records: Records of its trials.
-        is_last: Whether the table is final, and must not be drawn over.
-        is_running: Whether a driver conducts the study now.
+        is_last: Whether the table is final, so that no other one is drawn over it.
+        is_running: Whether the driver of the study is running.
     """
     records = list(records)
     shown_states = [state for state in LOST if any(record.state == state for record in records)]
@@ -99,7 +100,7 @@ def study_table(spec: StudySpec, records: Iterable[TrialRecord], is_last: bool =
 
 
 def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[State]) -> list[str]:
-    """The cells of a row from the bar on."""
+    """Return the cells of a row, starting with the bar."""
     count = {state: sum(record.state == state for record in group) for state in (*shown_states, "running")}
     done = sum(share_done(spec, record) for record in group) / len(group)
     bar = "█" * round(done * _BAR_WIDTH) + "░" * (_BAR_WIDTH - round(done * _BAR_WIDTH))
@@ -118,7 +119,7 @@ def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[S
 
 
 def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
-    """The learning rate with the lowest loss, as a mean over seeds, and that loss; None if no learning rate has lowered its loss."""
+    """Return the learning rate with the lowest mean loss over seeds, and that loss, or None if no rate has lowered its loss."""
     means = []
     for records in _by_rate(group):
         ended = [each for each in records if each.state in COMPARED and each.curve]
@@ -129,7 +130,7 @@ def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
 
 
 def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
-    """Fewest steps to the target over learning rates, as a mean over seeds; None if no rate has reached it with every seed that ended."""
+    """Return the fewest mean steps to the target of all learning rates, or None if no rate has reached it with all seeds that ended."""
     means = []
     for records in _by_rate(group):
         judged = [each for each in records if each.state in COMPARED or each.samples_to(target) < inf]
@@ -139,7 +140,7 @@ def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
 
 
 def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
-    """Groups of trials that differ in their seed only. They share the base rate; a rule that measures gives each its own rate."""
+    """Return groups of trials that differ only in their seed. A measured rule gives each of them its own rate."""
     by_rate: dict[float, list[TrialRecord]] = {}
     for record in group:
         by_rate.setdefault(record.trial.base_lr, []).append(record)
@@ -147,7 +148,7 @@ def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:
 
 
 def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str:
-    """The line of a trial that has ended, such as `12/96  sgd-none-b64-lr0.1-w0-s0  complete  loss 0.1234  0:12`."""
+    """Return the line of a trial that has ended, such as `12/96  sgd-none-b64-lr0.1-w0-s0  complete  loss 0.1234  0:12`."""
     ended = sum(each.has_ended for each in records.values())
     results: dict[State, str] = {"complete": f"loss {record.loss:.4f}", "stopped": f"after {record.samples:,} samples"}
     result = results.get(record.state, record.message)
@@ -156,13 +157,13 @@ def ended_line(records: Mapping[Trial, TrialRecord], record: TrialRecord) -> str
 
 
 class StudyScreen:
-    """Prints a line for each trial that ends, and the table whenever it has changed.
+    """Printer of a line for each trial that ends, and of the table whenever it has changed.
 
-    The client that follows a submitted study recognizes a table by its frame of box-drawing characters, and draws over the last one.
+    The client that follows a submitted study recognizes a table by its box-drawing characters, and draws it over the last one.
 
     Args:
         spec: The study.
-        records: Records of its trials, which the driver updates.
+        records: Records of the trials, which the driver updates.
         out: Stream to print to.
     """
 

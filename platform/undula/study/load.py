@@ -1,4 +1,4 @@
-"""The YAML of a study: it is loaded together with the YAML of its job, and both are checked before anything starts."""
+"""Loading of a study's YAML together with the YAML of its job, and the checks of both."""
 
 import dataclasses
 import json
@@ -15,25 +15,25 @@ from undula.study.spec import StudySpec
 
 @dataclass(frozen=True)
 class LoadedStudy:
-    """A study and its job, as their YAML files give them."""
+    """Study and its job, loaded from their YAML files."""
 
     spec: StudySpec
     job: LoadedSpec
-    """The job with the study's overrides."""
+    """Job with the study's overrides."""
     file: Path
     """YAML of the job."""
     where: Where
-    """Origins of the study's values."""
+    """Function that returns the origin of a value of the study, for messages."""
     values: Mapping[str, Any]
     """Values of the job that the study overrides, by dotted key."""
     config_type: type | None = None
     """Dataclass of the script's own settings, if it has one."""
 
     def job_with(self, values: Mapping[str, Any]) -> LoadedSpec:
-        """The job with the study's overrides and with further values, by dotted key.
+        """Return the job with the study's overrides and further values, by dotted key.
 
         Raises:
-            SpecError: the values are not valid together.
+            SpecError: The job with these values is invalid.
         """
         sets = self.spec.sets
 
@@ -49,23 +49,24 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
     Args:
         file: YAML of a StudySpec.
         overrides: Overrides of the study as `key.sub=value`; `overrides.plan.epochs=2` overrides a value of the job.
-        config_type: Dataclass of the script's settings. Without it the job's `config` stays a mapping.
+        config_type: Dataclass of the script's own settings. Without it, `config` of the job stays a mapping.
 
     Raises:
-        SpecError: the study or its job is not valid.
+        SpecError: The study or its job is invalid.
     """
     spec, where = load_file(StudySpec, file, overrides, "a study's YAML", "name, job, batches", fix=_fix_of_unknown_key)
     job_file = file.parent / spec.job
     if not job_file.is_file():
         raise SpecError(
-            f"{where(['job'])}: job is {json.dumps(spec.job)}, and there is no file {job_file}; give a job's YAML, relative to the study's"
+            f"{where(['job'])}: job is {json.dumps(spec.job)}, but {job_file} does not exist; set the path of a job's YAML, "
+            "relative to that of the study"
         )
-    # A packed trial is one process, however many workers the job has.
+    # A packed trial is a single process, whatever the number of workers of the job.
     given = flatten(spec.overrides)
     values = {**({"workers.min": 1, "workers.max": 1} if spec.packed else {}), **dict(given)}
     for key in values:
         if [each for each, _ in given].count(key) > 1:
-            raise SpecError(f"{where(['overrides'])}: overrides has {key} twice; keep one")
+            raise SpecError(f"{where(['overrides'])}: overrides has {key} twice; remove one")
         if key in spec.sets:
             origin = where(["overrides", key])
             raise SpecError(f"{origin}: overrides has {key}, which the study sets from {spec.sets[key]}; remove it")
@@ -75,7 +76,7 @@ def load_study(file: Path, overrides: Sequence[str] = (), config_type: type | No
 
 
 def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
-    """The fix for a file that is a job's YAML, or for a key of the job; None for any other key."""
+    """Return the fix for a file that is a job's YAML, or for a key of the job; None for any other key."""
     if "data" in tree and "batches" not in tree:
         return "this is a job's YAML; start it with `undula run`, or write a study that names it with the key job"
     if key in {each.name for each in dataclasses.fields(JobSpec)}:
@@ -87,23 +88,23 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
     """Check that a study can train its job.
 
     Raises:
-        SpecError: it cannot.
+        SpecError: A value of the job does not fit the study.
     """
     virtual_workers = job.plan.virtual_workers
     for batch in spec.batches:
         if batch % virtual_workers:
             raise SpecError(
                 f"{where(['batches'])}: batches has {batch}, which plan.virtual_workers ({virtual_workers}) of {job_file} "
-                "does not divide; give multiples of it"
+                "does not divide; use multiples of it"
             )
     if spec.metric == "validation_loss" and job.data.validation is None:
         raise SpecError(
-            f"{where(['metric'])}: metric is validation_loss, and {job_file} has no data.validation; add it, or give metric: training_loss"
+            f"{where(['metric'])}: metric is validation_loss, but {job_file} has no data.validation; add it, or set metric: training_loss"
         )
     if job.plan.batch == "elastic":
         raise SpecError(
-            f"{where(['overrides'])}: plan.batch of {job_file} is elastic, and a study sets the batch of each training; "
-            "remove it, or give overrides: {plan.batch: fixed}"
+            f"{where(['overrides'])}: plan.batch of {job_file} is elastic, but a study sets the batch of each trial; "
+            "remove it, or set overrides: {plan.batch: fixed}"
         )
     if spec.packed and job.engine == "horovod":
         raise SpecError(
@@ -112,6 +113,6 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
         )
     if spec.packed and not (job.workers.cpus or job.workers.gpus or any(job.workers.resources.values())):
         raise SpecError(
-            f"{where(['packed'])}: packed={spec.packed} shares the resources of a worker, and workers of {job_file} has neither cpus "
-            "nor gpus nor resources; give overrides: {workers.cpus: 1}"
+            f"{where(['packed'])}: packed={spec.packed} shares the resources of a worker, but workers in {job_file} has no cpus, "
+            "gpus or resources; set overrides: {workers.cpus: 1}"
         )

@@ -1,4 +1,4 @@
-"""The process of a trial under Ray Tune: it trains in a thread, and reports each measurement of the study's metric to Tune."""
+"""Process of a trial under Ray Tune. It trains in a thread and reports each measurement of the study's metric to Tune."""
 
 import os
 import threading
@@ -28,16 +28,16 @@ from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
 HUB_INTERVAL_S = 0.25
-"""Seconds between two reads of the hub of a trial with workers of its own."""
+"""Time in seconds between two reads of the hub of a trial that has its own workers."""
 LEAVE_LIMIT_S = 30.0
-"""Maximum time in seconds for a training to leave at its next step when it is no longer wanted. After that its process exits."""
+"""Maximum time in seconds for a trial to stop at its next step when it is no longer wanted. After that, its process exits."""
 STORAGE_PAUSES_S = (2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0)
-"""Pauses in seconds before a training whose storage failed resumes from its newest checkpoint. After the last one the trial fails."""
+"""Pauses in seconds before a trial resumes from its newest checkpoint after an error of the storage. After the last one, it fails."""
 
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """A trial as its process needs it."""
+    """Specification of a trial for its process."""
 
     launch: LaunchSpec
     metric: str
@@ -48,21 +48,21 @@ class TrialSpec:
 
 @dataclass(frozen=True)
 class TrialUpdate:
-    """A result of a trial for Ray Tune: a measurement, the end of the training, or both."""
+    """Result of a trial for Ray Tune: a measurement, the end of the trial, or both."""
 
     step: int
-    """Committed steps."""
+    """Number of committed steps."""
     loss: float
     """Last value of the study's metric."""
     is_measured: bool
     """Whether `loss` is a new measurement."""
     state: State = "running"
     message: str = ""
-    """Reason of a failure or a divergence; else empty."""
+    """Reason why the trial failed or diverged; empty otherwise."""
 
 
 class TrialProcess(Trainable):
-    """A trial of Ray Tune. Each of its results is a TrialUpdate; the last one says how the training ended."""
+    """Trial of Ray Tune. Its results are TrialUpdates, the last of which has the state in which the trial ended."""
 
     def setup(self, config: dict[str, Any], train: Callable[[Run], None] | None = None) -> None:
         assert train is not None
@@ -72,26 +72,26 @@ class TrialProcess(Trainable):
         self._read_spec(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take another trial in the same process, which keeps its imports and its memory."""
+        """Switch to another trial in the same process, which keeps its imports."""
         self._leave()
         self._read_spec(new_config)
-        return True  # Tune would count any other answer as a failure of the new trial
+        return True  # Tune would count any other value as a failure of the new trial
 
     def step(self) -> dict[str, Any]:
-        """Wait for the next update."""
+        """Wait for the next update and return it."""
         if not self._has_begun:
             self._begin()
         update = self._updates.get()
         return {**asdict(update), "done": update.state != "running"}
 
     def cleanup(self) -> None:
-        """Wait until a packed training has left. A training with workers of its own ends with this process."""
+        """Wait until a packed trial has stopped. A trial with its own workers ends with this process."""
         if self._thread and self._spec.is_packed:
             self._leave()
             self._thread.join(LEAVE_LIMIT_S)
 
     def _leave(self) -> None:
-        """End a training in this process at its next step."""
+        """Stop a trial that trains in this process at its next step."""
         if self._here:
             self._here.leave()
 
@@ -100,7 +100,7 @@ class TrialProcess(Trainable):
         self._has_begun = False
 
     def _begin(self) -> None:
-        """Start the training. The first step does so and not setup: Tune drops a process that is still starting if another becomes free."""
+        """Start the trial. This is not part of setup, because Tune drops a process in setup if another one becomes free."""
         self._has_begun = True
         self._updates: SimpleQueue[TrialUpdate] = SimpleQueue()
         spec, former = self._spec, self._thread
@@ -118,13 +118,13 @@ class TrialProcess(Trainable):
 
 
 class Listener:
-    """Turns the messages of a training into updates of its trial. A loss that is not finite ends the trial.
+    """Listener that turns the messages of a run into updates of its trial. A loss that is not finite ends the trial.
 
     Args:
         metric: Metric of the study.
-        report: Receives the updates.
-        leave: Makes a training in this process leave at its next step. The trial then ends when the training has left, so that
-            nothing is written after the trial's end. None for a training with workers of its own.
+        report: Callback that receives the updates.
+        leave: Function that stops a run in this process at its next step. The end of the trial is then reported only after the run has
+            stopped, so that nothing is written after it. None for a trial with its own workers.
     """
 
     def __init__(self, metric: str, report: Callable[[TrialUpdate], None], leave: Callable[[], None] | None = None):
@@ -148,7 +148,7 @@ class Listener:
                 self._end_as_diverged(replace(update, message=f"its loss was {message.loss}"))
 
     def ended(self, error: str | None) -> None:
-        """Report that the training has ended, with an error's message if it failed."""
+        """Report that the run has ended, with the message of the error if it failed."""
         if self._last.state == "running":
             state: State = "failed" if error else "complete"
             self._report(replace(self._last, is_measured=False, state=state, message=error or ""))
@@ -164,11 +164,11 @@ class Listener:
 
 
 def _run_training(training: Callable[[], None], listener: Listener, former: threading.Thread | None) -> None:
-    """Train as soon as the process's former training has left, and report the end in any case, since the trial waits for it."""
+    """Train once the former run of this process has stopped, and report the end in any case, because the trial waits for it."""
     if former is not None:
         former.join(LEAVE_LIMIT_S)
         if former.is_alive():
-            os._exit(1)  # Tune starts the trial again, in another process
+            os._exit(1)  # Tune restarts the trial in another process
     try:
         training()
     except BaseException as error:
@@ -178,14 +178,14 @@ def _run_training(training: Callable[[], None], listener: Listener, former: thre
 
 
 def _in_one_line(error: BaseException) -> str:
-    """An error's type and message, such as `KeyError: 'width'`."""
+    """Return the type and message of an error, such as `KeyError: 'width'`."""
     if isinstance(error, TrainingFailedError) and (story := whole_story(error).strip()):
         return story.splitlines()[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def train_in_process(training: SingleProcess) -> None:
-    """Train in this process, without workers. A training whose storage failed resumes after a pause."""
+    """Train in this process, without workers. After an error of the storage, the run resumes after a pause."""
     for pause_s in STORAGE_PAUSES_S:
         try:
             return training()
@@ -195,7 +195,7 @@ def train_in_process(training: SingleProcess) -> None:
 
 
 def train_with_workers(train: Callable[[Run], None], spec: LaunchSpec, listener: Listener) -> None:
-    """Train with elastic workers of the trial's own."""
+    """Train with elastic workers of the trial."""
     store = open_store(spec.job.run_url)
     hub = start_hub(store)
 
@@ -211,12 +211,12 @@ def train_with_workers(train: Callable[[Run], None], spec: LaunchSpec, listener:
 
 
 def resources(workers: WorkersSpec, packed: int | None) -> Mapping[str, float]:
-    """Resources that Ray reserves for a trial's process.
+    """Return the resources that Ray reserves for the process of a trial.
 
     Args:
         workers: The job's workers.
-        packed: Number of trials that share the resources of one worker; None if each has workers of its own. The process of such a
-            trial runs on the head node and reserves next to nothing.
+        packed: Number of trials that share the resources of one worker; None if each trial has its own workers. Its process then runs
+            on the head node and reserves almost nothing.
     """
     if packed is None:
         return {"CPU": 0.0, "node:__internal_head__": 0.001}

@@ -1,4 +1,4 @@
-"""The progress of a study: the records of its trials, as they are read from its directory and kept while it runs."""
+"""Progress of a study: the records of its trials, read from its directory and updated while it runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class StudyProgress:
     records: dict[Trial, TrialRecord] = field(default_factory=dict)
 
     def losses(self) -> Mapping[Trial, float]:
-        """Losses of the trials that have ended, by which the search decides. The search waits for a trial that failed."""
+        """Return the losses by which the search decides: those of the trials that have ended, except failed trials, which are repeated."""
         return {
             trial: record.loss if record.state == "complete" else inf
             for trial, record in self.records.items()
@@ -27,7 +27,7 @@ class StudyProgress:
         }
 
     def firsts(self) -> Mapping[Trial, float]:
-        """First losses of the trials that are complete or were stopped. A trial that stays above its first loss has learned nothing."""
+        """Return the first losses of complete and stopped trials. A trial whose loss stays above its first loss has learned nothing."""
         return {
             trial: record.curve[0].loss
             for trial, record in self.records.items()
@@ -36,17 +36,17 @@ class StudyProgress:
 
     @property
     def is_done(self) -> bool:
-        """Whether no trial is left to train or to try again."""
+        """Whether no trial is left to train or repeat."""
         records = [self.records.get(trial) for trial in self.wanted()]
         return all(record and record.has_ended and record.state != "failed" for record in records)
 
     def wanted(self) -> tuple[Trial, ...]:
-        """Trials that the study wants, given the losses so far."""
+        """Return the trials that the search wants, given the losses so far."""
         return wanted(self.spec, self.losses(), self.firsts())
 
 
 def read_progress(study: Store, spec: StudySpec) -> StudyProgress:
-    """Read the records of the trials that the study wants, and of those that the former make it want.
+    """Read the records of all trials that the search wants, until their losses make it want no further ones.
 
     Args:
         study: Directory of the study.

@@ -1,8 +1,8 @@
-"""The noisy quadratic model: the expected loss of SGD and of heavy-ball momentum, computed without any training. Pure.
+"""Noisy quadratic model: the expected loss of SGD and of heavy-ball momentum, computed without training. Pure.
 
 The model is from Zhang et al. 2019, arXiv:1907.04164, section 3: dimension i has curvature h_i, and its gradient is h_i x_i plus noise of
-variance c_i / B. The second moments after a step therefore follow from those before it. A loss is a sum over dimensions, 1/2 sum h_i
-E[x_i^2].
+variance c_i / B. Therefore the second moments after a step follow from those before it. The loss is the sum 1/2 sum h_i E[x_i^2]
+over dimensions.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 MAX_STEPS = 2**40
-"""Number of steps from which on a target counts as never reached."""
+"""Number of steps after which a target counts as never reached."""
 
 
 @dataclass(frozen=True)
 class NoisyQuadratic:
-    """A quadratic whose dimensions are grouped into bins of equal dimensions. All arrays have the shape [bins]."""
+    """Quadratic with dimensions grouped into bins, in which all dimensions are equal. All arrays have the shape [bins]."""
 
     count: Floats
     """Number of dimensions in each bin."""
@@ -31,25 +31,25 @@ class NoisyQuadratic:
     """Second moment E[x^2] before the first step."""
 
     def loss(self, second_moment: Floats) -> Floats:
-        """The expected loss 1/2 sum h E[x^2]; `second_moment` has the shape [..., bins]."""
+        """Return the expected loss 1/2 sum h E[x^2]; `second_moment` has the shape [..., bins]."""
         found: Floats = 0.5 * np.sum(self.count * self.curvature * second_moment, axis=-1)
         return found
 
 
 @dataclass(frozen=True)
 class Best:
-    """The learning rate of a grid that takes the fewest steps to a target; the steps are infinite if none reaches it."""
+    """Learning rate of a grid that takes the fewest steps to a target. The steps are infinite if no rate reaches it."""
 
     steps: float
     rate: float
 
 
 def zhang_quadratic(dimensions: int = 10_000, points: int = 100) -> NoisyQuadratic:
-    """The paper's spectrum: h_i = 1/i, c = h, E[x^2] = 1 at the start.
+    """Return the model of the paper, which has h_i = 1/i, c = h, and E[x^2] = 1 at the start.
 
     Each h_i is rounded down to one of `points` values that are spaced geometrically from 1 / dimensions to 1, with both ends included.
-    Values without a dimension are dropped (84 of 100 remain). With the loss as a sum and a target of 0.01 this takes 8,118 steps at a
-    batch of 4096. The mean of each bin in place of its lower end would give 7,864 steps, and no bins at all 7,870.
+    Values without a dimension are dropped (84 of 100 remain). With a target of 0.01, this model takes 8,118 steps at a batch of 4096. The
+    mean of each bin in place of its lower end would give 7,864 steps, and the model without bins 7,870.
     """
     grid = np.geomspace(1 / dimensions, 1, points)
     h = 1 / np.arange(1, dimensions + 1)
@@ -60,7 +60,7 @@ def zhang_quadratic(dimensions: int = 10_000, points: int = 100) -> NoisyQuadrat
 
 
 def sgd_moment(model: NoisyQuadratic, batch: float, rates: Floats, steps: Floats) -> Floats:
-    """E[x^2] after a number of steps of SGD; `rates` and `steps` have the shape [rates], and the result has [rates, bins].
+    """Return E[x^2] after a number of steps of SGD; `rates` and `steps` have the shape [rates], and the result has [rates, bins].
 
     E[x^2](t + 1) = (1 - eta h)^2 E[x^2](t) + eta^2 c / B is a geometric series. It approaches eta c / (B h (2 - eta h)) as
     (1 - eta h)^2t approaches 0. This holds for eta h < 2.
@@ -72,10 +72,10 @@ def sgd_moment(model: NoisyQuadratic, batch: float, rates: Floats, steps: Floats
 
 
 def sgd_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float) -> Floats:
-    """Steps of SGD until the expected loss is at the target or below it; infinite if it never is. The shape is [rates].
+    """Return the steps of SGD until the expected loss is at most the target, or infinity if it never is; shape [rates].
 
-    The steps are found by bisection on the closed form. This requires a loss that falls throughout, which it does if no dimension's
-    stationary noise exceeds its start.
+    The steps are found by bisection on the closed form. This requires that the loss always falls, which is the case if no dimension has
+    more stationary noise than its start.
     """
     steps = np.full(len(rates), np.inf)
     stable = np.flatnonzero(rates * model.curvature.max() < 2)
@@ -91,7 +91,7 @@ def sgd_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float)
 
 
 def momentum_moments(model: NoisyQuadratic, batch: float, rates: Floats, momentum: float) -> Floats:
-    """Exact matrices of one step of heavy-ball momentum on (E[x^2], E[xv], E[v^2], 1), with the shape [rates, bins, 4, 4].
+    """Return the exact matrices of one step of heavy-ball momentum on (E[x^2], E[xv], E[v^2], 1), with the shape [rates, bins, 4, 4].
 
     The step is torch's: v <- momentum v + gradient, x <- x - rate v. With a = 1 - rate h, momentum m and noise variance s = c / B,
     x' = a x - rate m v - rate noise and v' = h x + m v + noise. The rows are the expectations of their squares and their product.
@@ -110,10 +110,10 @@ def momentum_moments(model: NoisyQuadratic, batch: float, rates: Floats, momentu
 
 
 def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: float, momentum: float) -> Floats:
-    """Like `sgd_steps`, for heavy-ball momentum that starts at v = 0. A loss that oscillates about the target gives one of its crossings.
+    """Return the steps as in `sgd_steps` for heavy-ball momentum that starts at v = 0.
 
-    The matrix of a step is squared until its power reaches the target. The number of steps is then composed of the powers, from the
-    largest down, which takes twice the logarithm of the steps.
+    If the loss oscillates about the target, the result is one of its crossings. The matrix of a step is squared until its power reaches the
+    target. The number of steps is then composed of these powers, starting with the largest. This takes about 2 log2(steps) products.
     """
     steps = np.full(len(rates), np.inf)
     stable = np.flatnonzero(rates * model.curvature.max() < 2 * (1 + momentum))
@@ -138,6 +138,6 @@ def momentum_steps(model: NoisyQuadratic, batch: float, rates: Floats, target: f
 
 
 def best_of(steps: Floats, rates: Floats) -> Best:
-    """The fewest steps and their learning rate; of equal rates, the lowest."""
+    """Return the fewest steps and their learning rate. If several rates take as few steps, it is the first."""
     least = int(np.argmin(steps))
     return Best(float(steps[least]), float(rates[least]))

@@ -1,8 +1,7 @@
-"""The learning rates of a study at each batch: their losses, the best rate, and the rate that reached the target first. Pure.
+"""Learning rates of a study at each batch: their losses, the best rate, and the rate that reached the target first. Pure.
 
-Trainings that differ in their seed only are one point, and its loss is their mean. A training that was stopped had a higher loss than
-others after as many samples, so that its rate bounds an optimum and cannot be one. The loss of a training that diverged or failed is not
-used.
+Trials that differ only in their seed are one point, whose loss is their mean. A trial is stopped if its loss is higher than that of others
+after as many samples; its rate bounds the optimum, but is not the optimum itself. The loss of a trial that diverged or failed is not used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,20 +19,20 @@ from undula.study.trials import TrialRecord
 
 Outcome = Literal["complete", "stopped", "diverged", "failed", "unfinished"]
 ENDED: tuple[Outcome, ...] = ("complete", "stopped", "diverged")
-"""Outcomes that say something about a learning rate."""
+"""Outcomes that are evidence about a learning rate."""
 RESAMPLES = 200
 """Number of resamples of the bootstrap over seeds."""
 SAME = 1e-3
-"""Relative difference up to which two learning rates are the same except for rounding."""
+"""Relative difference up to which two learning rates count as equal, because of rounding."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Trainings that may be compared with each other: those with one optimizer and one warmup."""
+    """Trials that may be compared with each other, because they have the same optimizer and warmup."""
 
     optimizer: Optimizer
     warmup: int
-    """Length of the warmup in samples, before the rule."""
+    """Length of the warmup in samples, before scaling by the rule."""
 
     @property
     def title(self) -> str:
@@ -44,31 +43,31 @@ class Group:
 
     @property
     def key(self) -> str:
-        """Name of the group in the names of its files."""
+        """Prefix of the names of the group's files."""
         return f"{self.optimizer}-w{self.warmup}"
 
 
 def optimizer_words(optimizer: Optimizer) -> str:
-    """Name of an optimizer in the report, such as `adamw`; `own` is spelled out."""
+    """Return the name of an optimizer in the report, such as `adamw`."""
     return "the job's optimizer" if optimizer == "own" else optimizer
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """The trainings of one learning rate at one batch, with all seeds."""
+    """Trials of one learning rate at one batch, with all seeds."""
 
     rate: float
-    """Learning rate at the top of the schedule, after the rule. For a rule that measures, the mean over seeds."""
+    """Learning rate at the top of the schedule, after scaling by the rule. For a measured rule, it is the mean over seeds."""
     base_rate: float
-    """Learning rate before the rule."""
+    """Learning rate before scaling by the rule."""
     outcome: Outcome
     losses: Mapping[int, float]
-    """Last losses of the complete trainings, by seed."""
+    """Last losses of the complete trials, by seed."""
     records: tuple[TrialRecord, ...]
 
     @property
     def loss(self) -> float:
-        """Mean of the last losses over seeds; infinite unless the point is complete."""
+        """Mean of the last losses over seeds, or infinity unless the point is complete."""
         return sum(self.losses.values()) / len(self.losses) if self.outcome == "complete" else inf
 
     @property
@@ -78,19 +77,19 @@ class RatePoint:
 
     @property
     def first_loss(self) -> float:
-        """Mean of the first losses over the trainings; infinite if there is none."""
+        """Mean of the first losses of the trials, or infinity if there is none."""
         firsts = [record.curve[0].loss for record in self.records if record.curve and isfinite(record.curve[0].loss)]
         return sum(firsts) / len(firsts) if firsts else inf
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of the loss over seeds, with n - 1; None with fewer than two seeds."""
+        """Sample standard deviation (with n - 1) of the loss over seeds, or None with fewer than two seeds."""
         return float(np.std(list(self.losses.values()), ddof=1)) if len(self.losses) > 1 else None
 
 
 @dataclass(frozen=True)
 class Fewest:
-    """The learning rate that takes the fewest steps to the target, as a mean over seeds, all of which must reach it."""
+    """Learning rate that takes the fewest steps to the target, as a mean over seeds. All seeds must reach the target."""
 
     rate: float
     steps: tuple[float, ...]
@@ -98,7 +97,7 @@ class Fewest:
     samples: tuple[float, ...]
     """Samples to the target, one value for each seed."""
     edge: Edge | None
-    """Why a rate that was not tried might take fewer steps; None if the tried rates bracket this one."""
+    """Reason why an untried rate may take fewer steps; None if the tried rates bracket this one."""
 
     @property
     def mean_steps(self) -> float:
@@ -111,27 +110,27 @@ class Fewest:
 
 @dataclass(frozen=True)
 class AtBatch:
-    """The learning rates of one batch."""
+    """Learning rates of one batch."""
 
     batch: int
     points: tuple[RatePoint, ...]
-    """Points in the order of their rates."""
+    """Points in ascending order of their rates."""
     optimum: Optimum | None
-    """The best rate by the last loss; None if no training is complete, or if none has learned."""
+    """Best rate by the last loss; None if no trial is complete, or if none has learned."""
     problem: str
-    """Reason why there is no optimum, or why it is a bound; else empty."""
+    """Reason why there is no optimum, or why it is only a bound; empty otherwise."""
     fewest: Fewest | None
-    """The rate with the fewest steps to the target; None without a target, or if no training reached it."""
+    """Rate with the fewest steps to the target; None without a target, or if no trial reached it."""
 
     @property
     def lowest(self) -> RatePoint | None:
-        """The complete point with the lowest loss."""
+        """Complete point with the lowest loss, or None if no point is complete."""
         complete = [point for point in self.points if point.outcome == "complete"]
         return min(complete, key=lambda point: point.loss) if complete else None
 
     @property
     def diverged_from(self) -> float:
-        """The lowest rate above the best one at which a training diverged; infinite if none did."""
+        """Lowest rate above the best one at which a trial diverged, or infinity if none did."""
         best = self.lowest.rate if self.lowest else 0.0
         return min((each.rate for each in self.points if each.outcome == "diverged" and each.rate > best), default=inf)
 
@@ -140,28 +139,28 @@ class AtBatch:
         return tuple(sorted({seed for point in self.points for seed in point.losses}))
 
     def rates_by_seed(self) -> tuple[float, ...]:
-        """The best rate of each single seed, for seeds whose best rate is inside the tried range."""
+        """Return the best rate of each seed, if the tried rates bracket it."""
         found = (optimum_of(self.batch, _with_seeds(self.points, (seed,))) for seed in self.seeds)
         return tuple(each.rate for each in found if each and each.interior)
 
 
 def exponent_of(rule: RuleName) -> float | None:
-    """The power of the batch by which a rule scales the learning rate; None for a rule that measures."""
-    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # the square root of 4 is exact
+    """Return the power of the batch by which a rule scales the learning rate, or None for a measured rule."""
+    return None if RULES[rule].is_measured else log2(factor_of(rule, 4.0)) / 2  # 4 has an exact square root
 
 
 def factor_of(rule: RuleName, kappa: float) -> float:
-    """Factor of a rule on the learning rate at `kappa` times the base batch. The rule must not measure."""
+    """Return the factor of a rule on the learning rate at `kappa` times the base batch. The rule must not be measured."""
     return RULES[rule].scaled(kappa, None).lr
 
 
 def groups_of(spec: StudySpec) -> tuple[Group, ...]:
-    """The groups of a study."""
+    """Return the groups of a study."""
     return tuple(Group(optimizer, warmup) for optimizer in spec.optimizers for warmup in spec.warmup_axis)
 
 
 def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...]:
-    """The rules of a group, as tuples of rules whose trainings are points of one curve. The tuple that shows the free optimum is first."""
+    """Return the rules of a group, in tuples of rules that share a curve. The first tuple is the one that shows the free optimum."""
     rules = [rule for optimizer, rule in spec.pairs() if optimizer == group.optimizer]
     alone = tuple(rule for rule in rules if changes_rate_alone(rule, group.warmup))
     others = [(rule,) for rule in rules if rule not in alone]
@@ -171,7 +170,7 @@ def tunings_of(spec: StudySpec, group: Group) -> tuple[tuple[RuleName, ...], ...
 def tune(
     spec: StudySpec, records: Iterable[TrialRecord], group: Group, rules: Sequence[RuleName]
 ) -> tuple[AtBatch, ...]:
-    """The learning rates of a group under some rules, by batch. At the base batch all rules are the same, and one of them was trained."""
+    """Return the learning rates of a group under some rules, by batch. All rules are equal at the base batch, so trials there use one."""
     base = spec.batches[0]
     mine = [
         record
@@ -187,7 +186,7 @@ def tune(
 
 
 def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, ...]:
-    """Points of the records of one batch, in the order of their rates; `base` is the base batch."""
+    """Return the points of one batch in ascending order of their rates; `base` is the base batch."""
     by_rate: dict[str, list[TrialRecord]] = {}
     for record in records:
         trial = record.trial
@@ -197,17 +196,17 @@ def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, .
 
 
 def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
-    """The learning rates of a batch from its points."""
+    """Return the optimum of a batch and its problem, computed from its points."""
     optimum = optimum_of(batch, points)
     fewest = _fewest(points, target) if target is not None else None
     return AtBatch(batch, points, optimum, _problem(batch, points, optimum), fewest)
 
 
 def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
-    """The best rate of a batch; None if no training is complete or none has learned, as the lowest loss is then due to chance.
+    """Return the best rate of a batch.
 
-    A neighbour that was stopped or learned nothing is worse than the best rate and brackets it, but its loss is not a point of the
-    parabola.
+    It is None if no trial is complete, or if none has learned, because the lowest loss is then due to chance. A neighbour that was stopped
+    or learned nothing brackets the best rate, but its loss is not a point of the parabola.
     """
     tried = [point for point in points if point.outcome in ENDED]
     if not any(point.has_learned for point in tried):
@@ -218,20 +217,20 @@ def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
 
 @dataclass(frozen=True)
 class LossAt:
-    """The loss at a learning rate, as far as it is known."""
+    """Loss at a learning rate, if it is known."""
 
     loss: float | None = None
-    """The loss; None if it is not known."""
+    """Loss; None if it is not known."""
     outcome: Outcome | None = None
-    """Outcome of the trainings that show the loss; None if there are none."""
+    """Outcome of the trials at the rate; None if there are none."""
     is_between: bool = False
-    """Whether the loss is interpolated between two trained rates. It is then too high in a round valley, and too low before a cliff."""
+    """Whether the loss is interpolated between two tried rates. Then it is too high in a convex valley and too low next to divergence."""
 
 
 def loss_at(points: Sequence[RatePoint], rate: float) -> LossAt:
-    """The loss of a learning rate: as measured, or interpolated linearly in log rate between the two nearest trained rates.
+    """Return the loss of a learning rate, either measured or interpolated linearly in log rate between the two nearest tried rates.
 
-    The loss is not known beyond the trained rates, or beside a rate that is not complete.
+    The loss is not known beyond the tried rates, or next to a rate that is not complete.
     """
     if same := next((point for point in points if abs(point.rate / rate - 1) < SAME), None):
         return LossAt(same.loss if same.outcome == "complete" else None, same.outcome)
@@ -247,15 +246,17 @@ def loss_at(points: Sequence[RatePoint], rate: float) -> LossAt:
 def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
     """Fit a power law to the best learning rates, one for each batch, with an interval of the exponent that accounts for seeds.
 
-    The interval is the hull of two intervals, widened by what the grid leaves open. The first is Student's interval over the batches,
-    whose scatter about the line contains all chance, including that of the seeds. The second, with two seeds or more, is a bootstrap over
-    the seeds of each batch, so that optima that lie on a line by chance do not look certain. The bootstrap over n seeds is widened by
-    sqrt(n / (n - 1)), since the seeds lie closer to their own mean than to the true one, and by the ratio of Student's quantile to the
-    normal one. Seeds do not count as points of their own: if the optima deviate from a line, more seeds would narrow the interval
-    about a wrong slope.
+    The interval is the hull of two intervals, widened by the uncertainty that the spacing of the tried rates leaves.
+
+    - The first is Student's interval over the batches. Their scatter about the line contains all chance, including that of the seeds.
+    - The second, with two seeds or more, is a bootstrap over the seeds of each batch. It covers optima that lie on a line by chance. With n
+      seeds it is widened by sqrt(n / (n - 1)), because seeds lie closer to their own mean than to the true one, and by the ratio of
+      Student's quantile to the normal one.
+
+    Seeds are not points of their own: if the optima deviate from a line, more seeds would narrow the interval about a wrong slope.
 
     Raises:
-        ValueError: fewer than two different batches have an optimum inside their range.
+        ValueError: Fewer than two different batches have an optimum that the tried rates bracket.
     """
     fit = fit_power_law([each.optimum for each in batches if each.optimum])
     used = [each for each in batches if each.optimum and each.optimum.interior]
@@ -276,7 +277,7 @@ def fit_exponent(batches: Sequence[AtBatch]) -> PowerLaw:
 
 
 def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
-    """Exponents of resamples that draw the seeds of each batch with replacement. Optima at the edge of their range are left out."""
+    """Return exponents of resamples that draw the seeds of each batch with replacement. Optima that are only bounds are left out."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(RESAMPLES):
@@ -292,7 +293,7 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
 
 
 def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RatePoint]:
-    """Points with the losses of the given seeds, which may repeat. Complete points without any of these seeds are left out."""
+    """Return the points with the losses of the given seeds only, which may repeat. Complete points without these seeds are left out."""
     found = []
     for point in points:
         losses = [point.losses[seed] for seed in seeds if seed in point.losses]
@@ -302,14 +303,14 @@ def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RateP
 
 
 def _requested_rate(record: TrialRecord, base: int) -> float:
-    """The learning rate at the top of the schedule, as the rule computes it; before the rule for a rule that measures."""
+    """Return the learning rate at the top of the schedule, scaled by the rule unless that is measured."""
     trial = record.trial
     is_measured = RULES[trial.rule].is_measured
     return trial.base_lr * (1.0 if is_measured else factor_of(trial.rule, trial.batch / base))
 
 
 def _point(records: tuple[TrialRecord, ...], base: int) -> RatePoint:
-    """The point of trainings that differ in their seed only."""
+    """Return the point of trials that differ only in their seed."""
     known = [record.lr for record in records if isfinite(record.lr) and record.lr > 0]
     measures = any(RULES[record.trial.rule].is_measured for record in records)
     rate = sum(known) / len(known) if measures and known else _requested_rate(records[0], base)
@@ -320,7 +321,7 @@ def _point(records: tuple[TrialRecord, ...], base: int) -> RatePoint:
 
 
 def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
-    """The outcome of a point. One diverged seed makes a rate unstable, and without a stopped seed the mean would be too low."""
+    """Return the outcome of a point. One diverged seed makes a rate unstable, and one stopped seed makes the mean of the others too low."""
     states = {record.state for record in records}
     unusable = any(record.state == "complete" and not isfinite(record.loss) for record in records)
     if "diverged" in states or unusable:
@@ -333,7 +334,7 @@ def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
 
 
 def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
-    """The point with the fewest steps to the target; None if none reached it by training."""
+    """Return the rate with the fewest steps to the target, or None if no rate reached it after the first measurement."""
     tried = [point for point in points if point.outcome in ENDED]
     rates, diverged = [point.rate for point in tried], [point.outcome == "diverged" for point in tried]
     best: Fewest | None = None
@@ -349,39 +350,39 @@ def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
 
 
 def is_open(fewest: Fewest) -> bool:
-    """Whether a rate that was not tried may take clearly fewer steps. Next to a rate that diverged little can be gained."""
+    """Return whether an untried rate may take clearly fewer steps. Next to a rate that diverged, little can be gained."""
     return fewest.edge not in (None, "diverged")
 
 
 def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -> str:
-    """Reason why a batch has no optimum, or why its optimum is a bound; else empty."""
+    """Return the reason why a batch has no optimum, or why its optimum is only a bound; empty otherwise."""
     outcomes = {point.outcome for point in points}
     if optimum is None:
         if outcomes == {"diverged"}:
-            return f"every learning rate diverged at batch {batch:,}: lower ones are needed"
+            return f"every learning rate diverged at batch {batch:,}; add lower ones"
         if "complete" in outcomes:
             firsts = [point.first_loss for point in points if isfinite(point.first_loss)]
             several = any(len(point.losses) > 1 for point in points)
-            who, mean = ("learning rate", ", the mean over seeds") if several else ("training", "")
+            who, mean = ("learning rate", ", the mean over seeds") if several else ("trial", "")
             return (
-                f"no {who} at batch {batch:,} ended below where it began ({sum(firsts) / len(firsts):.4g}{mean}): "
-                "other learning rates are needed, or more samples"
+                f"no {who} at batch {batch:,} ended below its first loss ({sum(firsts) / len(firsts):.4g}{mean}); "
+                "add other learning rates, or more samples"
             )
-        return f"no training at batch {batch:,} is complete" if points else f"nothing was trained at batch {batch:,}"
+        return f"no trial at batch {batch:,} is complete" if points else f"no trial has batch {batch:,}"
     if optimum.edge == "diverged":
         return (
-            f"at batch {batch:,} the best learning rate that was tried ({optimum.rate:.4g}) is beside one that diverged: "
-            f"more between the two are needed"
+            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is next to one that diverged; "
+            "add learning rates between the two"
         )
     if optimum.edge == "alone":
         return (
-            f"at batch {batch:,} the rates about the best learning rate that was tried ({optimum.rate:.4g}) do not bracket it: "
-            f"lower and higher ones are needed"
+            f"at batch {batch:,} the other learning rates do not bracket the best one ({optimum.rate:.4g}); "
+            "add lower and higher ones"
         )
     if optimum.edge:
         side = "higher" if optimum.edge == "highest" else "lower"
         return (
-            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is at the {optimum.edge} end of those that were tried: "
-            f"{side} ones are needed"
+            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is the {optimum.edge} one that was tried; "
+            f"add {side} ones"
         )
     return ""

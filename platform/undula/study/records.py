@@ -1,4 +1,4 @@
-"""The files of a study: the study's spec, the outcomes of its trials, and the records that are read from the trials' ledgers."""
+"""Files of a study: its spec, the outcomes of its trials, and the records that are read from the ledgers of the trials."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -23,22 +23,22 @@ from undula.study.trials import Measurement, Trial, TrialRecord
 TRIALS = "trials"
 """Folder of the run directories of a study's trials."""
 REPORT = "report"
-"""Folder of a study's report."""
+"""Folder of the study's report."""
 OUTCOME = "outcome.json"
 """File in the run directory of a trial that has ended."""
 EVENT_OF: Mapping[str, type[ValidationEvent | LossEvent]] = {
     "validation_loss": ValidationEvent,
     "training_loss": LossEvent,
 }
-"""Type of the ledger's events that measure a metric."""
+"""Type of the ledger events that hold the measurements of a metric."""
 
 
 def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None:
-    """Write how a trial ended.
+    """Write the outcome of a trial.
 
     Args:
         store: Run directory of the trial.
-        record: The trial that has ended.
+        record: Record of the trial, which has ended.
         keeps_models: Whether to keep the trial's checkpoints.
     """
     store.write(OUTCOME, json.dumps(asdict(record), indent=1).encode())
@@ -47,10 +47,10 @@ def write_outcome(store: Store, record: TrialRecord, keeps_models: bool) -> None
 
 
 def read_outcome(store: Store) -> TrialRecord | None:
-    """The record of a trial that has ended; None if the trial has not ended.
+    """Return the record of a trial that has ended, or None if it has not ended.
 
     Raises:
-        RunError: the file is damaged.
+        RunError: The file is damaged.
     """
     if not store.exists(OUTCOME):
         return None
@@ -58,11 +58,11 @@ def read_outcome(store: Store) -> TrialRecord | None:
         return TypeAdapter(TrialRecord).validate_json(store.read(OUTCOME))
     except ValueError as error:
         text = " ".join(str(error).split())
-        raise RunError(f"{store.url}/{OUTCOME} is damaged ({text}): delete it, and the trial resumes") from error
+        raise RunError(f"{store.url}/{OUTCOME} is damaged ({text}); delete it to resume the trial") from error
 
 
 def read_record(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
-    """The record of a trial: its outcome if it has ended, or else what its ledger holds so far.
+    """Return the record of a trial. It is the outcome of the trial or, if it has not ended, is read from the ledger.
 
     Args:
         store: Run directory of the trial, which may not exist yet.
@@ -81,7 +81,7 @@ def read_record(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
 
 
 def top_rate(spec: StudySpec, trial: Trial) -> float | None:
-    """Learning rate at the top of a trial's schedule; None if the rule measures its factor, which is then known from the ledger only."""
+    """Return the learning rate at the top of a trial's schedule, or None if only the ledger has it because the rule measures its factor."""
     rule = RULES[trial.rule]
     if rule.is_measured and trial.batch != spec.batches[0]:
         return None
@@ -89,19 +89,19 @@ def top_rate(spec: StudySpec, trial: Trial) -> float | None:
 
 
 def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
-    """Measurements of the metric.
+    """Return the measurements of the metric.
 
-    A training loss is the mean over the steps since the last measurement. It is computed from the rows of the steps, since an event
-    holds the losses of one group of workers only.
+    A training loss is the mean over the steps since the last measurement. It is computed from the steps of the ledger, because an event
+    has only the losses of one group of workers.
     """
     events: list[ValidationEvent | LossEvent] = events_of(ledger.events, EVENT_OF[spec.metric])
-    measured = {event.step: event.loss for event in events}  # the newest of a repeated step
+    measured = {event.step: event.loss for event in events}  # the newest measurement of a step
     steps = ledger.steps
     done = np.asarray(steps["step"]) + np.asarray(steps["merged_steps"])
     curve, begin = [Measurement(0, 0, measured[0])] if 0 in measured else [], 0
     for step in sorted(measured.keys() - {0}):
         end = int(np.searchsorted(done, step, side="right"))
-        if end == begin or done[end - 1] != step:  # the rows of the last steps have not reached storage
+        if end == begin or done[end - 1] != step:  # the ledger does not have all of these steps yet
             continue
         samples = int(steps["samples"][end - 1].as_py())
         loss = float(measured[step])
@@ -114,14 +114,14 @@ def _curve(spec: StudySpec, ledger: Ledger) -> tuple[Measurement, ...]:
 
 
 def _noise(ledger: Ledger) -> tuple[tuple[int, float], ...]:
-    """Samples consumed and gradient noise scale, for each step that measured the scale."""
+    """Return (consumed samples, gradient noise scale) for each step that measured the scale."""
     rows = zip(ledger.steps["samples"].to_pylist(), ledger.steps["logged"].to_pylist(), strict=True)
     found = [(samples, json.loads(logged).get("noise_scale")) for samples, logged in rows if "noise_scale" in logged]
     return tuple((int(samples), float(scale)) for samples, scale in found if scale is not None)
 
 
 def _seconds(ledger: Ledger) -> tuple[float, float]:
-    """Seconds of wall time, and seconds times workers, from the start of each group of workers to its last step or event."""
+    """Return the seconds, and the seconds times workers, from the start of each group of workers to its last step or event."""
     wall = work = 0.0
     starts = events_of(ledger.events, StartEvent)
     rows = np.concatenate([np.asarray(part["time"]) for part in (ledger.steps, ledger.replaced, ledger.events)])
@@ -135,7 +135,7 @@ def _seconds(ledger: Ledger) -> tuple[float, float]:
 
 
 def write_study(study: Store, body: dict[str, Any]) -> None:
-    """Write study.json, the study as it was requested."""
+    """Write study.json, which has the study as it was submitted."""
     study.write(STUDY_FILE, json.dumps(body, indent=1).encode())
 
 
@@ -143,23 +143,23 @@ def read_spec(study: Store) -> StudySpec:
     """Read a study's spec from its directory.
 
     Raises:
-        RunError: there is no study in the directory, or the file is damaged.
+        RunError: The directory has no study, or the file is damaged.
     """
     try:
         return TypeAdapter(StudySpec).validate_python(json.loads(study.read(STUDY_FILE))["spec"])
     except StorageError:
         raise RunError(
-            f"{study.url} holds no study: give the directory of one, or its name, and the folder that it lies in with --runs"
+            f"{study.url} has no study; give the directory of a study, or its name and the parent folder with --runs"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())
         raise RunError(
-            f"{study.url}/{STUDY_FILE} is damaged ({text}): run the study again to rewrite the file"
+            f"{study.url}/{STUDY_FILE} is damaged ({text}); submit the study again to rewrite the file"
         ) from None
 
 
 def reset_failures(study: Store, records: Iterable[TrialRecord]) -> int:
-    """Delete the outcomes of failed trials, so that they resume: the script may have been fixed since.
+    """Delete the outcomes of failed trials, so that they resume. The user may have fixed the script since they failed.
 
     Returns:
         Number of failed trials.
@@ -171,16 +171,16 @@ def reset_failures(study: Store, records: Iterable[TrialRecord]) -> int:
 
 
 def delete_study(study: Store) -> None:
-    """Delete the files that a study has put into its directory, and no others.
+    """Delete the files of a study, but no other files in its directory.
 
     Raises:
-        RunError: the directory holds other files and no study.
+        RunError: The directory has other files and no study.
     """
     names = {entry.name.partition("/")[0] for entry in study.list()} - {".lock"}
     if names and STUDY_FILE not in names:
         raise RunError(
-            f"{study.url} holds {sorted(names)[0]!r} and no study, and --fresh deletes studies only: give another name"
+            f"{study.url} has {sorted(names)[0]!r} but no study, and --fresh only deletes studies; give the study another name"
         )
-    # The last file marks the directory as a study's, should the deletion be interrupted.
+    # STUDY_FILE is deleted last: if the deletion is interrupted, the directory still counts as a study.
     for name in (TRIALS, REPORT, HEARTBEAT_FILE, STUDY_FILE):
         study.delete(name)

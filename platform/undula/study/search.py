@@ -1,4 +1,4 @@
-"""The search of a study: the trials that it wants, given the losses so far. It is pure, so that a study that was killed continues alike."""
+"""Search of a study: the trials that it wants, given the losses so far. Pure, so that a study continues in the same way after a crash."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby, product
@@ -10,14 +10,14 @@ from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import Trial
 
 Losses = Mapping[Trial, float]
-"""Losses of the trials that have ended; infinite if a trial diverged or was stopped."""
+"""Losses of the trials that have ended, which are infinite if a trial diverged or was stopped."""
 
 
 def wanted(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float] | None = None) -> tuple[Trial, ...]:
-    """The trials that a study wants so far, in the order in which they start. Trials that have ended are included.
+    """Return the trials that a study wants so far, in the order in which they start. They include those that have ended.
 
-    A grid and a random search want all their trials from the beginning. An adaptive search wants more as losses arrive, and depends on
-    the losses only, not on the order in which they arrived.
+    A grid and a random search want all their trials from the beginning. An adaptive search wants more as losses arrive. Its trials
+    depend only on the losses, not on the order in which they arrived.
 
     Args:
         spec: The study.
@@ -32,14 +32,14 @@ def wanted(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float] | None
 
 
 def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int], Trial]]:
-    """The cells of a study: each batch with each optimizer, rule and warmup. A cell maps a learning rate and a seed to a trial.
+    """Yield the cells of a study, the combinations of batch, optimizer, rule and warmup. A cell maps a learning rate and a seed to a trial.
 
-    At the base batch all rules are the same, so that only the first one is trained there.
+    All rules are equal at the base batch, so only the first one is tried there.
 
     Args:
         spec: The study.
-        once: Whether rules that change the learning rate only are the same at the other batches too, as they are for a search that
-            moves the learning rate freely.
+        once: Whether to try only one of the rules that change nothing but the learning rate. For a search that moves the learning rate
+            freely, they are equal at all batches.
     """
     for (optimizer, rule), warmup, batch in product(spec.pairs(), spec.warmup_axis, spec.batches):
         rules = [each for kind, each in spec.pairs() if kind == optimizer]
@@ -54,20 +54,20 @@ def _trial(lr: float, seed: int, optimizer: str, rule: str, warmup: int, batch: 
 
 
 def _grid(spec: StudySpec) -> Iterator[Trial]:
-    """All trials, one seed after another, so that a half-finished study covers the other axes."""
+    """Yield all trials, one seed after the other, so that an unfinished study already covers the other axes."""
     cells = list(_cells(spec))
     for seed, lr, cell in product(spec.seeds, spec.rates, cells):
         yield cell(lr, seed)
 
 
 def _random(spec: StudySpec) -> Iterator[Trial]:
-    """Trials that are drawn without repetition. A range's learning rates are drawn uniformly in their logarithm."""
+    """Yield random trials without repetition. Learning rates from a range are uniform in their logarithm."""
     draw = Random(f"{spec.name} {spec.batches} {spec.rates}")
     assert spec.trials is not None
     if spec.base_lr_range is None:
         everything = list(_grid(spec))
         draw.shuffle(everything)
-        yield from everything[: spec.trials]  # a larger number of trials begins with the same ones
+        yield from everything[: spec.trials]  # a study with more trials begins with the same ones
         return
     cells, ends = list(_cells(spec)), (log(spec.base_lr_range.low), log(spec.base_lr_range.high))
     drawn: set[Trial] = set()
@@ -79,7 +79,7 @@ def _random(spec: StudySpec) -> Iterator[Trial]:
 
 
 def _adaptive(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]) -> Iterator[Trial]:
-    """The searches of all cells, round by round."""
+    """Yield the trials of the searches of all cells, round by round."""
     assert spec.base_lr_range is not None
     assert spec.trials is not None
     rounds = []
@@ -96,7 +96,7 @@ def _adaptive(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]) ->
 
 
 class _Cell:
-    """The learning rates of a cell as places on a lattice without ends, on which 0 is the middle of the range."""
+    """Learning rates of a cell as places on an unbounded lattice, on which 0 is the middle of the range."""
 
     def __init__(
         self, cell: Callable[[float, int], Trial], spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float]
@@ -109,20 +109,20 @@ class _Cell:
         return rate_at(self._range, place)
 
     def loss(self, place: int) -> float | None:
-        """Mean loss over the seeds; None until all seeds have ended."""
+        """Return the mean loss over the seeds, or None until all seeds have ended."""
         found = [self._losses.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
         known = [loss for loss in found if loss is not None]
         return sum(known) / len(known) if len(known) == len(found) else None
 
     def is_idle(self, place: int) -> bool:
-        """Whether trainings ended without falling below their first loss, as a mean over the seeds. One that diverged is not idle."""
+        """Return whether the mean loss over the seeds did not fall below the first loss. A trial that diverged is not idle."""
         firsts = [self._firsts.get(self._cell(self.rate(place), seed)) for seed in self._seeds]
         known, loss = [first for first in firsts if first is not None], self.loss(place)
         return loss is not None and len(known) == len(firsts) and loss >= sum(known) / len(known)
 
 
 def rate_at(range_: LogRange, place: int) -> float:
-    """The learning rate at a place of a range's lattice, which continues beyond both ends; 0 is the middle."""
+    """Return the learning rate at a place on the lattice of a range. Place 0 is the middle, and places continue beyond both ends."""
     step = log(range_.high / range_.low) / (range_.points - 1)
     middle = log(range_.low) + step * ((range_.points - 1) // 2)
     return float(f"{exp(middle + step * place):.4g}")
@@ -131,19 +131,19 @@ def rate_at(range_: LogRange, place: int) -> float:
 def bracket(
     loss: Callable[[int], float | None], stride: int, is_idle: Callable[[int], bool] = lambda place: False
 ) -> Iterator[int]:
-    """Places to try in the search for the lowest loss over all integers, in rounds. It ends when it needs a loss that is not known yet.
+    """Yield the places to try, in rounds, in a search for the lowest loss over all integers.
 
     This is the pattern search of Hooke & Jeeves 1961 in one dimension. It tries the best place and the places one stride away from it.
-    If one of these is better, the search continues from there with the same stride, however far that leads; otherwise it halves the
-    stride. It ends when the best place lies between two direct neighbours that are not better.
+    If one of these is better, the search continues from there with the same stride, without a limit; otherwise it halves the stride. It
+    ends when the best place lies between two direct neighbours that are not better, or when it needs a loss that is not known yet.
 
     If all places are idle, their losses give no direction. The search then continues on both sides: a stride below the lowest place,
     and above the highest idle place, towards a place that diverged.
 
     Args:
-        loss: Returns the loss at a place; None if it is not known yet.
+        loss: Function that returns the loss at a place, or None if it is not known yet.
         stride: Distance of the first neighbours.
-        is_idle: Returns whether the training at a place has learned nothing.
+        is_idle: Function that returns whether the trials at a place have learned nothing.
     """
     best, tried = 0, {}  # type: int, dict[int, float]
     stride = max(stride, 1)
@@ -160,7 +160,7 @@ def bracket(
             asked = _around_idle(idle, tried, stride)
             continue
         lowest = min(tried, key=lambda place: (tried[place], place != best))
-        if tried[lowest] == inf:  # all of them diverged, and lower rates are needed
+        if tried[lowest] == inf:  # all of them diverged, so the search tries lower rates
             lowest = best - stride
         if lowest != best:
             best = lowest
@@ -172,8 +172,9 @@ def bracket(
 
 
 def _around_idle(idle: Collection[int], tried: Collection[int], stride: int) -> list[int]:
-    """Places around idle ones: a stride below all tried places, and above the highest idle place a stride, or half the way to the next
-    place that diverged.
+    """Return the next places if all are idle or diverged: one below all tried places, and one above the highest idle place.
+
+    The latter is a stride above it or, if there is a place that diverged, half way to that place.
     """
     highest = max(idle)
     ceiling = min((place for place in tried if place > highest), default=None)

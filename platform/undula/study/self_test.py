@@ -1,6 +1,6 @@
-"""`undula study self-test`: it checks the arithmetic of studies against published numbers, and formulas against sampling.
+"""Self-test of the arithmetic of studies. It checks fits against published numbers, and formulas against sampling.
 
-The formulas of the rules are written here a second time, independently of those that train, so that each checks the other. All draws
+The formulas of the rules are implemented here a second time, independently of the implementation that training uses. All random draws
 are seeded.
 """
 
@@ -25,7 +25,7 @@ from undula.study.quadratic import (
 TARGET = 0.01
 """Target loss of the noisy quadratic."""
 RATES: Floats = np.logspace(-5, 0.5, 100)
-"""Learning rates that are tried on the noisy quadratic."""
+"""Learning rates to try on the noisy quadratic."""
 KNOWN_BEST = {
     4: Best(1_507_368, 0.0147),
     32: Best(189_425, 0.114),
@@ -34,19 +34,19 @@ KNOWN_BEST = {
     4096: Best(8_118, 1.90),
 }
 """Fewest steps and best learning rate of `zhang_quadratic` by batch. The published numbers were computed with 1e-8 added to the divisor
-1 - (1 - eta h)^2 of the noise term. A unit test that does the same reproduces them to the step; without it, batches of 4 and 32 take 0.04 %
-and 0.005 % more steps."""
+1 - (1 - eta h)^2 of the noise term. A unit test with the same addition reproduces them exactly. Without it, batches of 4 and 32 take
+0.04 % and 0.005 % more steps."""
 KNOWN_CRITICAL_BATCH, KNOWN_FEWEST_STEPS = 790.0, 7008.0
 """Critical batch in samples and fewest steps of `zhang_quadratic`."""
 FITTED_BATCHES = tuple(2**exponent for exponent in range(2, 21))
 """Batches to which the hyperbola is fitted."""
 KNOWN_NOISE_SCALE = 108.21
-"""Noise scale in samples of the gradients that are sampled."""
+"""Noise scale, in samples, of the sampled gradients."""
 
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """A known number, and the number that was computed."""
+    """Comparison of a computed number with a known one."""
 
     topic: str
     what: str
@@ -61,14 +61,14 @@ class SelfTestResult:
 
 
 def self_test() -> Iterator[SelfTestResult]:
-    """Run all checks, and yield each result as it arrives. All of them take a few seconds."""
+    """Run all checks, which take a few seconds, and yield each result as it arrives."""
     for topic, checks in TOPICS.items():
         for what, expected, got, tolerance in checks():
             yield SelfTestResult(topic, what, float(expected), float(got), tolerance)
 
 
 def table(results: Sequence[SelfTestResult]) -> str:
-    """The results as aligned text."""
+    """Return the results as a table of text."""
     rows = [("", "expected", "got", "within", "")]
     rows += [
         (
@@ -100,10 +100,10 @@ Row = tuple[str, float, float, float]
 
 
 def noisy_quadratic() -> Iterator[Row]:
-    """Zhang et al. 2019: the steps to the target at the best learning rate, and the hyperbola that is fitted to them.
+    """Check the steps to the target at the best learning rate, and the hyperbola fitted to them, against Zhang et al. 2019.
 
-    The hyperbola is not exactly the curve of the model, so that the fit depends on the batches. The five batches of the known numbers
-    alone give 924 and 6,113. All powers of two from 4 to 2^20 cover both arms of the hyperbola.
+    The hyperbola is not exactly the curve of the model, so the fit depends on the batches. The five batches of the known numbers alone
+    give a critical batch of 924 and 6,113 fewest steps. All powers of two from 4 to 2^20 cover both arms of the hyperbola.
     """
     model = zhang_quadratic()
     found = {batch: best_of(sgd_steps(model, batch, RATES, TARGET), RATES) for batch in {*KNOWN_BEST, *FITTED_BATCHES}}
@@ -116,7 +116,7 @@ def noisy_quadratic() -> Iterator[Row]:
 
 
 def expected_losses() -> Iterator[Row]:
-    """The closed forms of the expected loss against the mean over many sampled chains."""
+    """Check the closed forms of the expected loss against the mean over many sampled chains."""
     model = NoisyQuadratic(np.ones(2), np.array([1.0, 0.1]), np.array([1.0, 0.1]), np.ones(2))
     batch, rate, chains = 4.0, 0.5, 50_000
     for momentum in (0.0, 0.9):
@@ -138,7 +138,10 @@ def expected_losses() -> Iterator[Row]:
 
 
 def noise_scale() -> Iterator[Row]:
-    """McCandlish et al. 2018, arXiv:1812.06162, appendix A.1: tr(Sigma) / |G|^2 from the squared norms of small and large batches."""
+    """Check tr(Sigma) / |G|^2, estimated from the squared norms of small and large batches.
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
+    """
     rng = np.random.default_rng(2)
     dimensions, workers, small, steps = 50, 8, 16, 10_000
     large = workers * small
@@ -159,7 +162,10 @@ def noise_scale() -> Iterator[Row]:
 
 
 def adascale() -> Iterator[Row]:
-    """Johnson et al. 2020, arXiv:2007.05105: the gain r = (var + sqr) / (var / S + sqr) by its formula and from gradients of S workers."""
+    """Check the gain r = (var + sqr) / (var / S + sqr) by its formula and by sampled gradients of S workers.
+
+    Source: Johnson et al. 2020, arXiv:2007.05105.
+    """
     variance, square, dimensions, steps = 2.0, 1.0, 20, 20_000
     rng = np.random.default_rng(3)
     for scale, known in ((4, 2.0), (10, 2.5)):
@@ -174,7 +180,9 @@ def adascale() -> Iterator[Row]:
 
 
 def adam_sde() -> Iterator[Row]:
-    """Malladi et al. 2022, arXiv:2205.10287: the square-root rule, for Adam on a quadratic whose gradients are mostly noise.
+    """Check the square-root rule for Adam on a quadratic with gradients that are mostly noise.
+
+    Source: Malladi et al. 2022, arXiv:2205.10287.
 
     The variance of the weights converges to rate noise^2 / (2 h (noise + epsilon)), and the noise of a batch k B is 1 / sqrt(k) of that of
     B. The square-root rule multiplies the rate by sqrt(k), divides epsilon by sqrt(k) and sets beta to 1 - k (1 - beta), which keeps the
@@ -195,10 +203,10 @@ def adam_sde() -> Iterator[Row]:
 
 
 def _adam_variance(rate: float, betas: tuple[float, float], epsilon: float, noise: float, steps: int) -> float:
-    """Stationary E[x^2] of Adam with gradient x + noise, as a mean over chains and over the second half of the steps."""
+    """Return the stationary E[x^2] of Adam with gradient x + noise, as a mean over chains and over the second half of the steps."""
     # Single precision halves the time of this check, which is by far the longest.
     rng, chains, single = np.random.default_rng(4), 40_000, np.float32
-    # The start is near the stationary variance, so that fewer steps are needed to approach it.
+    # The start is close to the stationary variance, so few steps are needed to approach it.
     x = noise * sqrt(rate / (2 * (noise + epsilon))) * rng.standard_normal(chains, single)
     mean, square = np.zeros(chains, single), np.full(chains, noise**2, single)
     total = 0.0
@@ -213,11 +221,11 @@ def _adam_variance(rate: float, betas: tuple[float, float], epsilon: float, nois
 
 
 def surge() -> Iterator[Row]:
-    """Li et al. 2024, arXiv:2405.14578: eta(B) = eta_max / (1/2 (sqrt(B_noise / B) + sqrt(B / B_noise))), for steps along signs.
+    """Check eta(B) = eta_max / (1/2 (sqrt(B_noise / B) + sqrt(B / B_noise))) for steps along signs, by its formula and by sampling.
 
-    The formula is also checked by sampling. On a loss with gradient g in each dimension and curvature h between all dimensions, the best
+    Source: Li et al. 2024, arXiv:2405.14578. On a loss with gradient g in each dimension and curvature h between all dimensions, the best
     rate of a step along the signs s of a gradient with noise sigma / sqrt(B) is sum g E[s] / E[s' H s]. With H = h everywhere and
-    E[s] = e this is d g e / (h (d + d (d - 1) e^2)), which has its maximum at e = 1 / sqrt(d - 1).
+    E[s] = e, this is d g e / (h (d + d (d - 1) e^2)), which has its maximum at e = 1 / sqrt(d - 1).
     """
     dimensions, gradient, curvature, sigma, steps = 101, 1.0, 1.0, 100.0, 50_000
     noise_batch = pi / 2 * (sigma / gradient) ** 2 / (dimensions - 1)  # e is about sqrt(2 B / pi) g / sigma

@@ -1,4 +1,4 @@
-"""Looks at a study's directory from outside: how far the study is, and its report."""
+"""Status and report of a study, read from its directory without its driver."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,56 +19,56 @@ from undula.study.trials import TrialRecord, trial_row
 
 @dataclass(frozen=True)
 class StudyStatus:
-    """How far a study is."""
+    """Status of a study."""
 
     spec: StudySpec
     records: tuple[TrialRecord, ...]
-    """Records of the trials that are wanted so far."""
+    """Records of the trials that the search wants so far."""
     has_driver: bool
-    """Whether the study's driver is there."""
+    """Whether the driver of the study is running."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether every trial that is wanted so far has ended."""
+        """Whether every trial that the search wants so far has ended."""
         return all(record.has_ended for record in self.records)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will change until somebody submits the study again."""
+        """Whether the study will not change until it is submitted again."""
         return not self.has_driver or self.has_ended
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """The trials as plain values, for programs."""
+        """Return the trials as JSON objects."""
         return [trial_row(record, self.spec.target) for record in self.records]
 
     def table(self) -> list[str]:
-        """Lines for a terminal."""
+        """Return the table of the study as lines for a terminal."""
         return study_table(self.spec, self.records, self.is_over, self.has_driver).split("\n")
 
 
 def read_status(store: Store) -> StudyStatus:
-    """Status of the study in a directory.
+    """Return the status of the study in a directory.
 
     Raises:
-        RunError: there is no study, or its record is damaged.
+        RunError: The directory has no study, or its record is damaged.
     """
     spec, is_running = read_spec(store), has_driver(store)
     records = list(read_progress(store, spec).records.values())
-    if not is_running:  # what a lost driver left running waits for the next one
+    if not is_running:  # trials that ran when the driver was lost wait for the next driver
         records = [replace(each, state="waiting") if each.state == "running" else each for each in records]
     return StudyStatus(spec, tuple(records), is_running)
 
 
 def report_study(store: Store, worker_hour: float | None = None) -> list[str]:
-    """Write the report of a study, as far as it is; returns its verdicts and its path, for a terminal.
+    """Write the report of a study, which may be unfinished, and return its verdicts and its path as lines for a terminal.
 
     Args:
         store: Directory of the study.
-        worker_hour: Price of a worker in dollars per hour. By default it is the one that the study gives.
+        worker_hour: Price of a worker in US dollars per hour; by default the one in the study.
 
     Raises:
-        SpecError: what draws the report is not installed.
-        RunError: there is no study, or its record is damaged.
+        SpecError: The packages that draw the report are not installed.
+        RunError: The directory has no study, or its record is damaged.
     """
     with needs_extra("study"):
         from undula.study.render.page import publish
@@ -79,17 +79,17 @@ def report_study(store: Store, worker_hour: float | None = None) -> list[str]:
 
 
 def report_if_done(loaded: LoadedStudy, fresh: bool) -> list[str] | None:
-    """Check a study from here, before a cluster starts for it, and write its report if all of its trials have ended.
+    """Check a study before a cluster starts for it, and write its report if all of its trials have ended.
 
     Args:
         loaded: The study.
         fresh: Whether the study starts over.
 
     Returns:
-        Lines for a terminal; None if there is something to train.
+        Lines for a terminal, or None if trials are left to train.
 
     Raises:
-        UndulaError: what is wrong with the trials.
+        UndulaError: The trials are invalid.
     """
     study = Study(loaded)
     progress = StudyProgress(study.spec) if fresh else read_progress(study.store, study.spec)
@@ -98,5 +98,5 @@ def report_if_done(loaded: LoadedStudy, fresh: bool) -> list[str] | None:
         return None
     with held(study.store):
         study.begin()
-        ended = f"all {len(progress.records)} trials have ended: --fresh starts over"
+        ended = f"all {len(progress.records)} trials have ended; start over with --fresh"
         return [ended, "", *report_study(study.store), f"study directory: {study.url}"]

@@ -1,4 +1,4 @@
-"""How a study is submitted: the script of its job, with the study's YAML as an argument."""
+"""Submission of a study to a cluster: the script of its job, with the study's YAML as an argument."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ from undula.study.load import LoadedStudy
 def submission_of_study(
     file: Path, loaded: LoadedStudy, overrides: Sequence[str], script: Path | None, fresh: bool
 ) -> Submission:
-    """Submission of a study; the arguments are those of `undula.driver.submission.submission_of_job`.
+    """Return the submission of a study. The arguments are those of `undula.driver.submission.submission_of_job`.
 
     Raises:
-        SpecError: there is no script.
+        SpecError: The job has no script.
     """
     script, job = script_of(loaded.file, script), loaded.job.spec
     study_name, job_name = names_in_submission(script, file, loaded.file)
@@ -31,6 +31,6 @@ def submission_of_study(
 
 
 def names_in_submission(script: Path, study: Path, job: Path) -> tuple[str, str]:
-    """Names of a study's YAML and its job's, as the submitted script finds them. The job's is looked for beside the study's."""
+    """Return the paths of the YAML of a study and of its job for a submitted script. The path of the job must fit that of the study."""
     name = name_in_submission(script, study)
     return name, str(job.absolute()) if Path(name).is_absolute() else name_in_submission(script, job)

@@ -1,4 +1,4 @@
-"""A study under Ray Tune: the trial that starts next, the trials that are stopped, and the record of each while it trains."""
+"""Study under Ray Tune: the choice of the next trial, early stopping, and the record of each trial while it trains."""
 
 import logging
 import os
@@ -24,11 +24,11 @@ from undula.study.trials import Measurement, State, Trial, TrialRecord
 from undula.train.run import Run
 
 MAX_LOST_PROCESSES = 10
-"""Maximum number of processes that a trial may lose. Processes on nodes that Ray knows to be preempted do not count."""
+"""Maximum number of processes that a trial may lose. Processes on preempted nodes do not count if Ray got a notice."""
 UNLIMITED = 10**6
-"""Number of trials at once where the study gives no maximum."""
+"""Maximum number of concurrent trials if the study sets none."""
 MIN_PENDING_TRIALS = 16
-"""Minimum number of trials that Ray may have waiting, so that an autoscaler sees the demand and several processes start at once."""
+"""Minimum number of pending trials, so that an autoscaler sees the demand and several processes can start at once."""
 TUNE = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -36,8 +36,8 @@ TUNE = {
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
-"""Environment variables of Tune. A study resumes from its run directories and not from Tune's checkpoints, and Tune's own handler of
-SIGINT would let an interrupted study return as if it were done."""
+"""Environment variables of Tune. A study resumes from its run directories and not from Tune's checkpoints. With Tune's handler of SIGINT,
+an interrupted study would return as if it had finished."""
 
 
 def sweep(
@@ -53,12 +53,12 @@ def sweep(
 
     Args:
         study: Directory of the study.
-        progress: Records of the trials, which this keeps up to date.
+        progress: Records of the trials, which this function updates.
         train: Train function of the script.
-        spec_of: Returns the spec of a trial for its process; called once a trial.
+        spec_of: Function that returns the specification of a trial for its process. It is called once for each trial.
         workers: Workers of the job.
-        samples_at: Returns the samples that a trial has consumed after a number of steps.
-        on_change: Receives each record that changes.
+        samples_at: Function that returns the number of samples that a trial has consumed after a number of steps.
+        on_change: Callback that receives each record that changes.
     """
     spec = progress.spec
     given = _GivenTrials(progress, spec_of)
@@ -68,7 +68,7 @@ def sweep(
         recorder.end(record)
     cpus = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
     os.environ.update({**TUNE, "TUNE_MAX_PENDING_TRIALS_PG": str(max(MIN_PENDING_TRIALS, int(cpus)))})
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the recorder reports lost processes
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the recorder already reports lost processes
     trainable = tune.with_resources(
         tune.with_parameters(TrialProcess, train=train), dict(resources(workers, spec.packed))
     )
@@ -95,9 +95,9 @@ def sweep(
 
 
 def _max_at_once(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
-    """A function that returns the maximum number of trials at once, given the cluster as it is then.
+    """Return a function that returns the maximum number of concurrent trials on the current cluster.
 
-    Ray places packed trials by their resources. A trial with workers of its own takes the resources of all its workers.
+    Ray places packed trials by their resources. A trial with its own workers needs the resources of all its workers.
     """
 
     def max_at_once() -> int:
@@ -109,13 +109,13 @@ def _max_at_once(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
         fits = min((int(share + 1e-9) for share in trials), default=1)
         return min(
             max(fits, 1), spec.max_concurrent or UNLIMITED
-        )  # one trial waits for a cluster that is too small yet
+        )  # while the cluster is too small, one trial waits for it to grow
 
     return max_at_once
 
 
 class _GivenTrials:
-    """The trials that Tune has been given, by Tune's ids."""
+    """Trials that were given to Tune, by Tune's ids."""
 
     def __init__(self, progress: StudyProgress, spec_of: Callable[[Trial], TrialSpec]):
         self.progress = progress
@@ -123,7 +123,7 @@ class _GivenTrials:
         self.by_id: dict[str, Trial] = {}
 
     def next(self) -> Trial | None:
-        """The first wanted trial that has not ended and that Tune does not have."""
+        """Return the first wanted trial that has not ended and was not given to Tune, or None."""
         given = set(self.by_id.values())
         for trial in self.progress.wanted():
             record = self.progress.records.get(trial)
@@ -133,23 +133,23 @@ class _GivenTrials:
 
     @property
     def running(self) -> int:
-        """Number of given trials that have not ended."""
+        """Number of trials given to Tune that have not ended."""
         return sum(not self.progress.records[trial].has_ended for trial in self.by_id.values())
 
 
 class _Unsaved:
-    """An object of which Tune saves nothing: a study resumes from its run directories."""
+    """Base of objects of which Tune saves nothing, because a study resumes from its run directories."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
 
 class _NextWanted(_Unsaved, Searcher):
-    """Gives Tune the next trial that the study wants, if another one may run.
+    """Tune searcher that suggests the next trial that the study wants, if another one may run.
 
     Args:
-        given: Trials that Tune has been given.
-        max_at_once: Returns the maximum number of trials at once.
+        given: Trials that were given to Tune.
+        max_at_once: Function that returns the maximum number of concurrent trials.
     """
 
     def __init__(self, given: _GivenTrials, max_at_once: Callable[[], int]):
@@ -166,21 +166,21 @@ class _NextWanted(_Unsaved, Searcher):
         records = self._given.progress.records
         records[trial] = replace(records.get(trial) or TrialRecord(trial, "waiting", trial.base_lr), state="waiting")
         self._given.by_id[trial_id] = trial
-        # The spec travels as bytes: if Tune unpickled it here, cloudpickle would damage the script's own classes, which are in use.
+        # The specification is sent as bytes. If Tune unpickled it in this process, cloudpickle would damage the classes of the script.
         return {"spec": ray.cloudpickle.dumps(self._given.spec_of(trial))}  # type: ignore[no-untyped-call]
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        """Do nothing: the recorder has the result."""
+        """Do nothing, because the recorder handles the result."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Do nothing: `read_progress` knows where the study stands."""
+        """Do nothing, because `read_progress` reads the state of the study."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Do nothing: nothing was saved."""
+        """Do nothing, because `save` saves nothing."""
 
 
 class _Recorder(_Unsaved, tune.Callback):
-    """Keeps the records up to date, and writes the outcome of each trial that ends."""
+    """Callback of Tune that updates the records, and writes the outcome of each trial that ends."""
 
     def __init__(
         self,
@@ -214,16 +214,16 @@ class _Recorder(_Unsaved, tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         record = self._progress.records[self._by_id[trial.trial_id]]
-        if trial.status == "ERROR":  # Tune also calls this before it tries a trial again
-            cause = (str(trial.get_error() or "").strip().splitlines() or ["of an unknown cause"])[-1]
-            self.end(replace(record, state="failed", message=f"its process was lost too often, the last time: {cause}"))
+        if trial.status == "ERROR":  # Tune also calls this before it repeats a trial
+            cause = (str(trial.get_error() or "").strip().splitlines() or ["unknown cause"])[-1]
+            self.end(replace(record, state="failed", message=f"its process was lost too often; last cause: {cause}"))
 
     def end(self, record: TrialRecord) -> None:
-        """Write the outcome of a trial: its ledger, which also knows of former processes, and the last measurements of this one."""
+        """Write the outcome of a trial, from its ledger with the steps of former processes, and the last measurements of this process."""
         store, heard = self._study / TRIALS / record.trial.name, record.curve
         found = read_record(store, self._progress.spec, record.trial)
         curve = {point.step: point for point in (*heard, *found.curve)}
-        # A trial that was stopped may have measured once more before it left.
+        # A stopped trial may have made one more measurement before it left.
         last = heard[-1].step if heard and record.state == "stopped" else inf
         points = tuple(curve[step] for step in sorted(curve) if step <= last)
         ended = replace(found, state=record.state, message=record.message, curve=points)
@@ -238,15 +238,15 @@ class _Recorder(_Unsaved, tune.Callback):
 
 
 def _divergence(losses: list[float]) -> str:
-    """The message of a trial that ended with these losses and diverged."""
+    """Return the message of a trial that diverged with these losses."""
     odd = next((loss for loss in losses if not isfinite(loss)), None)
     return f"its loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if odd is None else f"its loss was {odd}"
 
 
 class _SuccessiveHalving(_Unsaved, FIFOScheduler):
-    """Tune's ASHA with rungs in samples, and one set of rungs for the trials that differ in their learning rate only.
+    """Tune's ASHA with rungs in samples. Only trials that differ in nothing but their learning rate share rungs.
 
-    The records of former trials pass through it first, so that a study that was killed resumes with the same rungs.
+    The measurements of former trials are replayed first, so that a study that was killed resumes with the same rungs.
     """
 
     def __init__(self, progress: StudyProgress, by_id: Mapping[str, Trial], samples_at: Callable[[Trial, int], int]):
@@ -254,7 +254,7 @@ class _SuccessiveHalving(_Unsaved, FIFOScheduler):
         self._spec, self._by_id, self._samples_at = progress.spec, by_id, samples_at
         self._cells: dict[Any, AsyncHyperBandScheduler] = {}
         self.to_stop: list[TrialRecord] = []
-        """Trials that would have been stopped if the study had not been killed just then."""
+        """Trials that ASHA would have stopped if the study had not been killed."""
         for record in progress.records.values():
             self._replay(record)
 
@@ -272,24 +272,23 @@ class _SuccessiveHalving(_Unsaved, FIFOScheduler):
         return str(TrialScheduler.CONTINUE if self._is_last(samples) else answer)
 
     def _replay(self, record: TrialRecord) -> None:
-        """Pass the measurements of a former trial through ASHA."""
+        """Replay the measurements of a former trial in ASHA."""
         trial_id, cell = _TrialId(record.trial.name), self._cell(record.trial)
         cell.on_trial_add(None, trial_id)  # type: ignore[arg-type]
         answer: Any = TrialScheduler.CONTINUE
         for point in record.curve:
             answer = cell.on_trial_result(None, trial_id, _result(point.samples, point.loss))  # type: ignore[arg-type]
-        # Only the answer to the newest measurement counts. Before it the trial was continued: the trials that ASHA compares it with now
-        # had not reached the rung then.
+        # Only the answer to the newest measurement counts. When the earlier ones were made, ASHA had fewer trials to compare with.
         if answer == TrialScheduler.STOP and not record.has_ended and not self._is_last(record.samples):
             self.to_stop.append(replace(record, state="stopped"))
 
     def _is_last(self, samples: int) -> bool:
-        """Whether a trial is at its end. The last rung may be there, and a trial at its end is complete and not to be stopped."""
+        """Return whether a trial is at its end. ASHA must not stop it there, even if the last rung is at the end."""
         assert self._spec.samples is not None
         return samples >= self._spec.samples
 
     def _cell(self, trial: Trial) -> AsyncHyperBandScheduler:
-        """The scheduler of the trials that differ from this one in their learning rate only."""
+        """Return the scheduler of the trials that differ from this one only in their learning rate."""
         key = replace(trial, base_lr=0.0)
         if key not in self._cells:
             assert self._spec.samples is not None
@@ -308,11 +307,11 @@ class _SuccessiveHalving(_Unsaved, FIFOScheduler):
 
 @dataclass(frozen=True)
 class _TrialId:
-    """The only attribute of a Tune trial that ASHA reads."""
+    """Stand-in for a Tune trial, with the only attribute that ASHA reads."""
 
     trial_id: str
 
 
 def _result(samples: int, loss: float) -> dict[str, float]:
-    """A result of Tune with the two values that ASHA reads."""
+    """Return a Tune result with the two values that ASHA reads."""
     return {"samples": samples, "loss": loss}

@@ -1,4 +1,4 @@
-"""Trials of a study: the values that each is trained with, and the record of its training. Pure."""
+"""Trials of a study: the values that each trial is trained with, and its record. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from undula.study.spec import Optimizer
 State = Literal["waiting", "running", "complete", "diverged", "stopped", "failed"]
 ENDED: tuple[State, ...] = ("complete", "diverged", "stopped", "failed")
 RISE = 0.5
-"""Rise of the last loss above the first one from which on a training counts as diverged, as a share of the first loss, or of the decrease
-in between if that was larger. The last loss of a training that learned nothing is close to the first one, on either side."""
+"""Rise of the last loss above the first one from which a trial counts as diverged. It is relative to the first loss or, if that is
+larger, to the decrease in between. The last loss of a trial that learned nothing is close to the first one, above or below."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training of a study."""
+    """One training run of a study."""
 
     batch: int
-    """Samples per optimizer step."""
+    """Number of samples per optimizer step."""
     base_lr: float
-    """Learning rate at the top of the schedule, before the rule."""
+    """Learning rate at the top of the schedule, before scaling by the rule."""
     rule: RuleName
     warmup: int
-    """Length of the warmup in samples, before the rule."""
+    """Length of the warmup in samples, before scaling by the rule."""
     optimizer: Optimizer
     seed: int
 
@@ -38,36 +38,36 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement of the study's metric during a training."""
+    """Measurement of the study's metric during a trial."""
 
     samples: int
-    """Samples that the training had consumed."""
+    """Number of consumed samples."""
     step: int
-    """Steps that the training had committed."""
+    """Number of committed steps."""
     loss: float
-    """Value of the metric; not finite if the training diverged."""
+    """Value of the metric; not finite if the trial diverged."""
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """The course of a trial so far, as its ledger holds it."""
+    """Course of a trial so far, according to its ledger."""
 
     trial: Trial
     state: State
-    """State of the trial. `stopped`: the study's scheduler stopped it since it lagged behind. `diverged`: its loss was not finite, or ended
-    far above its first value."""
+    """State of the trial. A trial is `stopped` if the study's scheduler stopped it because it lagged behind, and `diverged` if its loss was
+    not finite or ended far above its first value."""
     lr: float
-    """Learning rate at the top of the schedule, after the rule. For a rule that measures, the highest one so far."""
+    """Learning rate at the top of the schedule, after scaling by the rule. For a measured rule, it is the highest one so far."""
     curve: tuple[Measurement, ...] = ()
-    """Measurements in the order of their samples. The first one is made before the first step."""
+    """Measurements in order of samples. The first one is made before the first step."""
     noise: tuple[tuple[int, float], ...] = ()
-    """Measurements of the gradient noise scale: samples consumed, and the scale in samples."""
+    """Measurements of the gradient noise scale, as pairs (consumed samples, scale in samples)."""
     seconds: float = 0.0
-    """Seconds of training, in wall time."""
+    """Wall time of training in seconds."""
     worker_seconds: float = 0.0
-    """Seconds of training times the number of workers."""
+    """Time of training in seconds, multiplied by the number of workers."""
     message: str = ""
-    """Reason why the trial failed or diverged; else empty."""
+    """Reason why the trial failed or diverged; empty otherwise."""
 
     @property
     def has_ended(self) -> bool:
@@ -75,12 +75,12 @@ class TrialRecord:
 
     @property
     def loss(self) -> float:
-        """The loss by which trials are compared: the last one; infinite if there is none, or if the trial diverged."""
+        """Loss by which trials are compared, which is the last one, or infinity if there is none or the trial diverged."""
         return inf if self.state == "diverged" else self.last_loss
 
     @property
     def last_loss(self) -> float:
-        """The last loss that was measured, also of a trial that diverged; infinite if it is not finite or there is none."""
+        """Last measured loss, also of a trial that diverged, or infinity if there is none or it is not finite."""
         last = self.curve[-1].loss if self.curve else inf
         return last if isfinite(last) else inf
 
@@ -97,23 +97,24 @@ class TrialRecord:
 
     @property
     def samples(self) -> int:
-        """Samples consumed at the last measurement."""
+        """Number of consumed samples at the last measurement."""
         return self.curve[-1].samples if self.curve else 0
 
     def samples_to(self, target: float) -> float:
-        """Samples until the metric first reached the target, by linear interpolation between measurements; infinite if it never did, or
-        if the trial diverged.
+        """Return the samples until the metric first reached the target, with linear interpolation between measurements.
+
+        The result is infinite if the metric never reached the target, or if the trial diverged.
         """
         return inf if self.state == "diverged" else reached(self.curve, target)
 
     def steps_to(self, target: float) -> float:
-        """Whole steps until the metric first reached the target; infinite if it never did."""
+        """Return the whole steps until the metric first reached the target, or infinity if it never did."""
         samples = self.samples_to(target)
         return float(ceil(samples / self.trial.batch)) if isfinite(samples) else inf
 
 
 def trial_row(record: TrialRecord, target: float | None) -> dict[str, Any]:
-    """A trial as values that JSON can represent. A number that does not exist or is not finite is None."""
+    """Return a trial as values that JSON can represent. A number that does not exist or is not finite is None."""
     trial = record.trial
     losses = [point.loss for point in record.curve if isfinite(point.loss)]
     steps = None if target is None else _finite(record.steps_to(target))
@@ -144,7 +145,7 @@ def _finite(value: float) -> float | None:
 
 
 def reached(curve: Sequence[Measurement], target: float) -> float:
-    """Samples at which a curve first reaches the target from above; infinite if it never does."""
+    """Return the samples at which a curve first reaches the target from above, or infinity if it never does."""
     before: Measurement | None = None
     for point in curve:
         if point.loss <= target:

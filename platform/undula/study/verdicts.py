@@ -1,4 +1,4 @@
-"""Verdicts of a study as sentences: what each group of trials shows about the scaling rules, and what was not tested. Pure."""
+"""Verdicts of a study on the scaling rules as sentences, and a list of what was not tested. Pure."""
 
 from collections import Counter
 from math import isfinite
@@ -11,13 +11,13 @@ from undula.study.spec import CLASSES, StudySpec
 
 
 def verdict_sentences(found: GroupFindings) -> tuple[str, ...]:
-    """Everything that one group of trials shows, a sentence each."""
+    """Return the verdicts of one group of trials, as sentences."""
     texts = _law_sentences(found.main)
     for tuning in found.others:
         rule = tuning.rules[0]
         if RULES[rule].is_measured:
             texts.append(
-                f"{rule}: not tested by an exponent, as its factor is measured; its losses are compared below."
+                f"{rule}: its exponent is not tested, because its factor is measured; its losses are compared below."
             )
         else:
             texts += [f"Under {rule}: {each[0].lower()}{each[1:]}" for each in _law_sentences(tuning)]
@@ -27,12 +27,12 @@ def verdict_sentences(found: GroupFindings) -> tuple[str, ...]:
         scales = [scale for _, scale in found.noise]
         low, high = three_digits(min(scales)), three_digits(max(scales))
         size = f"{low} samples" if low == high else f"{low} to {high} samples, depending on the batch"
-        texts.append(f"The gradient noise scale in the second half of the best trainings is {size}.")
+        texts.append(f"The gradient noise scale in the second half of the best trials is {size}.")
     return tuple(texts)
 
 
 def untested_sentences(findings: Findings) -> tuple[str, ...]:
-    """Everything that the study says nothing about, a sentence each."""
+    """Return a list of what the study did not test."""
     spec, records, groups = findings.spec, findings.records, findings.groups
     low, high = min(spec.batches), max(spec.batches)
     outside = f"outside {low:,}–{high:,}" if low < high else f"other than {low:,}"
@@ -49,7 +49,7 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
         texts.append(f"The rules {', '.join(others)}: no trial used them.")
     if measured := [rule for rule in spec.rules if RULES[rule].is_measured]:
         texts.append(
-            f"The exponents of {', '.join(measured)}: their factors are measured, so that only their losses are compared."
+            f"The exponents of {', '.join(measured)}: their factors are measured, so only their losses are compared."
         )
     if spec.optimizers == ("own",):
         texts.append("Optimizers other than the job's own.")
@@ -58,9 +58,7 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
     if len(spec.warmup_axis) == 1:
         texts.append(f"Warmups other than {spec.warmup_axis[0]:,} samples.")
     if len(spec.seeds) == 1:
-        texts.append(
-            "Chance between seeds: there is one seed, so that intervals reflect the scatter between batches only."
-        )
+        texts.append("Chance between seeds: there is one seed, so intervals reflect only the scatter between batches.")
     if spec.target is None:
         texts.append("The critical batch: the study has no target.")
     states = Counter(record.state for record in records)
@@ -73,7 +71,7 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
 
 
 def early_rung_warning(spec: StudySpec) -> str:
-    """A sentence without its full stop if ASHA can stop trials before their warmup ends; empty otherwise."""
+    """Return a warning, without a full stop, if ASHA can stop trials before their warmup ends, or an empty string otherwise."""
     kappas = [batch / spec.batches[0] for batch in spec.batches]
     known = [rule for rule in spec.rules if not RULES[rule].is_measured]
     factor = max((RULES[rule].scaled(kappa, None).warmup for rule in known for kappa in kappas), default=1.0)
@@ -87,7 +85,7 @@ def early_rung_warning(spec: StudySpec) -> str:
 
 
 def interval_text(interval: Interval, digits: int = 2) -> str:
-    """An interval as `0.41 to 0.63`: of an exponent with two decimals, of a batch with `digits` 0."""
+    """Return an interval such as `0.41 to 0.63`. With `digits` 0, its bounds are rounded to three significant digits."""
     if not (isfinite(interval.low) or isfinite(interval.high)):
         return "no interval"
     low, high = (f"{end:.{digits}f}" if digits else three_digits(end) for end in (interval.low, interval.high))
@@ -95,17 +93,17 @@ def interval_text(interval: Interval, digits: int = 2) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A size rounded to three significant digits, such as 762 or 17,600; a fit knows no more than that."""
+    """Return a number with three significant digits, such as 762 or 17,600, because a fit is not more precise."""
     return number(float(f"{value:.3g}"), 3)
 
 
 def is_bounded(fit: ParetoFit) -> bool:
-    """Whether the batches bound the critical batch on both sides; without that, its value means nothing."""
+    """Return whether the batches bound the critical batch on both sides. Otherwise its value is meaningless."""
     return fit.interval.low > 0 and isfinite(fit.interval.high)
 
 
 def critical_batch_text(fit: ParetoFit) -> str:
-    """The critical batch in samples, or a bound on it if the batches leave it open on one side."""
+    """Return the critical batch in samples, or a bound if the batches bound it on one side only."""
     low, high = fit.interval.low, fit.interval.high
     if not isfinite(high):
         return f"> {three_digits(low)}"
@@ -115,7 +113,7 @@ def critical_batch_text(fit: ParetoFit) -> str:
 def _law_sentences(tuning: Tuning) -> list[str]:
     if not tuning.laws:
         if all(RULES[rule].is_measured for rule in tuning.rules):
-            return [f"{', '.join(tuning.rules)}: not tested by an exponent, as the factor is measured."]
+            return [f"{', '.join(tuning.rules)}: the exponent is not tested, because the factor is measured."]
         return [f"No rule is tested: {tuning.problem}."]
     return [_law_sentence(law, is_part=place > 0) for place, law in enumerate(tuning.laws)]
 
@@ -123,12 +121,12 @@ def _law_sentences(tuning: Tuning) -> list[str]:
 def _law_sentence(law: Law, is_part: bool) -> str:
     interval = law.fit.interval
     alone = " alone" if is_part else ""
-    grows = f"Over batches {law.batches}{alone} the best learning rate goes as batch^{law.fit.exponent:.2f}"
+    grows = f"Over batches {law.batches}{alone} the best learning rate scales as batch^{law.fit.exponent:.2f}"
     if not isfinite(interval.high - interval.low):
-        return f"{grows}. Two batches alone give no interval, so that no rule is tested."
+        return f"{grows}. Two batches give no interval, so no rule is tested."
     grows += f" (95 % interval {interval_text(interval)})"
     if law.verdicts and not law.tells_apart:
-        return f"{grows}. The interval holds linear (1), sqrt (0.5) and none (0), so that the data do not tell rules apart."
+        return f"{grows}. The interval contains linear (1), sqrt (0.5) and none (0), so the data do not distinguish the rules."
     parts = [
         f"{judgement}: {', '.join(_claim(each) for each in law.verdicts if each.judgement == judgement)}"
         for judgement in ("rejected", "not rejected")
@@ -142,7 +140,7 @@ def _claim(verdict: Verdict) -> str:
 
 
 def _divergence_sentences(found: GroupFindings) -> list[str]:
-    """Sentences on rules that ask for rates that diverge; a fit to the optima, which are all inside the stable range, cannot see it."""
+    """Return sentences on rules that predict rates at which trials diverge. A fit cannot show this, because all optima are stable."""
     texts = []
     for rule in dict.fromkeys(each.rule for each in found.predictions):
         own = next((tuning for tuning in found.tunings if rule in tuning.rules), found.main)
@@ -155,7 +153,7 @@ def _divergence_sentences(found: GroupFindings) -> list[str]:
         if over:
             where = f"{min(over):,}" if len(over) == 1 else f"{min(over):,}–{max(over):,}"
             texts.append(
-                f"{rule} asks for learning rates at batch {where} that are as high as rates that diverged, or higher."
+                f"{rule} predicts learning rates at batch {where} that are as high as rates that diverged, or higher."
             )
     return texts
 
@@ -168,12 +166,12 @@ def _critical_batch_sentence(found: GroupFindings) -> str:
         bound = critical_batch_text(fit)
         side, end = ("above", "larger") if bound.startswith(">") else ("below", "smaller")
         return (
-            f"The critical batch is {side} {bound[2:]} samples (95 %): the batches bound it on one side only, and {end} "
-            "batches are needed."
+            f"The critical batch is {side} {bound[2:]} samples (95 %): the batches bound it only on one side; add {end} "
+            "batches."
         )
     reached = "the batches that reached the target"
     return (
         f"The critical batch is {three_digits(fit.critical_batch)} samples (95 % interval {interval_text(fit.interval, 0)}), "
-        f"{'inside' if fit.inside else 'partly beyond'} {reached}. A training at that batch takes twice the fewest steps "
+        f"{'inside' if fit.inside else 'partly beyond'} {reached}. A trial at that batch takes twice the fewest steps "
         f"({three_digits(fit.fewest_steps)}) and twice the fewest samples ({three_digits(fit.fewest_samples)})."
     )

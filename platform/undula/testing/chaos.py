@@ -37,18 +37,18 @@ class InjectedFault:
     fault: str
     """Description of the fault."""
     step: int
-    """Number of committed steps at that time, according to the job's last line."""
+    """Number of committed steps at that time, according to the output of the job."""
 
 
 @dataclass
 class Driver:
-    """A job's driver in a process of its own. A thread reads its output."""
+    """Driver of a job, in a process of its own. A thread reads its output."""
 
     process: "subprocess.Popen[str]"
     show: Callable[[str], None]
     """Callback for each line of output."""
     step: int = -1
-    """Number of committed steps according to the last line; -1 before the first step."""
+    """Number of committed steps according to the output; -1 before the first step."""
     lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class Chaos:
             now = time.monotonic()
             if now - began > limit_s:
                 raise ClusterError(
-                    f"the job did not end within {limit_s:.0f} s; its last lines are: {' | '.join(self._driver.lines[-5:])}"
+                    f"the job did not end within {limit_s:.0f} s; the last lines of its output are: {' | '.join(self._driver.lines[-5:])}"
                 )
             if first_step is None and self._driver.step >= 0:
                 first_step = now
@@ -134,11 +134,11 @@ class Chaos:
         return self._driver.process.returncode
 
     def inject(self, fault: Fault) -> bool:
-        """Inject one fault. Returns False if its rank or node does not exist yet, so that it must wait."""
-        what = str(fault)
+        """Inject one fault, and return whether it was injected: its rank or node may not exist yet."""
+        description = str(fault)
         if fault.action == "add":
             self._order.append(self._nodes.add())
-            what += f" ({self._order[-1][:8]})"
+            description += f" ({self._order[-1][:8]})"
         elif fault.action in ("sigkill", "sigstop"):
             number = signal.SIGKILL if fault.action == "sigkill" else signal.SIGSTOP
             pids = self.worker_pids()
@@ -148,21 +148,21 @@ class Chaos:
         elif fault.target >= len(self._order):
             return False
         elif (node := self._order[fault.target]) in self._nodes.nodes:
-            what += f" ({node[:8]})"
+            description += f" ({node[:8]})"
             if fault.action == "kill":
                 self._nodes.kill(node)
             else:
                 self.drain(node, fault.deadline_s)
         else:
-            what += f" ({node[:8]}), which has ended already"
-        self.record(what)
+            description += f" ({node[:8]}), which had already ended"
+        self.record(description)
         return True
 
-    def record(self, what: str) -> None:
+    def record(self, description: str) -> None:
         """Record a fault: show it, and write it to the run's ledger."""
-        self.injected.append(InjectedFault(time.time(), what, self._driver.step))
-        self._driver.show(f"chaos: {what}")
-        self._events.event(FaultEvent(what, step=max(self._driver.step, 0)))
+        self.injected.append(InjectedFault(time.time(), description, self._driver.step))
+        self._driver.show(f"chaos: {description}")
+        self._events.event(FaultEvent(description, step=max(self._driver.step, 0)))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """Give a node a notice. `kill_expired` kills it when the deadline is over."""

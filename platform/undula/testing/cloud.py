@@ -37,7 +37,7 @@ AVAILABLE = "available.json"
 """File with the number of machines that each market offers."""
 STOP_S = 10.0
 """Maximum time in seconds for a machine to stop."""
-KEYS_THAT_RAY_EXPECTS: Mapping[str, Any] = {
+UNUSED_KEYS: Mapping[str, Any] = {
     "auth": {},
     "cluster_synced_files": [],
     "file_mounts": {},
@@ -51,6 +51,7 @@ KEYS_THAT_RAY_EXPECTS: Mapping[str, Any] = {
     "worker_setup_commands": [],
     "worker_start_ray_commands": [],
 }
+"""Keys that Ray's autoscaler requires in its configuration, although the simulated cloud does not use them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class MachineType:
     market: str
     """Market of the machines, SPOT or ON_DEMAND of `undula.plan.fleet`."""
     machine: str
-    """Cloud's name of the machine type, for its price."""
+    """Name of the machine type in the cloud's price list."""
     cpus: int = 1
     priority: int = 0
     """Priority of the type; the autoscaler prefers the highest."""
@@ -89,7 +90,7 @@ class Cloud:
         return sorted((machine for machine, _ in _running(self.folder)), key=lambda machine: machine.began)
 
     def preempt(self, node: str, notice_s: float) -> None:
-        """End a machine after a notice of `notice_s` seconds from its metadata server; with 0, without a notice."""
+        """End a machine `notice_s` seconds after its metadata server gave a notice, or at once without a notice if `notice_s` is 0."""
         if notice_s:
             (self.folder / node / NOTICE).write_text(str(notice_s))
             return
@@ -179,7 +180,7 @@ def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_w
     }
     module = f"{LocalNodeProvider.__module__}.{LocalNodeProvider.__name__}"
     return {
-        **KEYS_THAT_RAY_EXPECTS,
+        **UNUSED_KEYS,
         "cluster_name": "local",
         "max_workers": max_workers,
         "idle_timeout_minutes": idle_s / 60,
@@ -251,7 +252,7 @@ class LocalNodeProvider(NodeProvider):
         """Start machines.
 
         Raises:
-            RuntimeError: The market does not offer as many, as in a real cloud.
+            RuntimeError: The market offers fewer machines. Ray's autoscaler gets the same error from a real cloud.
         """
         market = node_config["market"]
         for _ in range(count):
@@ -295,7 +296,7 @@ def _running(folder: Path) -> list[tuple[CloudMachine, int]]:
     found = []
     for path in folder.glob("*/pid"):
         with suppress(OSError, ValueError, psutil.NoSuchProcess):
-            pid, what = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
+            pid, description = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append((CloudMachine(what["node"], what["market"], what["began"]), pid))
+                found.append((CloudMachine(description["node"], description["market"], description["began"]), pid))
     return found

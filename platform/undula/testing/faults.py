@@ -17,8 +17,10 @@ _SENTENCE = re.compile(
     r"|(?P<add>add) node)"
 )
 FORMS = (
-    "at step N: or at N s:, then sigkill worker R, sigstop worker R, kill node N, drain node N deadline S, or add node"
+    "`at step N: ` or `at N s: `, followed by `sigkill worker R`, `sigstop worker R`, `kill node N`, "
+    "`drain node N deadline S` or `add node`"
 )
+"""Forms of a fault in a schedule, for messages."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Fault:
     """Seconds after a drain at which the node is killed."""
 
     def is_due(self, step: int, seconds: float) -> bool:
-        """Whether the fault is due after `step` committed steps and `seconds` seconds since the first step."""
+        """Return whether the fault is due after `step` committed steps and `seconds` seconds since the first step."""
         return step >= self.at_step if self.at_step is not None else seconds >= (self.at_s or 0.0)
 
     def __str__(self) -> str:
@@ -90,9 +92,9 @@ class Trace:
         return tuple((tick * self.gap_s / speedup, capped[tick]) for tick in ticks)
 
     def window(self, changes: int, most: int) -> "Trace":
-        """Return the part of the trace with the given number of changes that has a count of 0 for the smallest share of its time.
+        """Return the part of the trace with the given number of changes in which the count is 0 for the smallest share of the time.
 
-        The whole trace is returned if it has fewer changes.
+        A trace with fewer changes is returned whole.
         """
         capped = [min(count, most) for count in self.counts]
         at = [tick + 1 for tick, (before, after) in enumerate(pairwise(capped)) if before != after]

@@ -1,4 +1,4 @@
-"""Machine of a simulated cloud, as processes of this machine: a Ray node, a metadata server, and a spot watcher that reads it.
+"""Machine of a simulated cloud. It consists of processes on this computer: a Ray node, a metadata server, and a spot watcher that reads it.
 
 `python -m undula.testing.machine FOLDER` reads `machine.json` in the folder. A file `notice` with a number of seconds preempts the machine:
 the metadata server announces it, and after that time all processes are killed at once.
@@ -30,13 +30,17 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run a machine until it is preempted, its Ray node ends, or it gets SIGTERM."""
     folder = Path(sys.argv[1])
-    what: dict[str, Any] = json.loads((folder / MACHINE_FILE).read_text())
+    description: dict[str, Any] = json.loads((folder / MACHINE_FILE).read_text())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with metadata_server() as metadata:
-            raylet = _start_ray(what, folder)
+            raylet = _start_ray(description, folder)
             watcher = [sys.executable, "-m", "undula.cli", "spot", "watch", "--source", "aws", "--url", metadata.url]
-            _start([*watcher, "--node", what["node"], "--address", what["address"]], os.environ, folder / "watch.log")
+            _start(
+                [*watcher, "--node", description["node"], "--address", description["address"]],
+                os.environ,
+                folder / "watch.log",
+            )
             end = float("inf")
             while raylet.poll() is None and time.monotonic() < end:
                 if end == float("inf") and (seconds := _notice(folder)) is not None:
@@ -49,11 +53,11 @@ def main() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _start_ray(what: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
-    """Start a Ray node. Machines start one after another, because of two nodes that start at once on a machine, one can hang."""
+def _start_ray(description: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
+    """Start a Ray node. Nodes start one after another, because one of two that start at once on the same computer can hang."""
     with (folder.parent / "starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        raylet = _start(_ray_start(what), {**os.environ, **what["env"]}, folder / "ray.log")
+        raylet = _start(_ray_start(description), {**os.environ, **description["env"]}, folder / "ray.log")
         deadline = time.monotonic() + START_TIMEOUT_S
         while b"Ray runtime started" not in (folder / "ray.log").read_bytes() and raylet.poll() is None:
             if time.monotonic() > deadline:
@@ -68,10 +72,10 @@ def _notice(folder: Path) -> float | None:
     return None
 
 
-def _ray_start(what: dict[str, Any]) -> list[str]:
-    resources = what["resources"]
+def _ray_start(description: dict[str, Any]) -> list[str]:
+    resources = description["resources"]
     return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={what['address']}"),
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={description['address']}"),
         *(f"--num-cpus={resources.get('CPU', 0):g}", f"--num-gpus={resources.get('GPU', 0):g}"),
         *(f"--object-store-memory={200 * 2**20}", "--disable-usage-stats", "--include-log-monitor=False"),
         f"--dashboard-agent-listen-port={free_ports(1)[0]}",

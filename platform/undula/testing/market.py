@@ -91,7 +91,7 @@ def run_under(
         size: number of workers of the whole fleet, each on its own node.
         total_s: time in seconds that the whole fleet needs for all the work.
         restart_s: time in seconds that all nodes lose at each change of the fleet; 0 for an elastic run.
-        limit_s: simulated time in seconds after which the run is given up.
+        limit_s: simulated time in seconds after which the simulation stops, even if the run is not done.
     """
     bill, spot, on_demand = Bill(), _Nodes(SPOT, spec.node_start_s), _Nodes(ON_DEMAND, spec.node_start_s)
     fleet = FleetManager(spec, size, 1, Work(STEPS, 0.0), False, _nobody, _no_refusals)
@@ -105,7 +105,7 @@ def run_under(
         wanted = _wanted(fleet, {**spot.ready(now), **on_demand.ready(now)}, now)
         for nodes in (spot, on_demand):
             nodes.ready_at = {node: ready for node, ready in nodes.ready_at.items() if node not in fleet.released}
-        # The manager itself releases the spot nodes that it does not need, so the simulation ends no others.
+        # The fleet manager releases the spot nodes that it does not need, so the simulation does not end any others.
         spot.resize(min(max(wanted.spot, len(spot.ready(now))), available), now)
         on_demand.resize(wanted.on_demand, now)
         if restart_s and len(spot.ready(end)) != before:

@@ -15,7 +15,7 @@ class MetadataServer:
     """Metadata server at a port of 127.0.0.1 that answers like those of AWS (version 2, with tokens), Google Cloud and Azure.
 
     Attributes:
-        faults: faults of the next requests, one each: an HTTP status, `garbage`, `slow`, `hang up`, or bytes to answer with.
+        faults: faults of the next requests, one for each request: an HTTP status, `garbage`, `slow`, `hang up`, or bytes to answer with.
         requests: paths that were requested.
         token_ttl_s: maximum lifetime of a token in seconds.
         slow_s: delay of a `slow` answer in seconds.

@@ -44,7 +44,7 @@ class Nodes:
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
         self._head = Head(cluster.address, self._env, ANSWER_LIMIT_S)
-        # Nodes start one after another, because of two nodes that start at once on a machine, one can hang.
+        # Nodes start one after another, because one of two that start at once on the same computer can hang.
         self._to_start: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
         self._starter = threading.Thread(target=self._start_all, name="undula-nodes", daemon=True)
         self._starter.start()
@@ -65,7 +65,9 @@ class Nodes:
         deadline = time.monotonic() + ATTEMPTS * START_TIMEOUT_S
         while not set(self.nodes) <= set(self.alive()):
             if time.monotonic() > deadline:
-                raise ClusterError(f"not all of {len(self.nodes)} nodes have joined the cluster")
+                raise ClusterError(
+                    f"not all of the {len(self.nodes)} nodes joined the cluster within {ATTEMPTS * START_TIMEOUT_S:.0f} s"
+                )
             time.sleep(0.1)
 
     def alive(self) -> list[str]:
@@ -77,7 +79,9 @@ class Nodes:
         return dict(self._head.ask("count"))
 
     def drain(self, node: str, deadline_s: float) -> None:
-        """Announce to the cluster that a node ends in `deadline_s` seconds, as a cloud's notice does, once the node has joined."""
+        """Announce to the cluster, as a cloud's notice does, that a node ends in `deadline_s` seconds. A node that is still
+        starting gets the notice when it joins.
+        """
         self._notices[node] = time.time() + deadline_s
         if node in self.alive():
             self._pass_on_notice(node)
@@ -117,10 +121,11 @@ class Nodes:
         while (wanted := self._to_start.get()) is not None:
             node, num_cpus = wanted
             for _ in range(ATTEMPTS):
-                if node not in self.nodes or self._starts(node, num_cpus):
+                if node not in self.nodes or self._try_to_start(node, num_cpus):
                     break
 
-    def _starts(self, node: str, num_cpus: int) -> bool:
+    def _try_to_start(self, node: str, num_cpus: int) -> bool:
+        """Start a node, and return whether it joined the cluster in time."""
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.cluster.address}"),
             *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),

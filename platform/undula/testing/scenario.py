@@ -27,7 +27,7 @@ FIRST_STEP_LIMIT_S = 180.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """Faults or changes of the cluster that a job runs under: a schedule of faults, or the changes of a trace."""
+    """Faults that a job runs under: a schedule of faults, or a trace of the number of nodes."""
 
     faults: tuple[Fault, ...] = ()
     changes: tuple[tuple[float, int], ...] = ()
@@ -44,7 +44,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Outage:
-    """Longest time without a step between a fault and the next one."""
+    """Longest time without a step between a fault and the next fault."""
 
     faults: tuple[str, ...]
     """Description of the fault, or of several faults without a step between them."""
@@ -70,7 +70,7 @@ class Outcome:
     useful_rank_s: float | None = None
     """Useful rank-seconds during a trace."""
     oracle_rank_s: float | None = None
-    """Rank-seconds during a trace of an ideal job that uses all nodes and resizes in no time."""
+    """Rank-seconds, during a trace, of an ideal job that uses all nodes and resizes in no time."""
     problem: str | None = None
     """Reason why the scenario did not run as planned; None if it did."""
 
@@ -104,7 +104,7 @@ def from_trace(
         path: file of the trace.
         speedup: factor by which the trace is replayed faster.
         most: maximum number of nodes.
-        changes: number of changes to replay, from the part of the trace with the most nodes; by default all.
+        changes: number of changes to replay, from the part of the trace with the least time without nodes; by default all.
         notice_s: length in seconds of the notice before a node is removed.
         no_notice_share: probability that a node gets no notice.
 
@@ -209,7 +209,7 @@ def _problem(status: int | None, pending: Sequence[Fault], is_trace: bool) -> st
     if status:
         return f"the job ended with status {status}"
     if is_trace and status is not None:
-        return "the job ended before the trace; give it more steps with plan.epochs= and plan.max_steps="
+        return "the job ended before the end of the trace; give it more steps with plan.epochs= and plan.max_steps="
     return f"the job ended before these faults: {'; '.join(map(str, pending))}" if pending else None
 
 
@@ -217,7 +217,7 @@ def outcome(ledger: Ledger, done: tuple[InjectedFault, ...], scenario: Scenario,
     """Return the outcome of a scenario that began at a time in seconds since the epoch."""
     times = np.sort(np.concatenate([ledger.steps["time"].to_numpy(), ledger.replaced["time"].to_numpy()]))
     reported = [event.steps for event in events_of(ledger.events, LostEvent)]
-    lost = max(len(ledger.replaced), sum(reported))  # the rows of lost steps can be lost as well, but not the events
+    lost = max(len(ledger.replaced), sum(reported))  # the ledger can lose the rows of lost steps, but not the events
     steps = ledger.steps
     found = Outcome(done, steps_done(steps), len(steps), lost, outages(times.tolist(), done))
     if not scenario.changes:

@@ -101,7 +101,7 @@ def main_ok(*arguments: str) -> None:
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ([[1, 2], [3]], "'c' of .* has lists of 2 values, but of 1 in or near row 1"),
+        ([[1, 2], [3]], "'c' of .* has a list of 1 values in or near row 1, but the first row has 2"),
         (pa.array([0, 1], pa.timestamp("us")), r"'c' of .* has type timestamp\[us\]"),
     ],
 )
@@ -210,5 +210,5 @@ def test_a_member_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_member_that_does_not_match_its_ending_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"content of .*000000\.cls does not match its ending"):
+    with pytest.raises(ManifestError, match=r"content of .*000000\.cls does not match its file extension"):
         open_source(tar(tmp_path, [{"cls": b"cat"}]))

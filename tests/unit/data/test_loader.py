@@ -61,7 +61,7 @@ def test_a_position_can_be_loaded_at_another_world_size(manifest: Manifest) -> N
 
 def test_a_position_of_another_plan_is_refused(manifest: Manifest) -> None:
     state = stream(manifest, PLAN).state_dict()
-    with pytest.raises(ManifestError, match="from another plan or other data"):
+    with pytest.raises(ManifestError, match="saved with another plan or other data"):
         stream(manifest, PlanSpec(global_batch=20, virtual_workers=4)).load_state_dict(state)
 
 

@@ -92,7 +92,7 @@ def test_samples_keep_their_columns_and_ids(urls: dict[str, float]) -> None:
 
 def test_a_position_from_other_weights_is_refused(urls: dict[str, float]) -> None:
     state = stream(urls, PLAN).state_dict()
-    with pytest.raises(ManifestError, match="from another plan or other data"):
+    with pytest.raises(ManifestError, match="saved with another plan or other data"):
         stream(dict.fromkeys(urls, 1.0), PLAN).load_state_dict(state)
 
 

@@ -105,7 +105,7 @@ def test_steps_that_no_such_number_of_workers_takes_at_once_are_named(manifest: 
 def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -> None:
     found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, rows(manifest)))
     assert found.holds
-    assert any("7 steps still to come" in text for text in found.not_proved)
+    assert any("7 steps that the run has not committed" in text for text in found.not_proved)
     assert any("the last 7 steps are as in run" in text for text in found.not_proved)
     assert any("no epoch is complete yet" in text for text in found.not_proved)
 
@@ -114,16 +114,19 @@ def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -
     ("change", "sentence"),
     [
         (lambda steps: steps[:4] + steps[5:], "step 4 is missing from the ledger"),
-        (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is missing from the ledger, or is in it twice"),
+        (lambda steps: [steps[0], steps[0], *steps[1:]], "step 1 is missing from the ledger or is in it twice"),
         (
             lambda steps: [replace(steps[0], samples=13), *steps[1:]],
             "step 0 has (merged steps, epoch, samples, samples so far)",
         ),
         (
             lambda steps: [*steps[:9], replace(steps[9], sample_digest=5)],
-            "step 9 consumed other samples than those of the plan",
+            "step 9 did not consume the samples of the plan",
         ),
-        (lambda steps: [*steps, replace(steps[9], step=10)], "step 10 is in the ledger, but the plan ends before it"),
+        (
+            lambda steps: [*steps, replace(steps[9], step=10)],
+            "step 10 is in the ledger, but the plan ends before that step",
+        ),
         (lambda steps: [], "no step has been committed"),
     ],
 )
@@ -134,7 +137,7 @@ def test_the_first_thing_that_is_not_as_planned_is_named(manifest: Manifest, cha
 def test_other_data_than_the_run_was_begun_with_prove_nothing(manifest: Manifest, tmp_path: Path) -> None:
     table = pa.table({"x": np.arange(ROWS) + 1})
     other = write_shards(Store(str(tmp_path)), [table], table.schema, ROWS, num_shards=1)
-    assert "not the one that the run started with" in str(certify(run(manifest, rows(manifest)), other).difference)
+    assert "has changed since the run started" in str(certify(run(manifest, rows(manifest)), other).difference)
 
 
 def test_steps_done_again_must_be_those_that_stand(manifest: Manifest) -> None:

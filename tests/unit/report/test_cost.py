@@ -87,13 +87,13 @@ def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Allocation]) -> N
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [
-        (worker("m9.huge", "on-demand"), "2 workers for 2 h 00 min of rank time: no price of m9.huge is known; add it with --prices FILE"),
-        (worker("c", "spot"), "no spot price of c is known; add it with --prices FILE, or use --spot-prices aws to ask AWS"),
-        (worker("a", "spot", region="elsewhere"), "no spot price of a in elsewhere is known"),
-        (worker("a", None), "of rank time on a: label their nodes undula.io/market=spot or undula.io/market=on-demand"),
-        (worker("a", "free"), "label their nodes undula.io/market=spot or undula.io/market=on-demand"),
-        (worker(None, None), "their nodes have no label undula.io/machine"),
-        (worker("x\x1b[2J", "on-demand"), "no price of x [2J is known"),
+        (worker("m9.huge", "on-demand"), "2 workers for 2 h 00 min of rank time: the price of m9.huge is unknown; add it with --prices"),
+        (worker("c", "spot"), "the spot price of c is unknown; add it with --prices FILE, or query AWS with --spot-prices aws"),
+        (worker("a", "spot", region="elsewhere"), "the spot price of a in elsewhere is unknown"),
+        (worker("a", None), "of rank time on a: the nodes have no market; label them undula.io/market=spot or undula.io/market=on-demand"),
+        (worker("a", "free"), "label them undula.io/market=spot or undula.io/market=on-demand"),
+        (worker(None, None), "the nodes have no label undula.io/machine"),
+        (worker("x\x1b[2J", "on-demand"), "the price of x [2J is unknown"),
     ],
 )  # fmt: skip
 def test_a_worker_without_a_price_is_counted_and_told_and_in_no_sum(missing: dict[str, object], sentence: str) -> None:
@@ -116,7 +116,7 @@ def test_without_an_on_demand_price_nothing_is_said_of_what_spot_saves() -> None
     only_spot = Prices((PriceList("ours", "2026", "", (), {}, {"a": 0.36}),))
     found = cost([Allocation((worker("a", "spot"),), HOUR)], only_spot, samples=1, steps=1)
     assert (found.on_demand, found.saved) == (None, None)
-    assert "have no on-demand price" in lines(found)["all on-demand"]
+    assert "have no known on-demand price" in lines(found)["all on-demand"]
 
 
 def test_spot_that_was_dearer_is_told_as_such() -> None:
@@ -175,7 +175,7 @@ def test_the_page_shows_the_cost_and_no_markup_of_others(tmp_path: Path) -> None
     assert 'class="g-capacity"' in html
     assert "39% saved" not in html
     assert "<b>evil" not in html
-    assert "no spot price of &lt;b&gt;evil&lt;/b&gt; is known" in html
+    assert "the spot price of &lt;b&gt;evil&lt;/b&gt; is unknown" in html
     assert html.count("<h2>Cost</h2>") == 1
 
 

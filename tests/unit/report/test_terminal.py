@@ -112,7 +112,7 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert text.index("newer") < text.index("older") < text.index("broken")
     assert "has no job.json" in text
     assert "elsewhere" not in text
-    assert f"rates is a study: use `undula study status {tmp_path}/rates`" in text
+    assert f"rates is a study; use `undula study status {tmp_path}/rates`" in text
     assert "\x1b" not in text
 
 
@@ -143,7 +143,7 @@ def test_list_of_runs_takes_a_second_line_only_if_one_is_too_short(tmp_path: Pat
 def test_a_study_is_not_shown_as_a_run(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("study.json", b"{}")
-    with pytest.raises(RunError, match="is a study: use `undula study status`"):
+    with pytest.raises(RunError, match="is a study; use `undula study status`"):
         print_run(store)
 
 

@@ -77,7 +77,7 @@ def test_interval_says_where_the_batches_do_not_bound_it() -> None:
 def test_trainings_that_never_arrived_are_left_out() -> None:
     steps = [1000 * (1 + 100 / batch) for batch in BATCHES]
     assert fit_pareto([*BATCHES, 2048], [*steps, np.inf]).critical_batch == pytest.approx(100, rel=1e-4)
-    with pytest.raises(ValueError, match="2 batch sizes got to the target: a critical batch takes three"):
+    with pytest.raises(ValueError, match="2 batch sizes reached the target, but a critical batch needs three"):
         fit_pareto([1, 2, 2, 4], [9.0, 8.0, 8.5, np.inf])
 
 
@@ -104,11 +104,11 @@ def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
     edge = Optimum(2048, 0.1, 0.0, "highest")
     fit = fit_power_law([*inside, edge])
     assert (fit.exponent, fit.left_out) == (pytest.approx(1.0), (edge,))
-    with pytest.raises(ValueError, match=r"of 1 batch size is .*: a power law takes two; widen the range"):
+    with pytest.raises(ValueError, match=r"at 1 batch size, but a power law needs two; widen the range"):
         fit_power_law([inside[0], edge])
-    with pytest.raises(ValueError, match=r"a power law takes two; more learning rates are needed about the best"):
+    with pytest.raises(ValueError, match=r"a power law needs two; add learning rates around the best one"):
         fit_power_law([inside[0], replace(edge, edge="diverged")])
-    with pytest.raises(ValueError, match=r"a power law takes two$"):
+    with pytest.raises(ValueError, match=r"a power law needs two$"):
         fit_power_law([inside[0]])
 
 
@@ -206,7 +206,7 @@ def test_rates_may_come_in_any_order() -> None:
 
 
 def test_no_rate_that_trained_is_refused() -> None:
-    with pytest.raises(ValueError, match="every learning rate diverged at batch 64: lower ones are needed"):
+    with pytest.raises(ValueError, match="every learning rate diverged at batch 64; add lower ones"):
         best_rate(64, [0.1, 0.2], [np.nan, np.inf])
 
 

@@ -65,9 +65,9 @@ def test_what_the_study_leaves_open_is_the_job_s(study: StudyOf) -> None:
 
 
 def test_a_warmup_that_is_longer_than_a_training_is_told_where_it_comes_from(study: StudyOf) -> None:
-    with pytest.raises(SpecError, match=r"study\.yaml:5: own-none-b8-lr0\.1-w999-s0 would warm up for 999 samples"):
+    with pytest.raises(SpecError, match=r"study\.yaml:5: own-none-b8-lr0\.1-w999-s0 has a warmup of 999 samples"):
         check(study(warmups=[999]))
-    with pytest.raises(SpecError, match=r"study\.yaml:2: .*job\.yaml: .* warm up for 64 samples .* give warmups"):
+    with pytest.raises(SpecError, match=r"study\.yaml:2: .*job\.yaml: .* a warmup of 64 samples .* set warmups"):
         check(study(samples=32))
 
 
@@ -80,12 +80,12 @@ def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"samples": 320}, r"study\.yaml:5: .*/rates was begun with samples 160, and it is 320 now: restore it"),
-        ({"measurements": 40}, r"study\.yaml:5: .* was begun with measurements 20, and it is 40 now"),
-        ({"batches": [16, 8]}, r"study\.yaml:3: .*/rates was begun with batches \[8\], and it is \[16\] now"),
-        ({"rules": ["linear", "none"]}, r"study\.yaml:5: .* was begun with rules \[\"none\"\], and it is \[\"linear\"\] now"),
-        ({"metric": "training_loss"}, r"study\.yaml:5: .* was begun with metric \"validation_loss\""),
-        ({"overrides": {"plan.micro_batch": 2}}, r"has trained own-none-b8-lr0\.1-w64-s0 with plan\.micro_batch null, and it is 2"),
+        ({"samples": 320}, r"study\.yaml:5: .*/rates was started with samples 160, but it is 320 now; restore it"),
+        ({"measurements": 40}, r"study\.yaml:5: .* was started with measurements 20, but it is 40 now"),
+        ({"batches": [16, 8]}, r"study\.yaml:3: .*/rates was started with batches \[8\], but it is \[16\] now"),
+        ({"rules": ["linear", "none"]}, r"study\.yaml:5: .* was started with rules \[\"none\"\], but it is \[\"linear\"\] now"),
+        ({"metric": "training_loss"}, r"study\.yaml:5: .* was started with metric \"validation_loss\""),
+        ({"overrides": {"plan.micro_batch": 2}}, r"has trained own-none-b8-lr0\.1-w64-s0 with plan\.micro_batch null, but it is 2"),
     ],
 )  # fmt: skip
 def test_a_study_goes_on_as_what_it_was_begun_as(study: StudyOf, keys: dict[str, Any], sentence: str) -> None:
@@ -100,7 +100,7 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
     begin(made := study(overrides={"config.model": {"width": 4}}))
     changed = study(overrides={"config.model": {"width": 8}})
     for knows_defaults in (True, False):
-        with pytest.raises(RunError, match=r"with config\.model\.width 4, and it is 8 now"):
+        with pytest.raises(RunError, match=r"with config\.model\.width 4, but it is 8 now"):
             changed.check(wanted(changed.spec, {}), knows_defaults=knows_defaults)
     trial = wanted(made.spec, {})[0]
     tree = made.job(trial).tree()
@@ -113,7 +113,7 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
 
 def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
     with pytest.raises(
-        SpecError, match=r"study\.yaml:6: first_rung is 999, and a training has 160 samples; lower first_rung"
+        SpecError, match=r"study\.yaml:6: first_rung is 999, but a trial has only 160 samples; lower first_rung"
     ):
         check(study(scheduler="asha", first_rung=999))
 
@@ -128,7 +128,7 @@ def test_a_price_is_a_price(price: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_s_directory_is_no_study_s(study: StudyOf) -> None:
     made = study()
     made.store.write(JOB_FILE, b"{}")
-    with pytest.raises(RunError, match="is a run's directory: give the study another name"):
+    with pytest.raises(RunError, match="is the directory of a run; give the study another name"):
         check(made)
 
 
@@ -136,7 +136,7 @@ def test_what_is_wrong_deletes_nothing(study: StudyOf, tmp_path: Path) -> None:
     begin(made := study())
     study(warmups=[9999])
     before = made.store.list()
-    with pytest.raises(SpecError, match="would warm up"):
+    with pytest.raises(SpecError, match="has a warmup of"):
         conduct(lambda run: None, None, tmp_path / "study.yaml", (), fresh=True)
     assert [entry.name for entry in made.store.list()] == [*sorted({*(each.name for each in before), ".lock"})]
     check(study(batches=[8, 16, 32], base_lrs=[0.1, 0.2, 0.4], seeds=[0, 1], target=2.0))
@@ -157,7 +157,7 @@ def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
         main(["study", str(tmp_path / "study.yaml")])
     assert exit.value.code == 0
     out = capsys.readouterr().out
-    assert "all 4 trials have ended: --fresh starts over" in out
+    assert "all 4 trials have ended; start over with --fresh" in out
     assert out.splitlines()[-1] == f"study directory: {made.url}"
     assert "starting" not in out
     assert "target 2" in Path(made.store.path("report/index.html")).read_text()

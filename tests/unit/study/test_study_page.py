@@ -172,12 +172,12 @@ def test_unfinished_trials_are_told_of(report: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        (study(target=1e-9), "No training got to the target of 1e-09"),
-        (study(target=1e9), "Trainings are at the target of 1e+09 before their first step"),
+        (study(target=1e-9), "No trial reached the target of 1e-09"),
+        (study(target=1e9), "Trials are at the target of 1e+09 before their first step"),
         (study(target=None), "The study has no target"),
         (study(batches=(16,)), "The study has one batch (16)"),
         (study(base_lr_range=LogRange(3, 30, 4)), "Every learning rate diverged at every batch; lower rates are needed"),
-        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "best learning rate of no batch sizes is inside the range"),
+        (study(base_lr_range=LogRange(1e-6, 1e-5, 4)), "bracket the best one at no batch sizes"),
         (study(warmups=(0,)), "The study has one warmup (0 samples)"),
         (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is only known to hold for LARS, SGD, but the optimizer is AdamW"),
     ],
@@ -240,7 +240,7 @@ def test_terminal_says_what_the_page_says(report: Path) -> None:
     spec = study()
     lines = verdict_lines(spec, quadratic_records(spec, WHOLE_SAMPLES, 0.01))
     assert lines[0] == "sgd, no warmup:"
-    assert any("the best learning rate goes as batch^" in line for line in lines)
+    assert any("the best learning rate scales as batch^" in line for line in lines)
     assert "not tested:" in lines
 
 

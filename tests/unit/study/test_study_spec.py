@@ -139,7 +139,7 @@ def test_one_batch_has_nothing_to_scale_to(refused: Refused, load: Load) -> None
 
 def test_batch_that_the_job_cannot_divide_is_refused(refused: Refused) -> None:
     assert refused(RATES, "batches=[64, 66]") == (
-        "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide; give multiples of it"
+        "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide; use multiples of it"
     )
 
 
@@ -201,7 +201,7 @@ def test_what_a_trial_cannot_have_is_said_where_the_study_gives_it(load: Load) -
 
 def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> None:
     without = "overrides: {data.validation: null}\n"
-    assert refused(RATES + without).endswith("has no data.validation; add it, or give metric: training_loss")
+    assert refused(RATES + without).endswith("has no data.validation; add it, or set metric: training_loss")
     assert load(RATES + without + "metric: training_loss\n").job.spec.data.validation is None
     assert "plan.batch of job.yaml is elastic" in refused(RATES + "overrides: {plan.batch: elastic}\n")
     assert "cannot be combined with engine=horovod of job.yaml" in refused(
@@ -211,7 +211,7 @@ def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> N
 
 def test_job_that_is_not_there_is_named(refused: Refused) -> None:
     assert refused(RATES, "job=jobs/none.yaml") == (
-        "command line: job is \"jobs/none.yaml\", and there is no file jobs/none.yaml; give a job's YAML, relative to the study's"
+        'command line: job is "jobs/none.yaml", but jobs/none.yaml does not exist; set the path of a job\'s YAML, relative to that of the study'
     )
 
 
@@ -223,6 +223,6 @@ def test_file_that_is_no_study_is_refused(refused: Refused) -> None:
 
 
 def test_trainings_that_share_nothing_are_refused(refused: Refused) -> None:
-    assert "workers of job.yaml has neither cpus nor gpus" in refused(
+    assert "workers in job.yaml has no cpus, gpus or resources" in refused(
         RATES + "packed: 2\noverrides: {workers.cpus: 0}\n"
     )

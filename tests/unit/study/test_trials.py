@@ -129,9 +129,9 @@ def test_what_was_written_of_an_end_is_what_is_read(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write(OUTCOME, b"{")
-    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it, and the trial resumes"):
+    with pytest.raises(RunError, match=r"outcome\.json is damaged .*delete it to resume the trial"):
         read_outcome(store)
-    with pytest.raises(RunError, match="holds no study: give the directory of one"):
+    with pytest.raises(RunError, match="has no study; give the directory of a study"):
         read_spec(store)
 
 

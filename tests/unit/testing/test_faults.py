@@ -34,7 +34,7 @@ def test_comments_and_blank_lines_are_ignored() -> None:
 
 
 def test_an_invalid_line_is_refused_with_its_number() -> None:
-    with pytest.raises(SpecError, match=r"plan\.txt:2: 'at step x: explode' is not a fault; write at step N"):
+    with pytest.raises(SpecError, match=r"plan\.txt:2: 'at step x: explode' is not a fault; write `at step N"):
         parse_faults("at step 1: add node\nat step x: explode", "plan.txt")
 
 

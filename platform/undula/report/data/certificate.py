@@ -1,4 +1,4 @@
-"""The certificate: what a run's ledger and the manifest of its data prove, what they cannot prove, and the first contradiction. Pure."""
+"""Certificate of a run: the properties that its ledger and the manifest of its data prove or cannot prove. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,16 +22,18 @@ from undula.report.data.summary import column
 from undula.report.text import counted
 
 COUNTED_ROWS = 2**30
-"""Maximum number of rows of a data set for which the uses of each row are counted."""
+"""Maximum number of rows of a data set for which the certificate counts how often each row was used."""
 Owner = TypeVar("Owner")
 
 
 @dataclass
 class Certificate:
-    """What was found, a sentence each."""
+    """Result of the checks of a run."""
 
     proved: list[str] = field(default_factory=list)
+    """Properties that hold, as sentences."""
     not_proved: list[str] = field(default_factory=list)
+    """Properties that could not be checked, as clauses that complete 'not proved: '."""
     difference: str | None = None
     """The first contradiction; None if there is none."""
 
@@ -48,21 +50,21 @@ class _DifferenceError(Exception):
 
 
 def data_of(run: RecordedRun) -> Data:
-    """The data that a run trained on, from their manifests.
+    """Load the manifests of the data that a run trained on.
 
     Raises:
-        RunError: the record of the run does not name its data.
-        ManifestError, StorageError: a manifest cannot be read.
+        RunError: The record of the run does not name its data.
+        ManifestError, StorageError: A manifest cannot be read.
     """
     return load_data(_section(run, "data", DataSpec))
 
 
 def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, tolerance: float = 1e-5) -> Certificate:
-    """Check a run against its plan, and against another run of the same plan.
+    """Check a run against its plan and, if one is given, against another run of the same plan.
 
     Args:
         run: the run to check.
-        data: the data that it trained on.
+        data: the data that the run trained on.
         against: a run that must have the same trajectory, such as one without faults.
         tolerance: maximum relative difference between two losses of a step, to allow for the order of floating-point sums. Deterministic
             runs must agree exactly.
@@ -71,9 +73,7 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
     try:
         plan = Plan(_section(run, "plan", PlanSpec), data.num_rows)
         if plan.digest(data.digest) != run.job.plan_digest:
-            raise _DifferenceError(
-                "the manifest of the data or the recorded plan is not the one that the run started with"
-            )
+            raise _DifferenceError("the manifest of the data or the recorded plan has changed since the run started")
         _check_steps(run, plan, found)
         _check_samples(run, plan, data, found)
         _check_replayed(run, 0.0 if _is_exact(run) else tolerance, found)
@@ -85,7 +85,7 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         merged = run.ledger.steps["merged_steps"].to_numpy()
         found.not_proved.append(
             f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
-            f"{counted(len(merged), 'update')} consumed several global batches"
+            f"{counted(len(merged), 'update')} consumed more than one global batch"
         )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
         found.not_proved.append(
@@ -109,17 +109,17 @@ def _close_keys(run: RecordedRun) -> tuple[str, ...]:
 
 
 def _section(run: RecordedRun, key: str, owner: type[Owner]) -> Owner:
-    """A section of the recorded spec as its dataclass."""
+    """Return a section of the recorded spec as an instance of `owner`."""
     try:
         return TypeAdapter(owner).validate_python(run.job.spec[key])
     except (KeyError, ValidationError) as error:
         raise RunError(
-            f"job.json of {run.job.name} has no section {key!r} that this version can read: submit the job again"
+            f"job.json of {run.job.name} has no section {key!r} that this version of Undula can read; submit the job again"
         ) from error
 
 
 def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
-    """Check that the ledger has each step up to the newest exactly once, with the counts of the plan."""
+    """Check that the ledger has each step up to the newest one exactly once, with the sample counts of the plan."""
     steps = run.ledger.steps
     numbers = steps["step"].to_numpy()
     if not len(numbers):
@@ -128,10 +128,10 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
     expected = np.concatenate([[0], ends[:-1]])
     gaps = np.flatnonzero(numbers != expected)
     if len(gaps):
-        raise _DifferenceError(f"step {expected[gaps[0]]} is missing from the ledger, or is in it twice")
+        raise _DifferenceError(f"step {expected[gaps[0]]} is missing from the ledger or is in it twice")
     done = int(ends[-1])
     if done > plan.total_steps:
-        raise _DifferenceError(f"step {plan.total_steps} is in the ledger, but the plan ends before it")
+        raise _DifferenceError(f"step {plan.total_steps} is in the ledger, but the plan ends before that step")
     names = ("step", "world_size", "merged_steps", "epoch", "step_samples", "samples")
     for step, world_size, *row in zip(*(steps[name].to_pylist() for name in names), strict=True):
         count = plan.merged_steps(step, world_size)
@@ -144,7 +144,9 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
             )
     found.proved.append(f"{counted(done, 'step')}, each recorded exactly once, with as many samples as in the plan")
     if done < plan.total_steps:
-        found.not_proved.append(f"anything about the {counted(plan.total_steps - done, 'step')} still to come")
+        found.not_proved.append(
+            f"anything about the {counted(plan.total_steps - done, 'step')} that the run has not committed yet"
+        )
 
 
 def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate) -> None:
@@ -158,7 +160,7 @@ def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate)
     ):
         ids = np.concatenate([planned.step_ids(index) for index in range(step, step + count)])
         if multiset_digest(ids) != digest:
-            raise _DifferenceError(f"step {step} consumed other samples than those of the plan")
+            raise _DifferenceError(f"step {step} did not consume the samples of the plan")
         if uses is not None and step < whole * plan.steps_per_epoch:
             np.add.at(uses, ids, 1)
     found.proved.append(
@@ -172,7 +174,7 @@ def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate)
 
 
 def _epochs(uses: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, data: Data) -> Iterator[str]:
-    """Sentences on the uses of each sample over the complete epochs; `uses` has shape [rows]."""
+    """Yield sentences on how often each sample was used in the complete epochs; `uses` has shape [rows]."""
     least, most = int(uses.min()), int(uses.max())
     epochs = counted(whole, "complete epoch")
     if not isinstance(data, Manifest):
@@ -188,14 +190,14 @@ def _epochs(uses: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, 
 
 
 def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> None:
-    """Check that a replayed step came out the same both times."""
+    """Check that both executions of each replayed step had the same result."""
     rows, others = _alike(run.ledger.replaced, run.ledger.steps)
     if not len(rows):
         return
     if _is_elastic(run):
         found.not_proved.append(
-            f"that {counted(len(rows), 'replayed step')} came out the same: with batch: elastic, the steps before may have merged "
-            "other global batches"
+            f"that {counted(len(rows), 'replayed step')} had the same result both times: with batch: elastic, earlier steps may have "
+            "merged other global batches"
         )
         return
     largest = _compare(rows, others, tolerance, "its replay", _close_keys(run))
@@ -206,9 +208,7 @@ def _check_replayed(run: RecordedRun, tolerance: float, found: Certificate) -> N
 
 def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found: Certificate) -> None:
     if other.job.plan_digest != run.job.plan_digest:
-        raise _DifferenceError(
-            f"{other.job.name} has another plan or other data, so that the two runs cannot be compared"
-        )
+        raise _DifferenceError(f"{other.job.name} has another plan or other data, so the two runs cannot be compared")
     if not len(other.ledger.steps):
         raise _DifferenceError(f"{other.job.name} has no committed step")
     steps = run.ledger.steps
@@ -241,7 +241,7 @@ def _check_against(run: RecordedRun, other: RecordedRun, tolerance: float, found
 
 
 def _alike(rows: pa.Table, others: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """The rows of the steps that both tables have, from either table in the same order."""
+    """Return, for each of two tables, the rows of the steps that both have, in the same order."""
     places = {key: place for place, key in enumerate(_keys(others))}
     both = [(here, places[key]) for here, key in enumerate(_keys(rows)) if key in places]
     mine, theirs = ([pair[side] for pair in both] for side in (0, 1))
@@ -253,7 +253,11 @@ def _keys(rows: pa.Table) -> Iterator[tuple[int, int]]:
 
 
 def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, close_keys: tuple[str, ...]) -> float:
-    """The maximum relative difference of the losses; raises at the first step that differs by more than the tolerance."""
+    """Return the maximum relative difference of the losses.
+
+    Raises:
+        _DifferenceError: A step differs by more than the tolerance.
+    """
     for key in ("sample_digest", "step_samples", "lr", "weights_digest"):
         if key in close_keys:
             continue
@@ -269,7 +273,11 @@ def _compare(rows: pa.Table, others: pa.Table, tolerance: float, name: str, clos
 
 
 def _difference(rows: pa.Table, others: pa.Table, key: str, tolerance: float, name: str) -> float:
-    """The maximum relative difference of a column; raises at the first step where it exceeds the tolerance."""
+    """Return the maximum relative difference of a column.
+
+    Raises:
+        _DifferenceError: The difference exceeds the tolerance at a step.
+    """
     here, there = column(rows, key), column(others, key)
     apart = np.abs(here - there) / np.maximum(np.maximum(np.abs(here), np.abs(there)), 1e-300)
     apart = np.where(np.isnan(here) & np.isnan(there), 0.0, apart)

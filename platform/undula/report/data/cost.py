@@ -1,7 +1,7 @@
-"""The cost of a run: the rank-seconds of `undula.report.data.goodput` at the hourly prices of the machines under them. Pure.
+"""Cost of a run: its rank-seconds multiplied by the hourly prices of the machines that the ranks ran on. Pure.
 
-The cost covers the time that workers were in a group, or ready while their group waited for others. It does not cover the head, disks,
-traffic, or nodes that boot or still prepare a worker: none of those is a rank-second.
+The cost covers the time in which workers were in a group, or were ready while their group waited for others. It does not cover the head,
+disks, network traffic, or nodes that boot or prepare a worker, because these are not rank-seconds.
 """
 
 from collections import Counter, defaultdict
@@ -34,23 +34,23 @@ class Unpriced:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a run's workers in US dollars. Workers without a price are in `unpriced` and in no sum."""
+    """Cost of a run's workers in US dollars. Workers without a price are in `unpriced` and count in no sum."""
 
     dollars: Mapping[str, float]
     """Dollars by class of `undula.report.data.goodput`."""
     by_market: Mapping[str, float]
-    """The same dollars by market of the machine."""
+    """Dollars by market of the machine. They have the same sum as `dollars`."""
     on_demand: float | None
-    """Dollars for the same seconds on on-demand machines; None if one of those prices is unknown."""
+    """Dollars for the same seconds on on-demand machines; None if a price is unknown."""
     samples: int
-    """Samples of the committed steps."""
+    """Number of samples of the committed steps."""
     steps: int
-    """Committed steps of the plan."""
+    """Number of committed steps of the plan."""
     unpriced: tuple[Unpriced, ...]
     quoted: tuple[str, ...]
     """Titles of the price lists that were used."""
     notes: tuple[str, ...]
-    """Remarks on the prices, a sentence each."""
+    """Remarks on the prices, as sentences."""
 
     @property
     def total(self) -> float:
@@ -80,7 +80,7 @@ class Cost:
 
 
 def cost_of(run: RecordedRun, prices: PriceFinder) -> Cost | None:
-    """The cost of a run; None if no node has a machine label, as on machines of one's own."""
+    """Return the cost of a run, or None if no node has a machine label, as on your own machines."""
     steps, held = run.ledger.steps, list(allocations(run.ledger, run.events))
     if not any(worker.get("machine") for allocation in held for worker in allocation.workers):
         return None
@@ -89,13 +89,13 @@ def cost_of(run: RecordedRun, prices: PriceFinder) -> Cost | None:
 
 
 def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -> Cost:
-    """The cost of allocations. The workers on a node share its price evenly, even if it has room for more of them.
+    """Return the cost of allocations. The workers on a node share its price evenly, even if the node has room for more workers.
 
     Args:
         held: the allocations of a run.
         prices: prices of machines.
-        samples: samples of the committed steps.
-        steps: committed steps.
+        samples: number of samples of the committed steps.
+        steps: number of committed steps.
     """
     by_class, by_market = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(MARKETS, 0.0)
     on_demand: float | None = 0.0
@@ -123,6 +123,6 @@ def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -
 
 
 def node_shares(workers: Sequence[WorkerPlace]) -> Iterable[tuple[WorkerPlace, float]]:
-    """Each worker with its share of its node; a worker without a node id counts as alone on its node."""
+    """Return each worker with its share of its node. A worker without a node id counts as the only one on its node."""
     peers = Counter(worker.get("node") for worker in workers)
     return ((worker, 1 / peers[worker["node"]] if worker.get("node") else 1.0) for worker in workers)

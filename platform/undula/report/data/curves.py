@@ -1,4 +1,4 @@
-"""Curves of a run over time and over samples, with markers for its events, at the resolution of a plot. Pure."""
+"""Curves of a run over time or samples, with markers for its events, at the resolution of a plot. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class CurvePoints:
-    """Positions of the points of a curve on either x axis; each array has shape [points]."""
+    """Positions of the points of a curve on both x axes. Each array has shape [points]."""
 
     time: Floats
-    """Seconds since the run began."""
+    """Seconds since the start of the run."""
     samples: Floats
-    """Samples consumed."""
+    """Number of consumed samples."""
     step: Floats
-    """Steps committed."""
+    """Number of committed steps."""
     attempt: Floats
-    """Number of the attempt; a curve over time has a gap between two attempts."""
+    """Number of the attempt. A curve over time has a gap between two attempts."""
 
     def take(self, rows: Indices) -> "CurvePoints":
         return CurvePoints(self.time[rows], self.samples[rows], self.step[rows], self.attempt[rows])
@@ -42,28 +42,28 @@ class CurvePoints:
 
 @dataclass(frozen=True)
 class EventMarker:
-    """An event and its position on either x axis."""
+    """Event and its position on both x axes."""
 
     event: Event
     time: float
-    """Seconds since the run began."""
+    """Seconds since the start of the run."""
     samples: float
-    """Samples consumed."""
+    """Number of consumed samples."""
 
     def on(self, axis: AxisName) -> float:
         return self.time if axis == "time" else self.samples
 
 
 def points_of(steps: pa.Table, began: float) -> CurvePoints:
-    """Positions of rows of STEP_SCHEMA; `began` is in seconds since the epoch."""
+    """Return the positions of rows of STEP_SCHEMA; `began` is the start of the run in seconds since the epoch."""
     time, samples, attempt = (column(steps, name) for name in ("time", "samples", "attempt"))
     return CurvePoints(time - began, samples, _steps_committed(steps), attempt)
 
 
 def markers_of(events: Sequence[Event], steps: pa.Table, began: float) -> tuple[EventMarker, ...]:
-    """Markers of the events of MARKED_KINDS.
+    """Return markers for the events of MARKED_KINDS.
 
-    An event without a step is marked at the last step that was committed before it and never replayed.
+    The marker of an event without a step is at the last step before it that was committed and not replayed later.
     """
     times, committed = column(steps, "time"), _steps_committed(steps)
     samples = np.concatenate([[0.0], column(steps, "samples")])
@@ -80,7 +80,7 @@ def markers_of(events: Sequence[Event], steps: pa.Table, began: float) -> tuple[
 
 
 def validation_curve(run: RecordedRun, began: float) -> tuple[CurvePoints, Floats]:
-    """The validations at committed steps: positions, and losses of shape [points]."""
+    """Return the positions of the validations at committed steps, and their losses; shape [points]."""
     points = points_of(run.ledger.steps, began)
     samples_at = {0.0: 0.0, **dict(zip(points.step.tolist(), points.samples.tolist(), strict=True))}
     found = [each for each in validations(run.events) if each.step in samples_at]
@@ -90,8 +90,9 @@ def validation_curve(run: RecordedRun, began: float) -> tuple[CurvePoints, Float
 
 
 def logged_values(steps: pa.Table) -> dict[str, Floats]:
-    """Values that `step.log(...)` recorded, by name, of shape [steps]; NaN at steps without a value. Names without a finite value are
-    left out.
+    """Return the values that `step.log(...)` recorded, by name; shape [steps], with NaN for steps without a value.
+
+    Names without a finite value are left out.
     """
     values: dict[str, Floats] = {}
     for row, text in enumerate(steps["logged"].to_pylist()):
@@ -104,7 +105,7 @@ def logged_values(steps: pa.Table) -> dict[str, Floats]:
 
 
 def downsample(ys: Floats, limit: int) -> Indices:
-    """At most `limit` (4 or more) ascending indices of ys: both ends, and the smallest and largest value of each bucket."""
+    """Return at most `limit` (4 or more) ascending indices of ys: both ends, and the smallest and largest value of each bucket."""
     if len(ys) <= limit:
         return np.arange(len(ys))
     edges = np.linspace(0, len(ys), (limit - 2) // 2 + 1).astype(np.int64)
@@ -116,9 +117,9 @@ def downsample(ys: Floats, limit: int) -> Indices:
 
 
 def smooth(ys: Floats, window: int) -> Floats:
-    """Mean of the finite values in a window of `window` (odd) points around each point; NaN where the window has none.
+    """Return the mean of the finite values in a window of `window` (odd) points around each point, or NaN if it has none.
 
-    Towards the ends the window narrows around its point, down to a third, so that the curve neither lags there nor jumps.
+    Near the ends, the window shrinks symmetrically to as little as a third, so that the curve neither lags nor jumps there.
     """
     finite, half = np.isfinite(ys), window // 2
     values = np.where(finite, ys, 0.0)
@@ -132,5 +133,5 @@ def smooth(ys: Floats, window: int) -> Floats:
 
 
 def _steps_committed(steps: pa.Table) -> Floats:
-    """Steps of the plan that were committed after each row."""
+    """Return the number of steps of the plan that were committed after each row."""
     return column(steps, "step") + column(steps, "merged_steps")

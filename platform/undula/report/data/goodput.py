@@ -1,4 +1,4 @@
-"""Goodput: every second that a run held a rank, counted in exactly one class. Pure."""
+"""Goodput of a run. Every second of every rank that the run held counts in exactly one class. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from undula.state.events import Event, GroupEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import Ledger
 
 CLASSES = ("useful", "replayed", "restarting", "checkpoint", "data", "capacity")
-"""Classes of rank-seconds: steps that count; steps that were lost and replayed; starting workers, and tearing them down; blocked on a
-checkpoint; waiting for data; waiting for capacity."""
+"""Classes of rank-seconds: committed steps; steps that were lost and replayed; start and shutdown of workers; blocked on a checkpoint;
+waiting for data; waiting for capacity."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -38,13 +38,13 @@ class Allocation:
     """A set of workers that the run held for a period, and how they spent it."""
 
     workers: tuple[WorkerPlace, ...]
-    """The workers as the event at the start of the period lists them: node, process and machine of each."""
+    """Node, process and machine of each worker, from the event at the start of the period."""
     seconds: Mapping[str, float]
-    """Seconds of every one of the workers, by CLASSES; classes with no seconds may be missing."""
+    """Seconds of each worker, by CLASSES. Classes without seconds may be missing."""
 
 
 def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
-    """The goodput of a run, from its first worker to the newest entry of its ledger."""
+    """Return the goodput of a run, from its first worker to the newest entry of its ledger."""
     seconds = dict.fromkeys(CLASSES, 0.0)
     for allocation in allocations(ledger, events):
         for name, spent in allocation.seconds.items():
@@ -53,10 +53,10 @@ def goodput(ledger: Ledger, events: Sequence[Event]) -> Goodput:
 
 
 def allocations(ledger: Ledger, events: Sequence[Event]) -> Iterator[Allocation]:
-    """The allocations of a run in order of time.
+    """Yield the allocations of a run in order of time.
 
-    A group of W workers holds W ranks until the next group starts; from a "waiting" event on, the run holds the workers that were ready
-    then. Between the first and the last step of a group, time counts as work, except for the waits that the rows record.
+    A group of W workers holds W ranks until the next group starts. From a "waiting" event on, the run holds the workers that were ready
+    at that time. The time between the first and the last step of a group counts as work, except for the waits that the steps recorded.
     """
     rows = _rows(ledger)
     times = np.sort([*(event.time for event in events), *rows["time"].tolist()])
@@ -72,14 +72,15 @@ def allocations(ledger: Ledger, events: Sequence[Event]) -> Iterator[Allocation]
 
 
 def _ready_workers(waiting: WaitingEvent) -> tuple[WorkerPlace, ...]:
-    """Workers that were ready; empty entries in an older ledger, which records only their number."""
+    """Return the workers that were ready. An older ledger records only their number, which gives as many empty entries."""
     unknown: WorkerPlace = {}
     return waiting.workers or (unknown,) * waiting.ready
 
 
 def _end(start: GroupEvent | WaitingEvent, following: GroupEvent | WaitingEvent | None, times: Floats) -> float:
-    """Time at which an allocation ended: when the next one began, or, if that one belongs to a later submission of the job, at the last
-    entry before it.
+    """Return the time at which an allocation ended.
+
+    This is the start of the next allocation or, if that belongs to a later submission of the job, the last entry before it.
     """
     if following is None:
         return float(times[-1])
@@ -88,7 +89,7 @@ def _end(start: GroupEvent | WaitingEvent, following: GroupEvent | WaitingEvent 
 
 
 def _spent_by_rank(rows: Mapping[str, Floats], held_s: float) -> dict[str, float]:
-    """Seconds of one rank of a group by class; `rows` are the steps of the group."""
+    """Return the seconds of one rank of a group by class; `rows` are the steps of the group."""
     if not len(rows["time"]):
         return {"restarting": held_s}
     work_s = float(rows["time"][-1] - rows["time"][0] + rows["step_s"][0])
@@ -104,7 +105,7 @@ def _spent_by_rank(rows: Mapping[str, Floats], held_s: float) -> dict[str, float
 
 
 def _rows(ledger: Ledger) -> dict[str, Floats]:
-    """Columns of all steps in order of time; `is_replayed` is 1 for steps that a later attempt replayed and 0 for the others."""
+    """Return columns of all steps in order of time. `is_replayed` is 1 for steps that a later attempt replayed, and 0 for the others."""
     parts = [(ledger.steps, 0.0), (ledger.replaced, 1.0)]
     columns = {
         name: np.concatenate([_column(table, name) for table, _ in parts]) for name in ("time", "data_s", "blocked_s")
@@ -119,7 +120,7 @@ def _rows(ledger: Ledger) -> dict[str, Floats]:
 
 
 def _column(table: pa.Table, name: str) -> Floats:
-    """A column with 0 for null; all zeros if an older ledger lacks the column."""
+    """Return a column with 0 for null, or zeros if an older ledger lacks the column."""
     if name not in table.column_names:
         return np.zeros(len(table))
     values: Floats = table[name].fill_null(0.0).to_numpy().astype(np.float64)

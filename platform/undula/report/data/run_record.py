@@ -1,4 +1,4 @@
-"""The record that a run leaves in its directory, read back: the job as it was submitted, the ledger and the events."""
+"""Record of a run, read from its directory: the submitted job, the ledger and the events."""
 
 import json
 from collections.abc import Mapping
@@ -17,46 +17,46 @@ from undula.storage import Store
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The job as it was submitted: job.json of a run directory."""
+    """Job as it was submitted, from job.json of a run directory."""
 
     name: str
     plan_digest: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved spec as a tree, without the values of secrets."""
+    """Resolved spec as a tree, without the values of secrets."""
     total_steps: int = 0
-    """Steps of the whole plan."""
+    """Number of steps of the whole plan."""
     total_samples: int = 0
-    """Samples of the whole plan."""
+    """Number of samples of the whole plan."""
     train_rows: int = 0
-    """Rows of the training data."""
+    """Number of rows of the training data."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run directory in memory."""
+    """Content of a run directory."""
 
     job: JobRecord
     ledger: Ledger
     events: tuple[Event, ...]
-    """The events of the ledger, by time."""
+    """Events of the ledger in order of time."""
 
 
 def read_run(store: Store) -> RecordedRun:
     """Read a run directory.
 
     Raises:
-        RunError: the directory holds no run, or the run's files are damaged.
+        RunError: The directory has no run, or the files of the run are damaged.
     """
     if not store.exists(JOB_FILE):
         if store.exists(STUDY_FILE):
             raise RunError(
-                f"{store.url} is a study: use `undula study status` for the study, or name one of its runs, trials/NAME"
+                f"{store.url} is a study; use `undula study status` for it, or name the directory of one of its runs, trials/NAME"
             )
-        raise RunError(f"{store.url} has no {JOB_FILE}: name the directory of a run that `undula run` has started")
+        raise RunError(f"{store.url} has no {JOB_FILE}; name the directory of a run that `undula run` has started")
     try:
         job = _job_record(json.loads(store.read(JOB_FILE)))
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({_reason(error)}): submit the job again") from error
+        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({_reason(error)}); submit the job again") from error
     try:
         ledger = read_ledger(store)
         return RecordedRun(job, ledger, decode_events(ledger.events))
@@ -64,7 +64,7 @@ def read_run(store: Store) -> RecordedRun:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"the ledger of {store.url} is damaged ({_reason(error)}): remove the damaged file below ledger/"
+            f"the ledger of {store.url} is damaged ({_reason(error)}); remove the damaged file below ledger/"
         ) from error
 
 

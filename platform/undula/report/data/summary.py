@@ -1,4 +1,4 @@
-"""The summary of a run: the figures that the terminal and the report show, computed from its ledger. Pure."""
+"""Summary of a run: the figures that the terminal and the report show, computed from the ledger. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from undula.state.events import Event, StartEvent, ValidationEvent
 from undula.state.ledger import Ledger, decode_events, steps_done
 
 RUNNING_WITHIN_S = 60.0
-"""Maximum age in seconds of the newest entry of the ledger for a run without an end to count as running."""
+"""Maximum age in seconds of the newest ledger entry of a run that counts as running."""
 TRAINING_LOSS_STEPS = 20
 """Number of steps over which the training loss is averaged."""
 SECONDS_CLASSES = ("compute", "communication", "data", "other")
-"""Classes of the seconds of a step, as the ledger has them."""
+"""Classes in which the ledger divides the seconds of a step."""
 
 State = Literal["finished", "running", "stopped"]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -26,29 +26,29 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class ValidationPoint:
-    """A validation loss and when it was measured."""
+    """Validation loss and the time of its measurement."""
 
     step: int
-    """Steps committed."""
+    """Number of committed steps."""
     loss: float
     time: float
-    """Seconds since the epoch."""
+    """Time of the measurement in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Figures of a run. A figure that does not exist yet is None."""
+    """Figures of a run. Figures that do not exist yet are None."""
 
     name: str
     state: State
     steps: int
-    """Committed steps."""
+    """Number of committed steps."""
     total_steps: int
-    """Steps of the whole plan."""
+    """Number of steps of the whole plan."""
     samples: int
-    """Samples of the committed steps."""
+    """Number of samples of the committed steps."""
     total_samples: int
-    """Samples of the whole plan."""
+    """Number of samples of the whole plan."""
     first_validation_loss: float | None
     last_validation_loss: float | None
     best_validation_loss: float | None
@@ -57,21 +57,21 @@ class RunSummary:
     training_loss: float | None
     """Mean loss of the last TRAINING_LOSS_STEPS committed steps."""
     samples_per_s: float | None
-    """Median over committed steps."""
+    """Median throughput of the committed steps in samples per second."""
     began: float | None
     """Time of the first event or step, in seconds since the epoch."""
     latest: float | None
     """Time of the newest event or step, in seconds since the epoch."""
     wall_s: float
-    """Seconds from `began` to `latest`."""
+    """Wall time from `began` to `latest` in seconds."""
     replayed_steps: int
-    """Steps in the ledger that were replayed; a step that was lost before its row was written is not counted."""
+    """Number of steps in the ledger that were replayed. Steps that were lost before the ledger had them are not counted."""
     attempts: int
     crashes: int
     resizes: int
     checkpoints: int
     world_sizes: tuple[int, ...]
-    """Every world size of the run, ascending."""
+    """World sizes of the run in ascending order."""
     seconds: Mapping[str, float]
     """Seconds of the committed steps by SECONDS_CLASSES; for each step, the mean over ranks."""
     rank_seconds: Mapping[str, float]
@@ -80,13 +80,13 @@ class RunSummary:
     """Useful share of the rank-seconds."""
 
     def as_json(self) -> dict[str, Any]:
-        """The summary as a tree for json.dumps; a loss that is not finite becomes null."""
+        """Return the summary as a JSON object. Losses that are not finite become null."""
         tree: dict[str, Any] = without_nan(asdict(self))
         return tree
 
 
 def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
-    """The summary of a run; `now` is in seconds since the epoch."""
+    """Return the summary of a run; `now` is in seconds since the epoch."""
     events = decode_events(ledger.events)
     steps = ledger.steps
     kinds = [event.kind for event in events]
@@ -125,7 +125,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
 
 
 def validations(events: Sequence[Event]) -> tuple[ValidationPoint, ...]:
-    """The validations of the run by step; a validation of a step that a later attempt replayed gives way to the later one."""
+    """Return the validations of a run by step. If a later attempt replayed a step, only its validation is returned."""
     found: dict[int, ValidationPoint] = {}
     for event in events:
         if isinstance(event, StartEvent):
@@ -136,19 +136,19 @@ def validations(events: Sequence[Event]) -> tuple[ValidationPoint, ...]:
 
 
 def column(table: pa.Table, name: str) -> Floats:
-    """A column as float64; null becomes NaN."""
+    """Return a column as float64, with NaN for null."""
     return np.asarray(table[name].to_numpy(), dtype=np.float64)
 
 
 def throughput(steps: pa.Table) -> Floats:
-    """Samples per second of each step, of shape [steps]."""
+    """Return the samples per second of each step; shape [steps]."""
     seconds = np.sum([column(steps, f"{name}_s") for name in SECONDS_CLASSES], axis=0)
     rate: Floats = column(steps, "step_samples") / np.maximum(seconds, 1e-9)
     return rate
 
 
 def without_nan(tree: Any) -> Any:
-    """A tree for json.dumps, with None in place of numbers that are not finite: JSON has no notation for them."""
+    """Return the tree with None in place of numbers that are not finite, which JSON does not support."""
     if isinstance(tree, Mapping):
         return {key: without_nan(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,7 +1,7 @@
-"""A chart as shapes in the coordinates of its SVG, for the template, and as numbers for the tooltip. Pure.
+"""Charts as SVG shapes for the template, and as numbers for the tooltip. Pure.
 
-The plot stretches with the page: curves and markers use coordinates of their own, everything else percentages, so that text and line
-widths keep their size.
+The plot stretches with the page. Only curves and markers use coordinates that stretch; everything else uses percentages, so that text and
+lines keep their size.
 """
 
 import math
@@ -20,15 +20,15 @@ from undula.report.text import printable
 PLOT_WIDTH, PLOT_HEIGHT = 10_000, 1_000
 """Size of a plot in its own coordinates."""
 CHECKPOINT_HEIGHT = 55
-"""Height of the marker of a checkpoint; those of other events are as high as the plot."""
+"""Height of the marker of a checkpoint. The markers of other events are as high as the plot."""
 MAX_MARKERS = 2000
-"""Maximum number of events that the tooltip knows."""
+"""Maximum number of events for the tooltip."""
 _TARGET_TICKS = {"tall": 6, "middle": 4, "low": 2}
 
 
 @dataclass(frozen=True)
 class TickView:
-    """A tick of an axis."""
+    """Tick of an axis."""
 
     position: str
     """Distance from the left or the top, in percent."""
@@ -40,7 +40,7 @@ class TickView:
 
 @dataclass(frozen=True)
 class PathView:
-    """A curve, or the markers of one kind of event."""
+    """Curve, or the markers of one kind of event."""
 
     css: str
     count: int
@@ -51,7 +51,7 @@ class PathView:
 
 @dataclass(frozen=True)
 class CircleView:
-    """A point of a curve that is drawn as points."""
+    """Point of a curve that is drawn as points."""
 
     css: str
     x: str
@@ -62,7 +62,7 @@ class CircleView:
 
 @dataclass(frozen=True)
 class KeyView:
-    """An entry of a chart's key."""
+    """Entry of a chart's legend."""
 
     label: str
     css: str
@@ -71,7 +71,7 @@ class KeyView:
 
 @dataclass(frozen=True)
 class ChartView:
-    """A chart on one x axis."""
+    """Chart on one x axis."""
 
     key: str
     title: str
@@ -91,6 +91,7 @@ class ChartView:
 
 
 def chart_view(chart: Chart, axis: XAxis, markers: Sequence[EventMarker]) -> ChartView:
+    """Return a chart on an x axis, with the markers of events."""
     curves = [curve for curve in chart.curves if curve.only in (None, axis.name)]
     low, high = chart.y_range()
     above = int((chart.curves[0].y > high).sum())
@@ -114,7 +115,7 @@ def chart_view(chart: Chart, axis: XAxis, markers: Sequence[EventMarker]) -> Cha
 
 
 def tooltip_data(charts: Sequence[Chart], axes: Sequence[XAxis], markers: Sequence[EventMarker]) -> dict[str, Any]:
-    """The numbers that run.js shows in the tooltip, as a tree for JSON."""
+    """Return the numbers that run.js shows in the tooltip, as a JSON object."""
     tree: dict[str, Any] = without_nan(
         {
             "extent": {axis.name: [0, axis.high] for axis in axes},
@@ -127,7 +128,9 @@ def tooltip_data(charts: Sequence[Chart], axes: Sequence[XAxis], markers: Sequen
 
 def _y_ticks(chart: Chart, low: float, high: float) -> Iterable[TickView]:
     step = nice_step(high - low, _TARGET_TICKS[chart.height])
-    step = math.ceil((high - low) / 4) if chart.key == "world_size" else step  # whole ranks, and more than one label
+    step = (
+        math.ceil((high - low) / 4) if chart.key == "world_size" else step
+    )  # ticks at whole ranks, and at least two of them
     for tick in ticks(low, high, step):
         yield TickView(f"{100 * (high - tick) / (high - low):.2f}%", tick_text(tick, step))
 
@@ -146,7 +149,7 @@ def _curve_path(curve: Curve, axis: XAxis, low: float, high: float) -> PathView:
         if math.isnan(y):
             before = math.nan
             continue
-        # No worker trains between two attempts: over time the curve has a gap there.
+        # No worker trains between two attempts, so a curve over time has a gap there.
         is_joined = attempt == before or (axis.name == "samples" and not math.isnan(before))
         if not is_joined:
             parts.append(f"M{x:.0f} {y:.0f}h0")

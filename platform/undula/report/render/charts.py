@@ -1,4 +1,4 @@
-"""The charts of a run's report: which curves they show, over time and over samples. Pure."""
+"""Charts of a run's report, with their curves over time and over samples. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from undula.report.text import printable
 CURVE_POINTS = 2000
 """Maximum number of points of a large curve."""
 SMALL_CURVE_POINTS = 500
-"""Maximum number of points of a curve that a page has many of."""
+"""Maximum number of points of a small or secondary curve."""
 LOGGED_CHARTS = 24
 """Maximum number of charts of logged values."""
 
@@ -33,22 +33,22 @@ Shape = Literal["line", "steps", "points"]
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a chart."""
+    """Curve of a chart."""
 
     label: str
     css: str
     """CSS classes of the curve."""
     points: CurvePoints
     y: Floats
-    """Values of shape [points]; a value that is not finite leaves a gap."""
+    """Values; shape [points]. A value that is not finite leaves a gap."""
     shape: Shape = "line"
     only: AxisName | None = None
-    """The one x axis that shows the curve; None for both."""
+    """Only x axis on which the curve is shown; None for both."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with a common y axis. The tooltip follows the first curve and reads those at the same points, too."""
+    """Curves with a common y axis. The tooltip follows the points of the first curve."""
 
     key: str
     """Identifier of the chart on the page."""
@@ -62,7 +62,7 @@ class Chart:
     """Whether the chart shares a row of the page with others."""
 
     def y_range(self) -> tuple[float, float]:
-        """Bounds of the y axis. A few points far above all others stay outside, because they would press the curve flat."""
+        """Return the bounds of the y axis. A few points far above all others are left out, because they would flatten the curve."""
         values = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in self.curves])
         if not len(values):
             return 0.0, 1.0
@@ -77,7 +77,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class XAxis:
-    """An x axis that all charts share."""
+    """X axis that all charts share."""
 
     name: AxisName
     high: float
@@ -87,7 +87,7 @@ class XAxis:
 
 
 def charts_of(run: RecordedRun, began: float) -> tuple[list[Chart], int]:
-    """The charts of a run, and the number of logged values for which there is no room."""
+    """Return the charts of a run, and the number of logged values beyond LOGGED_CHARTS, which have no chart."""
     steps = run.ledger.steps
     if not len(steps):
         return [], 0
@@ -107,7 +107,7 @@ def charts_of(run: RecordedRun, began: float) -> tuple[list[Chart], int]:
 
 
 def x_axes(wall_s: float, samples: int) -> tuple[XAxis, XAxis]:
-    """The axes of a run that took `wall_s` seconds for that many samples."""
+    """Return the x axes of a run that took `wall_s` seconds for `samples` samples."""
     return _x_axis("time", max(wall_s, 1e-3)), _x_axis("samples", float(max(samples, 1)))
 
 
@@ -133,7 +133,7 @@ def _loss_chart(run: RecordedRun, points: CurvePoints, began: float) -> Chart:
 def _throughput_chart(run: RecordedRun, points: CurvePoints) -> Chart:
     rate = throughput(run.ledger.steps)
     attempts = [rate[points.attempt == attempt] for attempt in np.unique(points.attempt)]
-    # Attempts are smoothed one by one: they may have different world sizes, and so different speeds.
+    # Each attempt is smoothed separately, because attempts can differ in world size and so in speed.
     smoothed = np.concatenate([smooth(each, _window(rate)) for each in attempts])
     rows = downsample(rate, CURVE_POINTS)
     at = points.take(rows)
@@ -144,14 +144,14 @@ def _throughput_chart(run: RecordedRun, points: CurvePoints) -> Chart:
 def _plain_chart(
     key: str, title: str, unit: str, height: Literal["middle", "low"], css: str, points: CurvePoints, y: Floats
 ) -> Chart:
-    """A chart of one column of the ledger; a low one changes in steps."""
+    """Return a chart of one column of the ledger. A low chart draws its curve as steps."""
     rows = downsample(y, CURVE_POINTS)
     curve = Curve(title.lower(), css, points.take(rows), y[rows], "steps" if height == "low" else "line")
     return Chart(key, title, unit, height, (curve,), from_zero=True)
 
 
 def _window(values: Sequence[float] | Floats) -> int:
-    """Number of points over which a curve is smoothed; odd."""
+    """Return the number of points over which a curve is smoothed. It is odd."""
     return min(max(len(values) // 40, 2), 250) * 2 + 1
 
 

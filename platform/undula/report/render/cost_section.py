@@ -1,4 +1,4 @@
-"""The cost of a run as text: the lines that the terminal and the report share, and the cost section of the report."""
+"""Cost of a run as text: the lines that the terminal and the report share, and the cost section of the report."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ COST_LABELS: Mapping[str, str] = {
     "data": "waiting for data",
     "capacity": "waiting for capacity",
 }
-"""What the dollars of each class of goodput were spent on."""
+"""Labels of the classes of goodput in a cost."""
 
 
 @dataclass(frozen=True)
 class CostSection:
-    """The cost section of the report."""
+    """Cost section of the report."""
 
     shares: tuple[Share, ...]
     """Segments of the bar, one for each class; empty if nothing has a price."""
@@ -31,12 +31,13 @@ class CostSection:
 
 
 def cost_section(cost: Cost) -> CostSection:
+    """Return the cost section of the report."""
     shares = shares_of(cost.dollars, "g-", COST_LABELS, dollars) if cost.total else ()
     return CostSection(shares, tuple(cost_lines(cost)))
 
 
 def cost_lines(cost: Cost) -> list[tuple[str, str]]:
-    """A cost as lines of a label and a value."""
+    """Return a cost as lines, each with a label and a value."""
     lines = []
     if cost.total:
         least = "at least " if cost.unpriced else ""
@@ -55,7 +56,7 @@ def cost_lines(cost: Cost) -> list[tuple[str, str]]:
 
 def _on_demand_text(cost: Cost) -> str:
     if cost.on_demand is None or cost.saved is None:
-        return "unknown: some of the machines have no on-demand price; add it with --prices FILE"
+        return "unknown, because some machines have no known on-demand price; add it with --prices FILE"
     difference = f"{cost.saved:.0%} saved" if cost.saved >= 0 else f"{-cost.saved:.0%} more was paid"
     return f"{dollars(cost.on_demand)} for the same seconds: {difference}"
 
@@ -63,11 +64,13 @@ def _on_demand_text(cost: Cost) -> str:
 def _unpriced_text(missing: Unpriced) -> str:
     machine, who = missing.machine, f"{counted(missing.workers, 'worker')} for {duration(missing.seconds)} of rank time"
     if machine.type is None:
-        return f"{who}: their nodes have no label undula.io/machine"
+        return f"{who}: the nodes have no label undula.io/machine"
     kind = printable(machine.type, 60)
     if machine.market not in MARKETS:
-        return f"{who} on {kind}: label their nodes undula.io/market=spot or undula.io/market=on-demand"
+        return (
+            f"{who} on {kind}: the nodes have no market; label them undula.io/market=spot or undula.io/market=on-demand"
+        )
     where = f" in {printable(machine.region, 60)}" if machine.region else ""
     if machine.market == SPOT:
-        return f"{who}: no spot price of {kind}{where} is known; add it with --prices FILE, or use --spot-prices aws to ask AWS"
-    return f"{who}: no price of {kind}{where} is known; add it with --prices FILE"
+        return f"{who}: the spot price of {kind}{where} is unknown; add it with --prices FILE, or query AWS with --spot-prices aws"
+    return f"{who}: the price of {kind}{where} is unknown; add it with --prices FILE"

@@ -1,4 +1,4 @@
-"""HTML pages from Jinja templates: escaped by default, complete in one file, and allowed to run nothing but their own style and script."""
+"""HTML pages from Jinja templates. Text is escaped by default, and a page is one file that applies only its own style and script."""
 
 import base64
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ SHARED_PACKAGE = "undula.report.render"
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure at the top of a page."""
+    """Figure at the top of a page."""
 
     label: str
     value: str
@@ -27,7 +27,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Share:
-    """A segment of a bar that shows how a whole is divided."""
+    """Segment of a bar that shows the parts of a whole."""
 
     css: str
     """CSS class that gives the segment its colour."""
@@ -42,13 +42,13 @@ class Share:
 def shares_of(
     amounts: Mapping[str, float], css: str, labels: Mapping[str, str], text: Callable[[float], str]
 ) -> tuple[Share, ...]:
-    """The segments of a bar, one for each amount; an amount below zero gets a segment of no size.
+    """Return the segments of a bar, one for each amount. An amount below zero gets a segment of size 0.
 
     Args:
         amounts: amounts by name.
         css: prefix of the CSS classes, which end with the name.
         labels: labels by name; an amount without a label is shown under its name.
-        text: function that writes an amount.
+        text: function that formats an amount.
     """
     total = sum(amounts.values()) or 1.0
     shares, start = [], 0.0
@@ -62,14 +62,14 @@ def shares_of(
 def render_page(
     template: str, context: Mapping[str, object], *, package: str, script: str = "", more_style: str = ""
 ) -> str:
-    """A page as HTML. Its Content-Security-Policy names the hashes of its style and script, so that no others take effect.
+    """Render a page as HTML. Its Content-Security-Policy allows only the hashes of its own style and script.
 
     Args:
         template: name of the template, which extends base.html.
         context: variables of the template.
         package: package whose folder `templates` has the template.
         script: name of the page's script in that folder; empty for a page without a script.
-        more_style: CSS of this page beside the shared stylesheet.
+        more_style: CSS of this page in addition to the shared stylesheet.
     """
     environment = _environment(package)
     style = _source(environment, "style.css") + more_style

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file with its figures, curves, cost, events and spec, which asks nothing of the network."""
+"""Report of a run: one HTML file with its figures, curves, cost, events and spec. The page makes no network requests."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ TABLE_EVENTS = 400
 
 @dataclass(frozen=True)
 class EventRow:
-    """A row of the table of events."""
+    """Row of the table of events."""
 
     day: str
     clock: str
@@ -41,7 +41,7 @@ def write_report(store: Store, prices: PriceFinder | None = None, *, now: float 
     Args:
         store: the run directory.
         prices: prices for the cost section; without them, the report has none.
-        now: time in seconds since the epoch, the current time by default.
+        now: time in seconds since the epoch; by default the current time.
 
     Returns:
         The path or URL of the report.
@@ -54,7 +54,7 @@ def write_report(store: Store, prices: PriceFinder | None = None, *, now: float 
 
 
 def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> str:
-    """The report as HTML."""
+    """Return the report as HTML."""
     began = summary.began or 0.0
     markers = markers_of(run.events, run.ledger.steps, began)
     kinds = {marker.event.kind for marker in markers}
@@ -85,7 +85,7 @@ def render(run: RecordedRun, summary: RunSummary, cost: Cost | None = None) -> s
 
 
 def _facts(run: RecordedRun, summary: RunSummary) -> list[str]:
-    """The line below the title."""
+    """Return the facts in the line below the title."""
     sizes = summary.world_sizes
     facts = (
         f"started {' '.join(_utc(summary.began))} UTC" if summary.began is not None else "not started yet",
@@ -107,13 +107,13 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         Tile("samples", f"{summary.samples:,}", f"of {summary.total_samples:,}"),
         Tile("samples/s", number(summary.samples_per_s), "median over steps"),
         Tile("wall time", duration(summary.wall_s), counted(summary.checkpoints, "checkpoint")),
-        Tile("replayed steps", f"{summary.replayed_steps:,}", "lost and trained again"),
+        Tile("replayed steps", f"{summary.replayed_steps:,}", "lost and run again"),
         Tile("attempts", f"{summary.attempts:,}", faults),
     ]
 
 
 def _shown_events(events: Sequence[Event]) -> Sequence[Event]:
-    """The newest events; if there are too many, checkpoints are left out first."""
+    """Return the newest events. If there are too many, checkpoints are left out first."""
     others = [event for event in events if event.kind != "checkpoint"] if len(events) > TABLE_EVENTS else events
     return others[-TABLE_EVENTS:]
 
@@ -138,6 +138,6 @@ def _events_note(events: Sequence[Event]) -> str:
 
 
 def _utc(when: float) -> tuple[str, str]:
-    """Day and time of day of a time in seconds since the epoch."""
+    """Return the day and the time of day of a time in seconds since the epoch."""
     at = datetime.fromtimestamp(when, UTC)
     return f"{at:%Y-%m-%d}", f"{at:%H:%M:%S}"

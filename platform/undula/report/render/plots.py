@@ -20,12 +20,12 @@ _LABEL_WIDTH = 7
 """Width of the labels of the y axis in characters."""
 _AXIS_WIDTH = _LABEL_WIDTH + 2
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
-"""Bits of the dots of a braille character, of shape [row, column]."""
+"""Bits of the dots of a braille character; shape [rows, columns]."""
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 class PlotRange(NamedTuple):
-    """The part of the plane that a plot shows."""
+    """Part of the plane that a plot shows."""
 
     x_low: float
     x_high: float
@@ -40,14 +40,14 @@ def plot(
     height: int,
     shown: PlotRange | None = None,
 ) -> list[str]:
-    """A curve in braille: `height` strings of `width` characters, the largest y on top.
+    """Draw a curve in braille characters, as `height` strings of `width` characters.
 
     Args:
         xs: ascending positions.
-        ys: values; a value that is not finite leaves a gap, all others are joined in their order.
+        ys: values. A value that is not finite leaves a gap; all others are joined in their order.
         width: number of characters in a line.
         height: number of lines.
-        shown: the part of the plane to show; the one that holds all points by default.
+        shown: part of the plane to show; by default, the smallest one with all points.
     """
     x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     kept = downsample(y, 16 * width)
@@ -70,7 +70,7 @@ def plot(
 
 
 def strip(values: Sequence[float] | Floats, width: int) -> str:
-    """Values as one line of bars, the largest at full height; 0 and NaN are blank, every value above 0 is visible."""
+    """Draw values as one line of `width` bars. The largest value has full height; 0 and NaN are blank."""
     found = np.asarray(values, dtype=np.float64)
     if not len(found):
         return " " * width
@@ -80,7 +80,7 @@ def strip(values: Sequence[float] | Floats, width: int) -> str:
 
 
 def range_of(x: Floats, y: Floats) -> PlotRange:
-    """The smallest range with every finite point; its sides are never 0."""
+    """Return the smallest range that contains every finite point. Its sides are never 0."""
     finite = np.isfinite(x) & np.isfinite(y)
     if not finite.any():
         return PlotRange(0.0, 1.0, 0.0, 1.0)
@@ -92,7 +92,7 @@ def range_of(x: Floats, y: Floats) -> PlotRange:
 
 
 def loss_plot(run: RecordedRun, width: int) -> RenderableType:
-    """Training loss over samples, with validations as dots; `width` is in characters."""
+    """Draw the training loss over samples, with validations as dots; `width` is in characters."""
     steps = run.ledger.steps
     x, y = column(steps, "samples"), column(steps, "loss")
     points, point_y = validation_curve(run, 0.0)
@@ -112,7 +112,12 @@ def loss_plot(run: RecordedRun, width: int) -> RenderableType:
 
 
 def speed_plot(run: RecordedRun, width: int) -> RenderableType:
-    """Samples per second over time, and below it the world size, blank while no worker trained; `width` is in characters."""
+    """Draw samples per second over time, with the world size below. The latter is blank while no worker trained.
+
+    Args:
+        run: the run.
+        width: width in characters.
+    """
     steps = run.ledger.steps
     inner = width - _AXIS_WIDTH
     began = min([event.time for event in run.events[:1]] + column(steps, "time")[:1].tolist())
@@ -121,7 +126,7 @@ def speed_plot(run: RecordedRun, width: int) -> RenderableType:
     found = range_of(x, y)
     shown = PlotRange(0.0, max(found.x_high, 1e-3), 0.0, found.y_high)
     drawn = plot(np.insert(x, restarts, x[restarts]), np.insert(y, restarts, np.nan), inner, PLOT_ROWS - 2, shown)
-    # A bar shows the first step that was committed at or after the end of its slice of time.
+    # Each bar stands for a slice of time, and shows the first step that was committed at or after its end.
     ends = np.arange(1, inner + 1) / inner * shown.x_high
     following = np.minimum(np.searchsorted(x, ends), len(x) - 1)
     began_at = x[following] - column(steps, "step_samples")[following] / y[following]
@@ -135,7 +140,7 @@ def speed_plot(run: RecordedRun, width: int) -> RenderableType:
 
 
 def _framed(title: Text, lines: Sequence[Text], shown: PlotRange, x_low: str, x_high: str) -> RenderableType:
-    """A plot with its title and axes."""
+    """Return a plot with its title and axes."""
     labels = {0: shown.y_high, len(lines) // 2: (shown.y_high + shown.y_low) / 2, len(lines) - 1: shown.y_low}
     rows = [Text(""), Text.assemble(" " * _AXIS_WIDTH, title)]
     for place, line in enumerate(lines):
@@ -147,13 +152,13 @@ def _framed(title: Text, lines: Sequence[Text], shown: PlotRange, x_low: str, x_
 
 
 def _y_label(value: float, height: float) -> str:
-    """The label of a value on a y axis of that height, at most _LABEL_WIDTH characters long."""
+    """Return the label of a value, with at most _LABEL_WIDTH characters, on a y axis that spans `height`."""
     step = 10.0 ** math.floor(math.log10(height / 10)) if height > 0 else 1.0
     texts = (tick_text(value, step), *(number(value, digits) for digits in (4, 3, 2, 1)))
     return next((text for text in texts if len(text) <= _LABEL_WIDTH), f"{value:.0e}")
 
 
 def _scale(values: Floats, interval: tuple[float, ...], cells: int) -> Floats:
-    """Positions of values on a line of `cells` cells, from 0 to cells - 1."""
+    """Return the positions of values on a line of `cells` cells, from 0 to cells - 1."""
     low, high = interval
     return (values - low) / (high - low) * (cells - 1)

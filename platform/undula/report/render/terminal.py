@@ -1,4 +1,4 @@
-"""`undula ls` and `undula show`: runs and their figures as tables and small plots for a person, or as JSON for a program."""
+"""Output of `undula ls` and `undula show`: tables and small plots for a terminal, or JSON for programs."""
 
 import json as json_format
 import time
@@ -27,9 +27,9 @@ from undula.storage import Entry, Store
 EVENTS_SHOWN = 12
 """Maximum number of events in `undula show`."""
 ROUTINE_KINDS = ("checkpoint", "validation", "loss", "snapshot")
-"""Kinds of events that are left out first."""
+"""Kinds of events that are left out first if there are too many events."""
 SIDE_BY_SIDE_WIDTH = 110
-"""Minimum width of a terminal, in characters, in which two tables or plots stand side by side."""
+"""Minimum width of a terminal, in characters, for two tables or plots side by side."""
 RUN_COLUMNS = ("run", "state", "step", "val. loss", "samples/s", "when")
 FIGURE_COLUMNS = RUN_COLUMNS[2:]
 """Columns that are aligned to the right."""
@@ -58,7 +58,7 @@ _SPENT_STYLE = {
 def print_runs(
     store_of_runs: Store, json: bool = False, *, now: float | None = None, console: Console | None = None
 ) -> None:
-    """List the runs below a path or URL, newest first. Runs that cannot be read come last, with the reason."""
+    """Print the runs below a path or URL, newest first. Runs that cannot be read come last, with the reason."""
     now = time.time() if now is None else now
     summaries: dict[str, RunSummary] = {}
     reasons: dict[str, str] = {}
@@ -85,8 +85,8 @@ def print_runs(
         console.print(_runs_table(rows_of_text, console.width))
     for folder in studies:
         url = printable(f"{store_of_runs.url.rstrip('/')}/{folder}")
-        # A command for the user to copy: it must stay one line.
-        console.print(Text(f"{printable(folder)} is a study: use `undula study status {url}`"), soft_wrap=True)
+        # Users copy this command, so it must stay on one line.
+        console.print(Text(f"{printable(folder)} is a study; use `undula study status {url}`"), soft_wrap=True)
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
 
@@ -99,7 +99,7 @@ def print_run(
     now: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Show a run: its figures, cost, curves and newest events, and where the seconds of its steps went."""
+    """Print the figures, cost, curves and newest events of a run, and how its steps spent their time."""
     run = read_run(store)
     summary = summarize(run.ledger, run.job, time.time() if now is None else now)
     cost = cost_of(run, prices) if prices else None
@@ -121,7 +121,7 @@ def print_run(
 
 
 def run_tables(summary: RunSummary, cost: Cost | None, width: int) -> RenderableType:
-    """The figures of a run as tables for a terminal of `width` characters."""
+    """Return the figures of a run as tables for a terminal of `width` characters."""
     figures = _beside([_summary_table(summary), _seconds_table(summary)], width >= SIDE_BY_SIDE_WIDTH)
     return Group(figures, *(_cost_tables(cost) if cost else ()))
 
@@ -131,13 +131,13 @@ def _beside(parts: Sequence[RenderableType], is_wide: bool) -> RenderableType:
         return Group(*parts)
     grid = Table.grid(padding=(0, 4, 0, 0))
     grid.add_column()
-    grid.add_column(no_wrap=True)  # where there is not enough room, the first part wraps its text
+    grid.add_column(no_wrap=True)  # if there is not enough room, the text of the first part wraps
     grid.add_row(*parts)
     return grid
 
 
 def _run_row(folder: str, summary: RunSummary, now: float) -> tuple[str, ...]:
-    """The cells of RUN_COLUMNS for a run."""
+    """Return the cells of RUN_COLUMNS for a run."""
     return (
         printable(folder),
         summary.state,
@@ -149,7 +149,7 @@ def _run_row(folder: str, summary: RunSummary, now: float) -> tuple[str, ...]:
 
 
 def _runs_table(rows: Sequence[Sequence[str]], width: int) -> RenderableType:
-    """A line for each run if all columns fit into `width` characters; otherwise the name, and a line with the other columns below it."""
+    """Return a table with one line for each run, or with two lines if the columns do not fit into `width` characters."""
     widths = [max(map(cell_len, cells)) for cells in zip(RUN_COLUMNS, *rows, strict=True)]
     is_stacked = sum(widths) + len(_GAP) * len(widths) > width
     columns, indent = (RUN_COLUMNS[1:], _GAP) if is_stacked else (RUN_COLUMNS, "")
@@ -164,7 +164,7 @@ def _runs_table(rows: Sequence[Sequence[str]], width: int) -> RenderableType:
 
 
 def _run_line(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> Text:
-    """Aligned cells of a run, or of the head of the table."""
+    """Return the aligned cells of a run or of the table's head."""
     parts = []
     for column, cell, width in zip(columns, cells, widths, strict=True):
         style = "bold" if cell == column else _STATE_STYLE[cell] if column == "state" else ""
@@ -224,7 +224,7 @@ def _shares_table(
     styles: Mapping[str, str],
     share_format: str,
 ) -> Table:
-    """A table of how a whole is divided, with a bar in each row."""
+    """Return a table of the parts of a whole, with a bar in each row."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column(head[0], style="dim", no_wrap=True)
     table.add_column(head[1], justify="right", no_wrap=True)
@@ -240,12 +240,14 @@ def _shares_table(
 
 
 def _events_table(events: Sequence[Event]) -> RenderableType:
-    """The newest events; if there are too many, those of routine kinds are left out first."""
+    """Return a table of the newest events. If there are too many, events of ROUTINE_KINDS are left out first."""
     if not events:
         return Padding(Text("the run has no events yet"), (1, 0))
     others = [event for event in events if event.kind not in ROUTINE_KINDS] if len(events) > EVENTS_SHOWN else events
     shown = others[-EVENTS_SHOWN:]
-    title = f"{len(shown)} of {len(events)} events; the report has the others" if len(shown) < len(events) else None
+    title = (
+        f"{len(shown)} of {len(events)} events; `undula report` shows the others" if len(shown) < len(events) else None
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=title, caption_justify="left")
     table.add_column("time", no_wrap=True, style="dim")
     table.add_column("step", justify="right", no_wrap=True)
@@ -270,7 +272,7 @@ def _ago(when: float | None, now: float) -> str:
 
 
 def _folders_with(entries: Iterable[Entry], *names: str) -> list[str]:
-    """Folders directly below a store that hold one of the names: runs, complete or not, or studies."""
+    """Return the folders directly below a store that contain a file or folder with one of the names."""
     parts = [entry.name.split("/", 2) for entry in entries]
     return sorted({part[0] for part in parts if len(part) > 1 and part[1] in names})
 

@@ -1,23 +1,23 @@
-"""Ticks of an axis: round values, few enough to read, and their labels. Pure."""
+"""Ticks of an axis at round values, and their labels. Pure."""
 
 import math
 
 
 def nice_step(span: float, about: int) -> float:
-    """Distance between ticks: 1, 2 or 5 times a power of ten, so that about `about` ticks fill the span."""
+    """Return a distance between ticks that gives about `about` ticks in the span. It is 1, 2 or 5 times a power of ten."""
     raw = span / max(about, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
 
 
 def ticks(low: float, high: float, step: float) -> list[float]:
-    """The multiples of `step` within [low, high]."""
+    """Return the multiples of `step` within [low, high]."""
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [place * step for place in range(first, last + 1)]
 
 
 def tick_text(value: float, step: float) -> str:
-    """The label of a tick, with as many decimals as the distance between ticks needs; large numbers end with k, M or G."""
+    """Return the label of a tick, with as many decimals as the distance `step` needs. Large numbers end with k, M or G."""
     if value == 0:
         return "0"
     if step < 1e-3:

@@ -1,1 +1,1 @@
-"""The report of a study: figures, tables and one self-contained HTML page."""
+"""Report of a study: figures, tables and one self-contained HTML page."""

@@ -1,6 +1,6 @@
-"""The look of a study's figures and their conversion to files: colours, scales with readable ticks, SVG without styles, PNG.
+"""Style of a study's figures, scales with readable ticks, and conversion to SVG and PNG.
 
-Figures use the objects of matplotlib without pyplot's global state. Every colour has a counterpart for a dark page.
+Figures use matplotlib's objects without the global state of pyplot. Every colour has a counterpart for a dark page.
 """
 
 import io
@@ -36,7 +36,7 @@ RULE_COLORS: Mapping[RuleName, str] = {
     "noise_scale": "#3d9bd4",
     "surge": "#6a45a8",
 }
-"""Colours of Okabe and Ito, which colour-blind readers can distinguish; some are slightly darker for lines on white."""
+"""Colours of the rules, from the palette of Okabe and Ito for colour-blind readers. Some are slightly darker for lines on white."""
 RULE_DASHES: Mapping[RuleName, Any] = {
     "none": (0, (1.2, 1.6)),
     "linear": (0, (6, 2)),
@@ -113,20 +113,20 @@ _DEFAULTS = {("fill-opacity", "1"), ("stroke-opacity", "1"), ("opacity", "1")}
 
 
 class NoFigure(Exception):
-    """There is nothing to draw; the message is the reason, without capital letter and full stop."""
+    """Reason why a figure cannot be drawn, without a capital letter and full stop."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as files."""
+    """Figure as files."""
 
     svg: str
-    """An svg element with attributes instead of styles, for a file or a page."""
+    """SVG element with attributes instead of styles, for a file or a page."""
     png: bytes
 
 
 def new_axes() -> tuple[Figure, Axes]:
-    """A figure with one plot; call it inside `styled`."""
+    """Return a new figure with one plot. Call this inside `styled`."""
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
@@ -134,17 +134,17 @@ def new_axes() -> tuple[Figure, Axes]:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply the style of the figures for this block; the previous settings of matplotlib return after it."""
+    """Apply the style of the figures during this block, and restore the settings of matplotlib after it."""
     with matplotlib.rc_context(STYLE):
         yield
 
 
 def draw(figure: Figure, name: str, title: str) -> Drawn:
-    """The files of a figure.
+    """Convert a figure to files.
 
     Args:
         figure: the figure.
-        name: name of the figure, which keeps the ids of its SVG apart from those of other figures on the page.
+        name: name of the figure. It makes the ids of the SVG differ from those of other figures on the page.
         title: description of the figure for screen readers.
     """
     svg, png = io.BytesIO(), io.BytesIO()
@@ -155,12 +155,12 @@ def draw(figure: Figure, name: str, title: str) -> Drawn:
 
 
 def batch_colors(batches: Sequence[int]) -> dict[int, str]:
-    """Colour of each batch, by its logarithm, from a perceptually uniform map without its lightest end."""
+    """Return the colour of each batch, from a perceptually uniform map over its logarithm without the lightest end."""
     return {batch: to_hex(matplotlib.colormaps["viridis"](0.84 * share)) for batch, share in _shares(batches)}
 
 
 def dark_counterparts(batches: Sequence[int]) -> dict[str, str]:
-    """Colours for a dark page by the colours of the figures; those of batches come from the same map without its darkest end."""
+    """Return the colours for a dark page by the colours of the figures. Those of batches use the same map without the darkest end."""
     colors = batch_colors(batches)
     there = {
         colors[batch]: to_hex(matplotlib.colormaps["viridis"](0.3 + 0.7 * share)) for batch, share in _shares(batches)
@@ -169,7 +169,7 @@ def dark_counterparts(batches: Sequence[int]) -> dict[str, str]:
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
-    """Make x the batch on a logarithmic scale, with a tick for each batch and a label where there is room."""
+    """Make the x axis a logarithmic axis of batches, with a tick for each batch, and labels if there is room for them."""
     low, high = min(batches), max(batches)
     pad = (high / low) ** 0.06 if high > low else 1.5
     axes.set_xscale("log")
@@ -180,7 +180,7 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
-    """Make an axis logarithmic from `low` to `high`, with round numbers as ticks; `pad` is the margin as a share of the axis."""
+    """Make an axis logarithmic from `low` to `high`, with ticks at round numbers. `pad` is the margin as a share of the axis."""
     room = (high / low) ** pad if high > low else 2.0
     low, high = low / room, high * room
     axes = axis.axes
@@ -195,7 +195,7 @@ def log_axis(axis: Axis, low: float, high: float, pad: float = 0.06) -> None:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Three to nine round numbers within the range, or fewer if the range has fewer."""
+    """Return three to nine round numbers within the range, or fewer if it does not contain three."""
     decades = range(floor(log10(low)), ceil(log10(high)) + 1)
     found: list[float] = []
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
@@ -207,7 +207,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """The label of a tick: `0.002`, `5,000`, `20k`, `3M`."""
+    """Return the label of a tick, such as `0.002`, `5,000`, `20k` or `3M`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / min(size, 1e3 if unit == 'k' else size):g}{unit}"
@@ -216,17 +216,17 @@ def tick_label(value: float) -> str:
 
 
 def legend_above(figure: Figure, handles: Sequence[Any], columns: int = 4, title: str | None = None) -> None:
-    """Place a legend above the plot, where it covers no data, in rows; matplotlib itself fills columns first."""
+    """Place a legend above the plot, where it covers no data. Entries fill the rows first, unlike in matplotlib itself."""
     if handles:
         by_column = [handle for column in range(columns) for handle in handles[column::columns]]
         found = figure.legend(handles=by_column, loc="outside upper left", ncols=columns, title=title)
         found.get_title().set_fontsize(7.5)
-        found._legend_box.align = "left"  # type: ignore[attr-defined]  # matplotlib has no public way
+        found._legend_box.align = "left"  # type: ignore[attr-defined]  # matplotlib has no public interface for it
         found.get_title().set_color(SOFT)
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Positions moved apart until neighbours are `gap` apart, in the order of `places`."""
+    """Return the positions, in the order of `places`, moved so that neighbours are at least `gap` apart."""
     order = sorted(range(len(places)), key=lambda at: places[at])
     moved = [places[at] for at in order]
     for _ in range(100):
@@ -254,7 +254,7 @@ def _ticks(axis: Axis, places: Sequence[float], labels: Sequence[str]) -> None:
 
 
 def _thinned(batches: Sequence[int], inches_a_decade: float) -> list[str]:
-    """Labels of every batch, every second batch and so on, so that they do not touch; the remaining labels are empty."""
+    """Return the labels of every n-th batch, with the smallest n for which labels do not touch. The other labels are empty."""
     for every in range(1, len(batches) + 1):
         shown = batches[::every]
         ends = [(log10(batch) * inches_a_decade, 0.033 * len(f"{batch:,}") + 0.02) for batch in shown]
@@ -264,7 +264,7 @@ def _thinned(batches: Sequence[int], inches_a_decade: float) -> list[str]:
 
 
 def _plain_svg(raw: bytes, title: str) -> str:
-    """The SVG of matplotlib with attributes instead of styles, which the policy of the page forbids, and without unused ids."""
+    """Return the SVG of matplotlib without unused ids, and with attributes instead of styles, which the policy of the page forbids."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(raw)
@@ -287,7 +287,7 @@ def _plain_svg(raw: bytes, title: str) -> str:
         each.text = None if not (each.text or "").strip() else each.text
         if "d" in each.attrib:
             each.set("d", " ".join(each.attrib["d"].split()))
-    # Matplotlib's style sheet sets these for all elements; an element that differs has its own attribute.
+    # Matplotlib's style sheet sets the first two for all elements. Elements that differ have their own attributes.
     attributes = {"stroke-linejoin": "round", "stroke-linecap": "butt", "role": "img", "aria-label": title}
     for name, value in attributes.items():
         root.set(name, value)
@@ -299,7 +299,7 @@ def _is_link(text: str) -> bool:
 
 
 def _declarations(style: str) -> Iterator[tuple[str, str]]:
-    """A style as attributes; the shorthand `font` becomes its parts, because SVG has no such attribute."""
+    """Yield a style as attributes. The shorthand `font` is split, because SVG has no such attribute."""
     for each in filter(None, (part.strip() for part in style.split(";"))):
         name, _, value = (part.strip() for part in each.partition(":"))
         if name == "font":

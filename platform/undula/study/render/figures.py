@@ -1,4 +1,4 @@
-"""The figures of a study: each is a plot, or a sentence that says why there is none."""
+"""Figures of a study. Each figure is a plot, or a sentence with the reason why there is none."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,20 +38,20 @@ WARMUP_DASHES = ("-", (0, (6, 2)), (0, (1.2, 1.6)), (0, (6, 1.5, 1, 1.5)))
 
 @dataclass(frozen=True)
 class StudyFigure:
-    """A figure of the report."""
+    """Figure of the report."""
 
     name: str
-    """Name of its files, without the ending."""
+    """Name of the figure's files, without the extension."""
     title: str
     note: str
     """Explanation of how to read the figure."""
     drawn: Drawn | None
     problem: str
-    """Sentence that says why nothing is drawn; empty if something is."""
+    """Sentence with the reason why there is no plot; empty if there is one."""
 
 
 def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFigure]:
-    """The figures of a group, in the order of the page."""
+    """Yield the figures of a group, in the order of the page."""
     spec, key = findings.spec, found.group.key
     base = spec.batches[0]
     plans: list[tuple[str, str, str, Callable[[], Figure]]] = [
@@ -92,7 +92,7 @@ def group_figures(findings: Findings, found: GroupFindings) -> Iterator[StudyFig
         ),
         (
             "predicted", "Predicted against tuned learning rate",
-            "Above 1, a rule asks for a higher rate than the best one; below 1, for a lower rate.",
+            "Above 1, a rule predicts a higher rate than the best one; below 1, a lower rate.",
             partial(draw_predicted, found, base),
         ),
         (
@@ -129,7 +129,7 @@ def _pareto_note(fit: ParetoFit | None) -> str:
 
 
 def warmup_figures(findings: Findings) -> Iterator[StudyFigure]:
-    """The warmup ablation: one figure for each optimizer."""
+    """Yield the figures of the warmup ablation, one for each optimizer."""
     note = "The lowest loss over all learning rates at each batch, as the mean over seeds with its standard deviation."
     for optimizer in findings.spec.optimizers:
         title = f"Loss against batch by warmup: {optimizer_words(optimizer)}"
@@ -150,7 +150,7 @@ def _reached(found: GroupFindings) -> list[tuple[int, Fewest]]:
 
 
 def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
-    """Steps or samples to the target over the batch, with perfect scaling and the fit; `what` is `steps` or `samples`."""
+    """Draw the steps or samples to the target over the batch, with perfect scaling and the fit; `what` is `steps` or `samples`."""
     rows = _reached(found)
     if not rows or len(found.main.batches) < 2:
         raise NoFigure(found.pareto_problem or f"the study has one batch ({spec.batches[0]:,})")
@@ -186,7 +186,7 @@ def draw_to_target(found: GroupFindings, spec: StudySpec, what: str) -> Figure:
 
 
 def _critical_band(axes: Axes, found: GroupFindings, batches: Sequence[int]) -> list[Line2D]:
-    """Draw the critical batch and its interval as far as they lie within the plot; returns their entry in the key."""
+    """Draw the parts of the critical batch and its interval that are inside the plot, and return their legend entry."""
     fit, (left, right) = found.pareto, axes.get_xlim()
     if fit is None:
         return []
@@ -199,7 +199,7 @@ def _critical_band(axes: Axes, found: GroupFindings, batches: Sequence[int]) -> 
 
 
 def _critical_key(fit: ParetoFit, label: str) -> Line2D:
-    """The key of the dotted line, or of the band if there is no line."""
+    """Return the legend entry of the dotted line, or of the band if there is no line."""
     if is_bounded(fit):
         return Line2D([], [], color=INK, lw=0.9, ls=(0, (1, 2)), label=label)
     return Line2D([], [], color=BAND, lw=6, label=label)
@@ -211,7 +211,7 @@ def _critical_label(fit: ParetoFit) -> str:
 
 
 def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
-    """Samples over steps to the target, with the fitted hyperbola."""
+    """Draw the samples over the steps to the target, with the fitted hyperbola."""
     rows, fit = _reached(found), found.pareto
     if len(rows) < 2:
         raise NoFigure(found.pareto_problem)
@@ -249,14 +249,14 @@ def draw_pareto(found: GroupFindings, spec: StudySpec) -> Figure:
 
 
 def draw_noise(found: GroupFindings) -> Figure:
-    """The gradient noise scale during the best trial at each batch, with the critical batch."""
+    """Draw the gradient noise scale during the best trial at each batch, with the critical batch."""
     curves = []
     for each in found.main.batches:
         record = best_record(each)
         kept = [(at, scale) for at, scale in record.noise if isfinite(scale) and scale > 0] if record else []
         curves += [(each.batch, kept)] if kept else []
     if not curves:
-        raise NoFigure("no trial that is the best of its batch measured the gradient noise scale")
+        raise NoFigure("none of the best trials measured the gradient noise scale")
     colors = batch_colors([each.batch for each in found.main.batches])
     figure, axes = new_axes()
     scales = [scale for _, kept in curves for _, scale in kept]
@@ -285,7 +285,7 @@ def draw_noise(found: GroupFindings) -> Figure:
 
 
 def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
-    """The lowest loss over the batch, with a line for each warmup."""
+    """Draw the lowest loss over the batch, with a line for each warmup."""
     groups = [found for found in findings.groups if found.group.optimizer == optimizer]
     if len(groups) < 2:
         raise NoFigure(
@@ -308,7 +308,7 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
     for place, (warmup, found) in enumerate(rows.items()):
         color, shift = (
             colors[place + 1],
-            1 + 0.02 * (place - (len(rows) - 1) / 2),  # keeps bars from hiding each other
+            1 + 0.02 * (place - (len(rows) - 1) / 2),  # keeps bars from covering each other
         )
         x = [batch * shift for batch, _ in found]
         label = f"{warmup:,} samples" if warmup else "none"

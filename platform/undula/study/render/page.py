@@ -1,5 +1,6 @@
-"""The report of a study: one self-contained HTML page with verdicts, figures and tables; each figure as SVG and PNG; all trials as CSV
-and Parquet. The page asks nothing of the network and runs no script.
+"""Report of a study: one self-contained HTML page with verdicts, figures and tables. The page makes no network requests and runs no script.
+
+Beside the page are the figures as SVG and PNG, and all trials as CSV and Parquet.
 """
 
 import io
@@ -32,18 +33,18 @@ FOLDER = "report"
 def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) -> str:
     """Write the folder report/ of a study: index.html, trials.csv, trials.parquet and figures/.
 
-    The page says what is missing, so that a study has a report at any time, even without a single finished trial.
+    A report can be written at any time, even before a trial has finished, because the page lists what is missing.
 
     Args:
         store: directory of the study.
         spec: the study.
-        records: all trials, including those that wait.
+        records: all trials, including waiting ones.
 
     Returns:
         The path or URL of the page.
 
     Raises:
-        StorageError: the directory cannot be written.
+        StorageError: The directory cannot be written.
     """
     findings = find(spec, records)
     groups = [list(group_figures(findings, found)) for found in findings.groups]
@@ -62,13 +63,13 @@ def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) 
 
 
 def publish(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
-    """Write the report; returns the lines for the terminal: the verdicts, and where the report is."""
+    """Write the report, and return its verdicts and path as lines for the terminal."""
     page = write_report(store, spec, records)
     return [*verdict_lines(spec, records), "", f"report: {page}"]
 
 
 def verdict_lines(spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
-    """The verdicts of the page as lines for a terminal."""
+    """Return the verdicts of the page as lines for a terminal."""
     findings = find(spec, records)
     lines = []
     for found in findings.groups:
@@ -78,10 +79,10 @@ def verdict_lines(spec: StudySpec, records: Sequence[TrialRecord]) -> list[str]:
 
 
 def render(findings: Findings, groups: Sequence[Sequence[StudyFigure]], warmups: Sequence[StudyFigure]) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
-        findings: what the study found.
+        findings: findings of the study.
         groups: figures of each group of the findings.
         warmups: figures of the warmup ablation.
     """
@@ -118,9 +119,9 @@ def _figure_files(figure: StudyFigure) -> Iterator[tuple[str, bytes]]:
 
 
 def _dark_colors(batches: Sequence[int]) -> str:
-    """CSS that replaces the colours of the figures on a dark page.
+    """Return CSS that replaces the colours of the figures on a dark page.
 
-    The selectors name no ancestor: the parts that a figure uses several times are matched in a tree of their own, without ancestors.
+    The selectors name no ancestors, because parts that an SVG figure reuses are matched in a separate tree without ancestors.
     """
     rules = "".join(
         f'  [{attribute}="{light}"] {{ {attribute}: {dark}; }}\n'
@@ -131,7 +132,7 @@ def _dark_colors(batches: Sequence[int]) -> str:
 
 
 def _facts(findings: Findings) -> list[str]:
-    """The line below the title."""
+    """Return the facts in the line below the title."""
     spec = findings.spec
     low, high, left = min(spec.batches), max(spec.batches), findings.unfinished
     facts = (
@@ -154,11 +155,11 @@ def _result_tiles(findings: Findings) -> list[Tile]:
     title = first.group.title if len(findings.groups) > 1 else ""
     law = first.main.laws[0] if first.main.laws else None
     fit = f"{interval_text(law.fit.interval)}, batches {law.batches}" if law else "no fit"
-    doubt = "" if law is None or law.tells_apart else "does not tell rules apart"
+    doubt = "" if law is None or law.tells_apart else "does not distinguish rules"
     return [
         Tile("trials", f"{ended:,}", f"of {len(records):,}: {states}"),
         Tile(f"lowest {spec.metric.replace('_', ' ')}", number(lowest) if isfinite(lowest) else DASH, where),
-        Tile("best rate goes as", f"batch^{law.fit.exponent:.2f}" if law else DASH, _joined(title, fit, doubt)),
+        Tile("best rate scales as", f"batch^{law.fit.exponent:.2f}" if law else DASH, _joined(title, fit, doubt)),
         Tile(
             "critical batch",
             critical_batch_text(first.pareto) if first.pareto else DASH,
@@ -186,7 +187,7 @@ def _joined(*parts: str) -> str:
 
 
 def _lowest(findings: Findings) -> tuple[float, str]:
-    """The lowest mean loss over seeds, and the trial it belongs to; infinite if no trial is complete."""
+    """Return the lowest mean loss over seeds and a description of its trial, or infinity if no trial is complete."""
     spec = findings.spec
     points = [
         (found.group, tuning.rules, each.batch, each.lowest)
@@ -207,7 +208,7 @@ def _lowest(findings: Findings) -> tuple[float, str]:
 
 
 def _plain(tree: object) -> object:
-    """A tree with lists in place of tuples, which safe YAML cannot write."""
+    """Return a tree with lists in place of tuples, which safe YAML cannot write."""
     if isinstance(tree, dict):
         return {str(key): _plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

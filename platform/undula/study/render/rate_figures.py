@@ -38,19 +38,19 @@ from undula.study.spec import StudySpec
 from undula.study.verdicts import interval_text
 
 REACH = 8.0
-"""Range of the plot of best rates beyond those rates, as a factor; the lines of the rules end there."""
+"""Factor by which the plot of best rates extends beyond them, to show the lines of the rules."""
 ROW = 0.024
-"""Share of the height of a plot for the row that marks the diverged trials of one batch."""
+"""Share of the height of a plot for the row of markers of one batch's diverged trials."""
 PLOT_PT = 160.0
 """Approximate height of a plot in points; the width is larger."""
 LEVELS = 14
 """Number of colours of the map of losses."""
 SPAN = 300.0
-"""Ratio of the largest difference on the map to the smallest one that has a colour of its own."""
+"""Ratio of the largest difference of losses on the map to the smallest one with a separate colour."""
 
 
 def draw_rates(found: GroupFindings, tuning: Tuning, spec: StudySpec) -> Figure:
-    """The last loss over the learning rate, with a line for each batch."""
+    """Draw the last loss over the learning rate, with a line for each batch."""
     shown = [each for each in tuning.batches if each.points]
     losses = [point.loss for each in shown for point in each.points if isfinite(point.loss)]
     if not losses:
@@ -92,13 +92,13 @@ def _loss_line(axes: Axes, each: AtBatch, color: str, top: float) -> None:
 
 
 def _last_seen(point: RatePoint) -> float:
-    """Mean loss at which the trials of a point were stopped; infinite if none was."""
+    """Return the mean loss at which the trials of a point were stopped, or infinity if none was stopped."""
     seen = [record.loss for record in point.records if record.state == "stopped"]
     return sum(seen) / len(seen) if seen else inf
 
 
 def _marker_keys(shown: Sequence[AtBatch], top: float) -> list[Line2D]:
-    """Entries of the key for the markers that the figure has."""
+    """Return the legend entries of the markers in the figure."""
     outcomes = {point.outcome for each in shown for point in each.points}
     optima = [each.optimum for each in shown if each.optimum]
     keys = []
@@ -130,7 +130,7 @@ def _optimum(axes: Axes, optimum: Optimum, color: str) -> None:
 
 
 def _loss_axis(axes: Axes, losses: Sequence[float], above: float) -> float:
-    """Scale the axis, logarithmically if the losses are positive and far apart; returns the highest loss that is shown.
+    """Scale the axis, logarithmically if the losses are positive and far apart, and return the highest loss that is shown.
 
     Args:
         axes: the plot.
@@ -152,7 +152,7 @@ def _loss_axis(axes: Axes, losses: Sequence[float], above: float) -> float:
 
 
 def draw_best_rate(found: GroupFindings, base: int) -> Figure:
-    """The best learning rate over the batch, the fitted power law with its interval, and a line for each rule from the base batch."""
+    """Draw the best learning rate over the batch, the fitted power law with its interval, and a line for each rule."""
     optima = [(each, each.optimum) for each in found.main.batches if each.optimum]
     batches = [each.batch for each in found.main.batches]
     if not optima:
@@ -168,7 +168,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
     fitted = [law.fit.factor * batch**law.fit.exponent for batch in batches] if law else []
     at_base = next((optimum for each, optimum in optima if each.batch == base), None)
     low, high = min([*rates, *fitted]), max([*rates, *fitted])
-    if at_base and at_base.interior:  # the plot holds the lines of the rules up to REACH
+    if at_base and at_base.interior:  # makes room for the lines of the rules, up to REACH
         kappas = [min(batches) / base, max(batches) / base]
         ends = [at_base.rate * factor_of(rule, kappa) for rule in _rules_with_lines(found) for kappa in kappas]
         low, high = (
@@ -178,7 +178,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
     middle, half = (
         sqrt(low * high),
         max(sqrt(high / low), 2.0),
-    )  # a plot needs a height even if all rates are equal
+    )  # the height must not be 0 if all rates are equal
     log_axis(axes.yaxis, middle / half, middle * half, pad=0.08)
     axes.set_ylabel("best learning rate")
     keys = [_fit_line(axes, law.fit, batches)] if law else []
@@ -217,7 +217,7 @@ def draw_best_rate(found: GroupFindings, base: int) -> Figure:
 
 
 def _rules_with_lines(found: GroupFindings) -> list[RuleName]:
-    """Rules that are a power of the batch; one line stands for all rules with the same power."""
+    """Return the rules that scale with a power of the batch. Rules with the same power share a line."""
     verdicts = [each for law in found.main.laws[:1] for each in law.verdicts]
     return list(dict.fromkeys(each.rule for each in verdicts)) or ["linear", "sqrt", "none"]
 
@@ -236,7 +236,7 @@ def _fit_line(axes: Axes, fit: PowerLaw, batches: Sequence[int]) -> Line2D:
 
 
 def _band(fit: PowerLaw, x: Floats) -> tuple[Floats, Floats]:
-    """Interval of the fit around its log rate, below and above: the level at the middle batch and the slope are independent."""
+    """Return the interval of the fit below and above its log rate. The level at the middle batch and the slope are independent."""
     away = np.log(x) - np.mean(np.log([each.batch for each in fit.used]))
     down, up = fit.exponent - fit.interval.low, fit.interval.high - fit.exponent
     above = np.hypot(fit.level, away * np.where(away > 0, up, down))
@@ -245,7 +245,7 @@ def _band(fit: PowerLaw, x: Floats) -> tuple[Floats, Floats]:
 
 
 def _rule_lines(axes: Axes, base: Optimum, batches: Sequence[int], rules: Sequence[RuleName]) -> None:
-    """Draw the rules from the tuned rate of the base batch, each with its name where the line leaves the plot."""
+    """Draw the lines of the rules from the tuned rate of the base batch, with the name of each where its line leaves the plot."""
     x = np.geomspace(min(batches), max(batches), 200)
     bottom, top = axes.get_ylim()
     ends: dict[float, tuple[float, float, list[RuleName]]] = {}
@@ -275,7 +275,7 @@ def _name(axes: Axes, names: Sequence[RuleName], at: tuple[float, float], transf
 
 
 def draw_predicted(found: GroupFindings, base: int) -> Figure:
-    """Rates that the rules predict from the tuned rate of the base batch, divided by the tuned rates, over the batch."""
+    """Draw the ratio of predicted to tuned rates over the batch. Rules predict rates from the tuned rate of the base batch."""
     rows = [(each.rule, each.batch, *each.ratio) for each in found.predictions if each.ratio]
     if not rows:
         at_base = next((each for each in found.main.batches if each.batch == base), None)
@@ -306,7 +306,7 @@ def draw_predicted(found: GroupFindings, base: int) -> Figure:
 
 
 def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
-    """Map over batch and learning rate: loss above the lowest one of its batch, and trials that diverged, failed, stopped or still run."""
+    """Draw a map over batch and learning rate, with the loss above the lowest one of its batch, and with trials that have no loss."""
     points = [(each, point) for each in tuning.batches for point in each.points]
     if not points:
         raise NoFigure("no trial has started yet")
@@ -317,7 +317,7 @@ def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
     markers = {"diverged": ("X", DIVERGED), "failed": ("s", INK), "stopped": ("o", SOFT), "unfinished": ("s", AXIS)}
     excess = [point.loss - each.lowest.loss for each, point in points if each.lowest and isfinite(point.loss)]
     positive = [value for value in excess if value > 0]
-    # Two nearly equal losses would otherwise take most of the colours.
+    # The limit keeps two nearly equal losses from taking most of the colours.
     norm = LogNorm(max(min(positive), max(positive) / SPAN), max(positive) * 1.0001) if positive else None
     for each, point in points:
         if isfinite(point.loss) and each.lowest:
@@ -347,13 +347,13 @@ def draw_map(found: GroupFindings, tuning: Tuning) -> Figure:
 
 
 def _level(share: float) -> str:
-    """Colour of the map for a share of its range; 0 is the lowest loss and bright."""
+    """Return the colour of the map at a share of its range. The lowest loss has share 0 and a bright colour."""
     stepped = round(share * (LEVELS - 1)) / (LEVELS - 1)
     return to_hex(matplotlib.colormaps["cividis"](0.95 - 0.85 * stepped))
 
 
 def _cell_size(batches: Sequence[AtBatch]) -> float:
-    """Area of a marker in square points, so that neither the markers of a column nor the columns overlap much."""
+    """Return the area of a marker in square points, chosen so that markers overlap little within a column and between columns."""
     rates = [np.log([point.rate for point in each.points]) for each in batches if each.points]
     span = max(each.max() for each in rates) - min(each.min() for each in rates)
     gaps = np.concatenate([np.diff(each) for each in rates])

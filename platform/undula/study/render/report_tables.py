@@ -1,4 +1,4 @@
-"""Tables of a study's report: every trial as columns for other programs, and the tables of the page. Pure."""
+"""Tables of a study's report: all trials for other programs, and the tables of the page. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table."""
+    """Cell of a table."""
 
     text: str
     css: str = ""
@@ -44,21 +44,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of the page."""
+    """Table of the page."""
 
     head: tuple[Cell, ...]
     rows: tuple[tuple[Cell, ...], ...]
     empty: str = ""
-    """Sentence in place of a table without rows."""
+    """Sentence that replaces a table without rows."""
 
 
 def trial_table(spec: StudySpec, records: Iterable[TrialRecord]) -> pa.Table:
-    """Every trial, in the order of the records."""
+    """Return the table of all trials, in the order of the records."""
     return pa.Table.from_pylist([_trial_row(spec, record) for record in records], schema=SCHEMA)
 
 
 def space_table(spec: StudySpec) -> PageTable:
-    """The search space."""
+    """Return the table of the search space."""
     rates = spec.rates
     rows = [
         ("batches", ", ".join(f"{each:,}" for each in spec.batches), f"{len(spec.batches)}"),
@@ -77,7 +77,7 @@ def space_table(spec: StudySpec) -> PageTable:
 
 
 def states_table(findings: Findings) -> PageTable:
-    """Numbers of trials by batch and state."""
+    """Return the table of the number of trials by batch and state."""
     counts: dict[int, Counter[State]] = {batch: Counter() for batch in sorted(findings.spec.batches)}
     for record in findings.records:
         counts.setdefault(record.trial.batch, Counter())[record.state] += 1
@@ -92,14 +92,14 @@ def states_table(findings: Findings) -> PageTable:
 
 
 def failures_table(findings: Findings) -> PageTable | None:
-    """Trials that failed, with the reason; None if there are none."""
+    """Return the table of failed trials with the reasons, or None if there are none."""
     failed = [record for record in findings.records if record.state == "failed"]
     rows = [(each.trial.name, each.message or DASH) for each in failed]
     return _table(("trial", "message"), rows, text_columns=(0, 1)) if failed else None
 
 
 def seeds_table(findings: Findings) -> PageTable:
-    """Mean and standard deviation over seeds of the lowest loss at each batch."""
+    """Return the table of the mean and standard deviation, over seeds, of the lowest loss at each batch."""
     rows = [
         (found.group.title, f"{each.batch:,}", *_seed_cells(each.lowest, each))
         for found in findings.groups
@@ -110,7 +110,7 @@ def seeds_table(findings: Findings) -> PageTable:
 
 
 def cost_table(findings: Findings) -> PageTable:
-    """Seconds and dollars by batch."""
+    """Return the table of time and cost by batch."""
     hourly = findings.spec.worker_hour
     batches = sorted({record.trial.batch for record in findings.records})
     parts = [(f"{batch:,}", [each for each in findings.records if each.trial.batch == batch]) for batch in batches]
@@ -124,7 +124,7 @@ def cost_table(findings: Findings) -> PageTable:
 
 
 def verdict_table(found: GroupFindings) -> PageTable | None:
-    """The verdict of each fit on each rule; None if no fit judges any."""
+    """Return the table of the verdicts of each fit on each rule, or None if there are none."""
     laws = [(tuning, law) for tuning in found.tunings for law in tuning.laws if law.verdicts]
     if not laws:
         return None
@@ -142,7 +142,7 @@ def verdict_table(found: GroupFindings) -> PageTable | None:
 
 
 def predictions_table(findings: Findings) -> PageTable:
-    """Predictions of the rules beside the tuned rates, and the loss that following a rule costs."""
+    """Return the table that compares the predictions of the rules with the tuned rates, in rate and loss."""
     rows = [
         (
             found.group.title,
@@ -174,7 +174,7 @@ def predictions_table(findings: Findings) -> PageTable:
 
 
 def trials_table(findings: Findings) -> PageTable:
-    """The first TRIALS_SHOWN trials."""
+    """Return the table of the first TRIALS_SHOWN trials."""
     target = findings.spec.target
     rows = []
     for record in findings.records[:TRIALS_SHOWN]:
@@ -212,14 +212,14 @@ def trials_table(findings: Findings) -> PageTable:
 
 
 def bounded(value: float | None, bound: Bound | None) -> str:
-    """A value with its bound: `0.02`, or `≥ 0.02`."""
+    """Return a value with its bound, such as `0.02` or `≥ 0.02`."""
     return DASH if value is None else " ".join(filter(None, (bound, number(value))))
 
 
 def _table(
     head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = (0,), empty: str = ""
 ) -> PageTable:
-    """A table; columns other than `text_columns` hold numbers and are aligned to the right."""
+    """Return a table. Columns other than `text_columns` have numbers and are aligned to the right."""
     css = ["" if place in text_columns else "n" for place in range(len(head))]
     return PageTable(
         tuple(Cell(text, kind) for text, kind in zip(head, css, strict=True)),
@@ -242,10 +242,10 @@ def _seed_cells(point: RatePoint | None, each: AtBatch) -> tuple[str, ...]:
 
 
 def _verdict_cell(rule: RuleName, law: Law) -> Cell:
-    """The verdict on a rule. "Not rejected" speaks for a rule only if the same interval rejects another one."""
+    """Return the verdict on a rule. "Not rejected" is evidence for a rule only if the same interval rejects another rule."""
     judgement: str = next((each.judgement for each in law.verdicts if each.rule == rule), "not tested")
     if judgement == "not rejected" and not law.tells_apart:
-        return Cell("not told apart", "v-not-tested")
+        return Cell("not distinguished", "v-not-tested")
     return Cell(judgement, f"v-{judgement.replace(' ', '-')}")
 
 
