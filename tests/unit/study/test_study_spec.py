@@ -211,7 +211,8 @@ def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> N
 
 def test_job_that_is_not_there_is_named(refused: Refused) -> None:
     assert refused(RATES, "job=jobs/none.yaml") == (
-        'command line: job is "jobs/none.yaml", but jobs/none.yaml does not exist; set the path of a job\'s YAML, relative to that of the study'
+        'command line: job is "jobs/none.yaml", but jobs/none.yaml does not exist; '
+        "set the path of a job's YAML, relative to that of the study"
     )
 
 
