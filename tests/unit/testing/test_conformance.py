@@ -3,8 +3,8 @@
 import pytest
 from conformance_cases import ALL, REFUSED, UNSOUND, write_job
 
-from undula.errors import ConformanceError, UsageError
-from undula.testing.conformance import check
+from undula.errors import ConformanceError, SpecError, UsageError
+from undula.testing.conformance import check, check_on_ranks
 
 STEPS = ("plan.max_steps=4",)
 
@@ -31,3 +31,22 @@ def test_state_that_no_checkpoint_has_is_found(name: str, job: str) -> None:
     train, sentence = UNSOUND[name]
     with pytest.raises(ConformanceError, match=f"^{sentence}"):
         check(train, job, *STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a branch that some steps use", "BatchNorm", "a buffer that is replaced", "extra state"]
+)
+def test_lost_ranks_and_another_world_size_do_not_change_a_deterministic_run(name: str, job: str) -> None:
+    check_on_ranks(ALL[name], job, "deterministic=true")
+
+
+@pytest.mark.parametrize(
+    "name", ["a branch that some steps use", "a sparse embedding", "a group added during training"]
+)
+def test_lost_ranks_do_not_change_a_run(name: str, job: str) -> None:
+    check_on_ranks(ALL[name], job)
+
+
+def test_sparse_gradients_in_a_deterministic_run_are_refused_before_a_rank_starts(job: str) -> None:
+    with pytest.raises(SpecError, match=r"a model with sparse gradients .* cannot be combined with deterministic=true"):
+        check_on_ranks(ALL["a sparse embedding"], job, "deterministic=true")
