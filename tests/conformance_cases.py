@@ -1,4 +1,4 @@
-"""Models and optimizers as users have them, for the conformance suite. Everything is at the top of the module: ranks import it."""
+"""Models and optimizers as users have them, for the conformance suite. Everything is at module level, so that ranks can import it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class SparseWords(nn.Module):
 
 
 class Buffers(Plain):
-    """An integer buffer that counts, one that a fresh module makes again, one that is missing, and one that comes late."""
+    """An integer buffer that counts, a buffer that is not persistent, one that stays None, and one that is set in the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Buffers(Plain):
 
 
 class Changing(Plain):
-    """A buffer that is not persistent, and that training changes: it cannot resume exactly."""
+    """A buffer that is not persistent but changes during training, so that the run cannot resume exactly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Changing(Plain):
 
 
 class Replaced(Plain):
-    """A buffer that each forward pass replaces by another tensor."""
+    """A buffer that each forward pass replaces with another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Complex(nn.Module):
 
 
 class Cast(nn.Module):
-    """A plain model of another type."""
+    """A plain model with another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Lazy(nn.Module):
 
 
 class WithExtraState(Plain):
-    """Extra state of numbers and a tensor, which changes the forward pass."""
+    """Extra state of numbers and a tensor that affect the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,12 +328,12 @@ REFUSED: dict[str, tuple[Training, str]] = {
         r"optimizer\.state\.words\.weight\.momentum_buffer is a sparse_coo tensor, which no checkpoint can hold",
     ),
 }
-"""Trainings that a run refuses, and how the sentence begins."""
+"""Training runs that are refused, with the beginning of the message."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """Makes an optimizer of a class of all parameters."""
+    """Function that makes an optimizer of a class for all parameters."""
 
     of: type[torch.optim.Optimizer]
     settings: tuple[tuple[str, object], ...] = ()
@@ -348,7 +348,7 @@ def made(of: type[torch.optim.Optimizer], **settings: object) -> Callable[[nn.Mo
 
 
 def several_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Groups with settings of their own, one of which is empty."""
+    """Groups with their own settings, one of which is empty."""
     weights = [each for each in model.parameters() if each.dim() > 1]
     others = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "betas": (0.8, 0.9)}, {"params": []}]
@@ -361,7 +361,7 @@ def with_tensor_rate(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def first_layer(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of the first layer alone."""
+    """An optimizer of only the first layer."""
     return torch.optim.AdamW(model.first.parameters(), lr=0.05)  # type: ignore[union-attr]
 
 
@@ -372,17 +372,17 @@ def add_second_layer(step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def matrices(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon takes matrices alone."""
+    """Muon only accepts matrices."""
     return torch.optim.Muon([each for each in model.parameters() if each.dim() == 2], lr=0.05)
 
 
 def late_momentum(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Momentum, and the state that it needs, begin in step 2."""
+    """Momentum and its state start in step 2."""
     optimizer.param_groups[0]["momentum"] = 0.9 if step >= 2 else 0.0
 
 
 def train_mode(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A schedule-free optimizer keeps other weights for training than for validation."""
+    """A schedule-free optimizer has different weights for training and for validation."""
     optimizer.train()  # type: ignore[attr-defined]
 
 

@@ -50,6 +50,6 @@ def test_an_invalid_schedule_is_refused_before_a_cluster_starts(tmp_path: Path) 
     faults.write_text("at step 4: explode\n")
     done = chaos("--faults", str(faults))
     assert done.returncode == 2
-    assert "faults.txt:1: 'at step 4: explode' is no fault" in done.stderr
+    assert "faults.txt:1: 'at step 4: explode' is not a fault" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert chaos().returncode == 2

@@ -1,4 +1,4 @@
-"""`deterministic: true`: the same bits at any sequence of world sizes, through a crash as well, and the certificate says so."""
+"""Tests of `deterministic: true`: any sequence of world sizes, with a crash, gives the same bits, and the certificate confirms it."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def alone(session_jobs: Jobs) -> Finished:
 
 
 def test_a_crash_and_another_world_size_do_not_change_a_bit(alone: Finished, session_jobs: Jobs) -> None:
-    """The six virtual workers run on four ranks, which is not a divisor of six, and then on two."""
+    """The six virtual workers run on four ranks, which does not divide six, and then on two."""
     process = session_jobs.start("exact-moves", *session_jobs.workers(4), *SETTINGS)
     await_checkpoint(process, open_store(f"{session_jobs.runs}/exact-moves"), 10)
     os.killpg(process.pid, signal.SIGKILL)
@@ -45,7 +45,7 @@ def assert_same_bits(done: Finished, alone: Finished) -> None:
     assert digests == alone.column("weights_digest")
     assert [step for step, digest in enumerate(digests) if digest is not None] == [9, 19, 29]
     command = [sys.executable, "-m", "undula.cli", "verify", done.store.url, "--against", alone.store.url]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "the weights are those of exact-1 bit for bit, by 3 digests" in said.stdout
-    assert "losses within 0.0e+00" in said.stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "the weights equal those of exact-1 bit for bit, according to 3 digests" in shown.stdout
+    assert "losses within 0.0e+00" in shown.stdout

@@ -1,4 +1,4 @@
-"""The conformance suite: every model and optimizer resumes exactly or is refused, and what does not resume exactly is found."""
+"""Tests of the conformance suite: every model and optimizer resumes exactly or is refused, and inexact resumes are detected."""
 
 import pytest
 from conformance_cases import ALL, REFUSED, batches
@@ -13,12 +13,12 @@ def checked(training: Training, given: list[Batch] | None = None) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_training_resumes_exactly_from_every_step(name: str) -> None:
+def test_training_resumes_exactly_from_every_step(name: str) -> None:
     checked(ALL[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_training_that_could_not_resume_is_refused(name: str) -> None:
+def test_training_that_cannot_resume_is_refused(name: str) -> None:
     training, sentence = REFUSED[name]
     with pytest.raises(UsageError, match=f"^{sentence}"):
         checked(training)
