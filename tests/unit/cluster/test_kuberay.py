@@ -78,7 +78,7 @@ def wrong(found: Any, form: Any, path: str = "") -> Iterator[str]:
             else:
                 yield from wrong(each, fields[name], f"{path}.{name}")
     elif isinstance(form, Mapping):
-        yield from (f"{path}.{name} is no text" for name, each in found.items() if not isinstance(each, str))
+        yield from (f"{path}.{name} is not text" for name, each in found.items() if not isinstance(each, str))
     elif type(found) is not form:
         yield f"{path} is {type(found).__name__}"
 
@@ -94,7 +94,7 @@ def test_every_field_exists_in_kuberay(manifest: dict[str, Any]) -> None:
     assert set(found) == {
         f"{place}.maxReplicas is missing",
         f"{place}.maxReplica is unknown",
-        f"{place}.rayStartParams.num-cpus is no text",
+        f"{place}.rayStartParams.num-cpus is not text",
     }
 
 

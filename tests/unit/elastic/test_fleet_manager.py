@@ -90,7 +90,7 @@ def test_the_on_demand_floor_is_requested() -> None:
     run.have(ON_DEMAND, "a", "b")
     run.look(idle=("a",))
     assert run.fleet.labels == [{MARKET: SPOT}] * 3 + [{MARKET: ON_DEMAND}]
-    assert run.fleet.released == {"a"}  # b trains
+    assert run.fleet.released == {"a"}  # the workers on b train
 
 
 def test_missing_spot_nodes_are_replaced_after_a_wait_while_the_run_is_behind() -> None:
@@ -100,7 +100,7 @@ def test_missing_spot_nodes_are_replaced_after_a_wait_while_the_run_is_behind() 
     assert run.look(2) == Fleet(4, 4)
     run.have(ON_DEMAND, *"abcd")
     assert run.look(done=1) == Fleet(4, 4)
-    assert run.look(done=30) == Fleet(4, 0)  # well ahead of what is expected by now
+    assert run.look(done=30) == Fleet(4, 0)  # the run is well ahead of its deadline
     assert run.fleet.released == set("abcd")
 
 
@@ -182,7 +182,7 @@ def test_unavailable_types_are_only_requested_for_the_existing_nodes() -> None:
     assert run.fleet.labels == [{}] * 4
     run.refused = {"a-type": "no capacity"}
     run.look()
-    assert [event.kind for event in run.events] == ["refusal"] * 2  # as before
+    assert [event.kind for event in run.events] == ["refusal"] * 2  # nothing has changed
     run.have(SPOT, "b", "c", "d")
     run.look()
     assert run.fleet.labels == [{}] * 4  # all of them exist

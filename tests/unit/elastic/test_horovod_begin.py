@@ -19,12 +19,12 @@ MIB_OF_FLOATS = 2**18
 BOTH = {"fusion_threshold_mib": 2, "cycle_time_ms": 2}
 
 
-def _with_a_veteran(rank: int, world_size: int, veteran: int, by_rank: list[dict[str, str]]) -> list[float]:
+def _with_a_former_rank(rank: int, world_size: int, former: int, by_rank: list[dict[str, str]]) -> list[float]:
     """Reduce 3 MiB three times on two ranks, one of which was in another group. From the second time on, ranks fuse cached tensors."""
     import horovod.torch as hvd
 
     state = WorkerState()
-    if rank == veteran:
+    if rank == former:
         begin({**by_rank[rank], **places(["alone"])[0]}, state)
         hvd.shutdown()
     begin(by_rank[rank], state)
@@ -38,12 +38,12 @@ def _with_a_veteran(rank: int, world_size: int, veteran: int, by_rank: list[dict
     return [float(each.mean()) for each in gradients]
 
 
-@pytest.mark.parametrize(("veteran", "fields"), [(0, {}), (1, {}), (0, {"fusion_threshold_mib": 2})])
+@pytest.mark.parametrize(("former", "fields"), [(0, {}), (1, {}), (0, {"fusion_threshold_mib": 2})])
 def test_a_process_from_an_earlier_group_fuses_the_same_tensors_as_a_new_one(
-    veteran: int, fields: dict[str, Any]
+    former: int, fields: dict[str, Any]
 ) -> None:
     with meeting_place() as server:
-        found = on_ranks(2, _with_a_veteran, veteran, rank_variables(server, 2, HorovodSpec(**fields)))
+        found = on_ranks(2, _with_a_former_rank, former, rank_variables(server, 2, HorovodSpec(**fields)))
     assert found == [[8.0 * number for number in range(12)]] * 2
 
 
@@ -71,7 +71,7 @@ def test_gradients_use_the_requested_network_interface() -> None:
     """By default, Horovod would use the interface of the host's name, which is often the loopback interface."""
     outer = {name: all_of[0].address for name, all_of in psutil.net_if_addrs().items() if _is_outer(all_of[0])}
     if not outer:
-        pytest.skip("this machine has no network interface but its loopback")
+        pytest.skip("this machine has only a loopback interface")
     name, address = next(iter(outer.items()))
     with meeting_place() as server:
         by_rank = [{**each, "HOROVOD_GLOO_IFACE": name} for each in rank_variables(server, 2, HorovodSpec())]

@@ -78,7 +78,7 @@ def test_gradients_equal_those_of_the_torch_engine(world_size: int) -> None:
 
 
 class Parts(nn.Module):
-    """Model with parts of which each rank uses a different one, and no rank the last one."""
+    """Model with several parts. Each rank uses a different part, and no rank uses the last one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -135,7 +135,8 @@ def test_a_run_on_spot_is_priced_from_its_ledger(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     write_priced_run(store)
     run = read_run(store)
-    # two spot nodes for 61 minutes, one for 15, one and an on-demand one for 75, one for 1, one waiting for 20, and two for 68
+    # The run holds two spot nodes for 61 minutes, one for 15, one with an on-demand node for 75, one for 1, one that waits for 20, and two
+    # for 68.
     spot_minutes, on_demand_minutes = 61 * 2 + 15 + 75 + 1 + 20 + 68 * 2, 75
     assert sum(
         len(each.workers) * sum(each.seconds.values()) for each in allocations(run.ledger, run.events)

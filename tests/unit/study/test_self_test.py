@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "studies.md"
 
 
 def test_every_check_passes_within_a_minute_and_the_docs_show_them() -> None:
-    started = time.process_time()  # whatever else the machine does
+    started = time.process_time()  # independent of other load on the machine
     checks = list(self_test.self_test())
     assert time.process_time() - started < 60
     assert [check.what for check in checks if not check.passed] == []
