@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Training, str]] = {
         r"optimizer\.state\.words\.weight\.momentum_buffer is a sparse_coo tensor, which no checkpoint can hold",
     ),
 }
-"""Trainings that a run refuses, and how the sentence begins."""
+"""Training runs that are refused, with the beginning of the message."""
 
 
 class Forgetful(torch.optim.SGD):
@@ -190,7 +190,7 @@ UNSOUND: dict[str, tuple[Training, str]] = {
 
 @dataclass(frozen=True)
 class Made:
-    """Makes an optimizer of a class of all parameters."""
+    """Function that makes an optimizer of a class for all parameters."""
 
     of: type[torch.optim.Optimizer]
     settings: tuple[tuple[str, object], ...] = ()
@@ -205,7 +205,7 @@ def made(of: type[torch.optim.Optimizer], **settings: object) -> Callable[[nn.Mo
 
 
 def several_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Groups with settings of their own, one of which is empty."""
+    """Groups with their own settings, one of which is empty."""
     weights = [each for each in model.parameters() if each.dim() > 1]
     others = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "betas": (0.8, 0.9)}, {"params": []}]
@@ -218,7 +218,7 @@ def with_tensor_rate(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def first_layer(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of the first layer alone."""
+    """An optimizer of only the first layer."""
     return torch.optim.AdamW(model.first.parameters(), lr=0.05)  # type: ignore[union-attr]
 
 
@@ -229,17 +229,17 @@ def add_second_layer(step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def matrices(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon takes matrices alone."""
+    """Muon only accepts matrices."""
     return torch.optim.Muon([each for each in model.parameters() if each.dim() == 2], lr=0.05)
 
 
 def late_momentum(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Momentum, and the state that it needs, begin in step 2."""
+    """Momentum and its state start in step 2."""
     optimizer.param_groups[0]["momentum"] = 0.9 if step >= 2 else 0.0
 
 
 def train_mode(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A schedule-free optimizer keeps other weights for training than for validation."""
+    """A schedule-free optimizer has different weights for training and for validation."""
     optimizer.train()  # type: ignore[attr-defined]
 
 

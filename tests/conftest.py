@@ -110,7 +110,7 @@ def session_jobs(cluster: LocalCluster, text: str, tmp_path_factory: pytest.Temp
 
 
 def _clear_client_caches() -> None:
-    """Clear the cached clients, as each of them is bound to one endpoint."""
+    """Clear the cached clients, because each of them is bound to one endpoint."""
     storage._s3_filesystem.cache_clear()
     storage.s3_client.cache_clear()
     shards._client.cache_clear()

@@ -1,4 +1,4 @@
-"""HTTP proxy in front of an S3 server that injects faults into answers."""
+"""HTTP proxy in front of an S3 server that injects faults into responses."""
 
 import http.client
 import socket
@@ -23,7 +23,7 @@ class FaultyS3(ThreadingHTTPServer):
         faults: faults of the next range requests.
         ranges: (first, last) byte of each requested range.
         signed: whether each request had credentials.
-        slow_s: delay in seconds before the first byte of a "slow" answer.
+        slow_s: delay in seconds before the first byte of a "slow" response.
     """
 
     daemon_threads = True
@@ -41,7 +41,7 @@ class FaultyS3(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *arguments: Any) -> None:
-        """Ignore errors: the tests make clients close connections in the middle of an answer."""
+        """Ignore errors, because the tests make clients close connections in the middle of a response."""
 
 
 @contextmanager

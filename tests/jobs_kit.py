@@ -99,7 +99,7 @@ def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) 
     while max((commit.step for commit in find_commits(store)[0]), default=0) < step:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.05)  # paces the looks
+        time.sleep(0.05)  # limits the polling rate
 
 
 def relative_difference(ours: list[float], theirs: list[float]) -> float:

@@ -28,7 +28,7 @@ def numbers_job(folder: Path, **plan: Any) -> Job:
     return Job(
         name="numbers",
         run_url=str(folder / "run"),
-        # A new id, so that a snapshot of an earlier test in this machine's memory is not taken for one of this run.
+        # A new id keeps the run from using a snapshot of an earlier test in the memory of this machine.
         run_id=token_hex(8),
         data=DataSpec(train=str(folder / "data")),
         plan=PlanSpec(**{"global_batch": 12, "virtual_workers": 4, **plan}),

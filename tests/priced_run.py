@@ -1,8 +1,8 @@
-"""Synthetic run on labelled machines, to see the report of its costs: `python -m tests.priced_run FOLDER && undula show FOLDER`.
+"""Synthetic run on labelled machines, to show the report of its cost: `python -m tests.priced_run FOLDER && undula show FOLDER`.
 
 The run takes four hours. Two spot nodes train for an hour. One gets a notice, and an on-demand node replaces it 15 minutes later.
 Then both nodes are lost, one node waits 20 minutes for a second one, and two spot nodes train to the end.
-Ten minutes of steps are repeated.
+Ten minutes of steps are replayed.
 """
 
 import json
@@ -28,7 +28,7 @@ def waiting(minute: float, *machines: tuple[str, str]) -> WaitingEvent:
 
 
 def workers(machines: Sequence[tuple[str, str]]) -> tuple[WorkerPlace, ...]:
-    """Each on a node of its own; a machine that is not told has no label."""
+    """Return workers on one node each. A machine without a name has no label."""
     places: list[WorkerPlace] = []
     for rank, (machine, market) in enumerate(machines):
         place: WorkerPlace = {"rank": rank, "node": f"node-{rank}-{machine}-{market}", "pid": rank}
@@ -41,7 +41,7 @@ def at(minute: float) -> float:
 
 
 def write_priced_run(store: Store, other: tuple[str, str] = ON_DEMAND, spot: tuple[str, str] = SPOT) -> None:
-    """Write its run directory; `other` is the machine that comes in the place of the one that has notice, `spot` are all others."""
+    """Write the run directory. `other` is the machine that replaces the one with a notice; `spot` is that of all other nodes."""
     store.write("job.json", json.dumps({"name": "spot-run", "total_steps": 1178, "total_samples": 1178 * 64}).encode())
     events = EventWriter(store, "test")
     for event in (

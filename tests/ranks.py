@@ -65,6 +65,6 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     try:
         queue.put((rank, function(rank, world_size, *arguments), None))
-    except BaseException:  # also pytest's failures, which are not Exceptions; the test's process raises them
+    except BaseException:  # includes the failures of pytest, which are not Exceptions; the test's process raises them
         queue.put((rank, None, traceback.format_exc()))
     dist.destroy_process_group()

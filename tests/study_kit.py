@@ -95,4 +95,4 @@ class Studies:
         while len(self.outcomes(name)) < count:
             assert driver.poll() is None, driver.communicate()
             assert time.monotonic() < deadline
-            time.sleep(0.02)  # paces the looks
+            time.sleep(0.02)  # limits the polling rate

@@ -45,7 +45,7 @@ def quadratic_record(
 
 
 def trials_of(spec: StudySpec) -> list[Trial]:
-    """Return all combinations; at the base batch only with the first rule, as all rules are equal there."""
+    """Return all combinations. All rules are equal at the base batch, so it is combined only with the first one."""
     return [
         Trial(batch, rate, rule, warmup, optimizer, seed)
         for optimizer in spec.optimizers

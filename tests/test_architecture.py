@@ -1,4 +1,4 @@
-"""The tree is the architecture: dependencies point one way, and what the README names is there."""
+"""Tests of the architecture: dependencies point one way, and the README names only existing paths."""
 
 import ast
 import re
@@ -29,9 +29,9 @@ LAYERS = (
     ("cli",),
     ("__init__",),
 )
-"""Packages and modules from the ground up. Each may import those of lower layers only."""
+"""Layers of packages and modules, lowest first. A layer may only import lower layers."""
 MOST_EDGES = 99
-"""Largest number of pairs of packages of which one imports the other."""
+"""Maximum number of pairs of packages of which one imports the other."""
 LIBRARIES = {  # library -> packages that may import it
     "ray": {"data", "recovery", "telemetry", "elastic", "cluster", "driver", "study", "testing", "cli"},
     "torch": {"data", "state", "optim", "parallel", "recovery", "train", "elastic", "cluster", "driver", "testing"},
@@ -46,7 +46,7 @@ PURE = (
     "parallel.capabilities",
     "study.trials",
 )
-"""Packages and modules that import neither torch nor pyarrow nor Ray, directly or through others."""
+"""Packages and modules that import neither torch nor pyarrow nor Ray, directly or indirectly."""
 PRIVATE_OF_RAY = re.compile(r"ray\._(private|raylet)\b|ray\.(\w+\.)*_internal\b")
 
 
@@ -55,13 +55,13 @@ def modules() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """`undula.plan.order`; of a package's __init__.py the package."""
+    """Return the name of a module, such as `undula.plan.order`, or of the package for an __init__.py."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(["undula", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
 def owner(module: str) -> str:
-    """The package directly below undula, or the module there."""
+    """Return the package or module directly below undula that contains a module."""
     return (*module.split("."), "__init__")[1]
 
 
@@ -93,7 +93,7 @@ def own_imports(module: str, with_types: bool = False) -> set[str]:
 
 
 def with_packages(name: str) -> list[str]:
-    """A module and the packages whose __init__.py runs when it is imported."""
+    """Return a module and the packages whose __init__.py is run when the module is imported."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
 
@@ -116,7 +116,7 @@ def test_few_packages_know_each_other() -> None:
     assert len({(one, other) for one, other in edges if one != other}) <= MOST_EDGES
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     graph = {module: own_imports(module) for module in NAMES}
     done: set[str] = set()
 
@@ -132,7 +132,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("module", [name for name in NAMES if name.removeprefix("undula.").startswith(PURE)])
-def test_pure_modules_need_no_heavy_library(module: str) -> None:
+def test_pure_modules_import_no_heavy_library(module: str) -> None:
     seen: set[str] = set()
     waiting = with_packages(module)
     while waiting:
@@ -146,8 +146,8 @@ def test_pure_modules_need_no_heavy_library(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_private_api_of_ray_is_used_in_elastic_ray_alone(module: str) -> None:
-    """In imports, in calls of import_module, and in attributes such as `ray._private.state`."""
+def test_private_api_of_ray_is_used_only_in_elastic_ray(module: str) -> None:
+    """This covers imports, calls of import_module, and attributes such as `ray._private.state`."""
     if module.startswith("undula.elastic.ray"):
         return
     tree = ast.parse(NAMES[module].read_text())
@@ -163,8 +163,8 @@ def test_private_api_of_ray_is_used_in_elastic_ray_alone(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_nothing_replaces_parts_of_other_libraries(module: str) -> None:
-    """No attribute of an imported module is assigned to, but for the switches that a library documents."""
+def test_no_module_patches_another_library(module: str) -> None:
+    """No attribute of an imported module is assigned, except for switches that the library documents."""
     switches = {"torch.backends.cudnn.benchmark", "torch.utils.deterministic.fill_uninitialized_memory"}
     tree = ast.parse(NAMES[module].read_text())
     foreign = set(_foreign_names(tree))
@@ -179,7 +179,7 @@ def test_nothing_replaces_parts_of_other_libraries(module: str) -> None:
 
 
 def _foreign_names(tree: ast.AST) -> Iterator[str]:
-    """Names by which a module knows modules of others."""
+    """Return the names of modules of other libraries in a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
@@ -209,7 +209,7 @@ def test_every_path_that_the_readme_names_exists() -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_files_and_functions_fit_a_sitting() -> None:
+def test_files_and_functions_are_short() -> None:
     too_long = []
     for path in modules():
         text = path.read_text()
@@ -222,14 +222,14 @@ def test_files_and_functions_fit_a_sitting() -> None:
 
 
 def test_the_command_line_starts_without_ray_and_torch() -> None:
-    """They take seconds, and Ray reads a cluster's token when it is imported, which `undula run` makes later."""
+    """These imports take seconds, and Ray reads the token of a cluster at import, before `undula run` has created it."""
     check = "import sys, undula.cli.main; sys.exit(', '.join({'ray', 'torch', 'boto3'} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_driver_starts_without_what_only_workers_need() -> None:
-    """Tensors of parts, checkpoints and TensorBoard's writer take a second to import; workers do it while they are prepared."""
+def test_a_driver_imports_nothing_that_only_workers_need() -> None:
+    """Sharded tensors, checkpoints and the TensorBoard writer take a second to import. Workers import them while they are prepared."""
     late = {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy", "tensorboardX", "boto3"}
     names = "undula.main, undula.Run, undula.OptimizerConfig"
     check = f"import sys, undula; {names}; sys.exit(', '.join({late} & set(sys.modules)) or None)"

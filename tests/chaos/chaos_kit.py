@@ -82,7 +82,7 @@ def command(text: str, runs: str, name: str, *overrides: str, script: Path | Non
 
 
 def run_through(faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: str) -> Chaos:
-    """A job of two workers, from its first step to its last; `url` of its run directory."""
+    """Run a job of two workers under faults from its first step to its last, and return the URL of its run directory."""
     while len(spot.nodes) < 2:
         spot.add()
     spot.await_all()
@@ -109,10 +109,10 @@ def assert_certified(url: str, alone: str, steps: int) -> None:
 
 
 def events_in(url: str, event_type: type[E]) -> list[E]:
-    """A run's events of one type, in order of time."""
+    """Return the events of one type of a run, in order of time."""
     return [event for event in read_run(open_store(url)).events if isinstance(event, event_type)]
 
 
 def origins_in(url: str) -> set[str | None]:
-    """Where the groups of a run had their state from; None for a fresh start."""
+    """Return the sources of the state of a run's worker groups; None is a fresh start."""
     return {start.origin for start in events_in(url, StartEvent)}

@@ -1,4 +1,4 @@
-"""Ray's own autoscaler, with machines that come when they are asked for and go with a notice of a cloud's metadata server."""
+"""Tests with Ray's autoscaler and simulated machines, which start on request and end with a notice from a metadata server."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(500)
 
 
 def wait_for(driver: Driver, url: str, *expected: Expected) -> None:
-    """Wait until the run has recorded events that fit, in this order."""
+    """Wait until the run has recorded events that match, in this order."""
     deadline, store = time.monotonic() + LIMIT_S, open_store(url)
     while True:
         left = list(expected)
@@ -41,7 +41,7 @@ def wait_for(driver: Driver, url: str, *expected: Expected) -> None:
             return
         assert driver.process.poll() is None, (len(left), driver.lines[-5:])
         assert time.monotonic() < deadline, (len(left), driver.lines[-5:])
-        time.sleep(0.2)  # paces the looks
+        time.sleep(0.2)  # limits the polling rate
 
 
 def starts_with(workers: int) -> Expected:
@@ -102,10 +102,10 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(text: str, 
             run = finished(driver, url)
         finally:
             driver.stop()
-        said = there.lines_of_watcher(first[0].node)
+        lines = there.lines_of_watcher(first[0].node)
         there.await_count(lambda machines: not machines, limit_s=60)
-    print(*said, sep="\n")
-    assert sum("Ray drains" in line for line in said) == 1
+    print(*lines, sep="\n")
+    assert sum("Ray drains" in line for line in lines) == 1
     cost = cost_of(run, lambda events: load_prices())
     assert cost
     assert cost.unpriced == ()

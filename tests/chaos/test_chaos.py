@@ -11,7 +11,7 @@ from undula.testing.faults import Fault, parse_faults
 from undula.testing.nodes import Nodes
 
 STEPS = 100
-# A fault of worker 1 that comes after another waits for a group that has one again, which a slow machine may not see in time.
+# A fault of worker 1 after another fault waits for a group with a second rank, which may come too late on a slow machine.
 WAITS = "at step 40: sigkill worker 1"
 SCHEDULE = f"""
 at step 10: sigstop worker 1

@@ -1,4 +1,4 @@
-"""Horovod's own elastic scenarios (its test/integration/elastic_common.py), written anew: the same bits as torch's run left alone."""
+"""Horovod's own elastic scenarios (test/integration/elastic_common.py), rewritten: they give the bits of a torch run without faults."""
 
 import sys
 from pathlib import Path

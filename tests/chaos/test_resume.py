@@ -19,7 +19,7 @@ from undula.storage import open_store
 from undula.testing.nodes import descendants
 
 STEPS = 90
-# Wide enough for a run not to end in the moment before it is killed, and at a rate at which rounding does not grow.
+# The model is wide enough for the run not to end before it is killed, and the rate low enough for rounding not to grow.
 SETTINGS = (
     f"plan.max_steps={STEPS}",
     "config.model.width=64",

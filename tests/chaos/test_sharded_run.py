@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str, tmp_path: Path) -> None:
-    # At a higher rate, rounding alone grows past any bound.
+    # At a higher rate, rounding errors grow without bound.
     settings = (
         f"plan.max_steps={STEPS}",
         "deterministic=false",

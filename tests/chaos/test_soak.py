@@ -18,7 +18,7 @@ PERIOD_S = 30.0
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 
 
-def held(pid: int) -> tuple[float, int]:
+def memory_and_files(pid: int) -> tuple[float, int]:
     """Return the resident memory in MiB and the number of open files of a process."""
     process = psutil.Process(pid)
     return process.memory_info().rss / 2**20, process.num_fds()
@@ -76,7 +76,7 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
                 time.sleep(PERIOD_S / 2)
                 assert driver.process.poll() is None, driver.lines[-5:]
                 named = long_lived(cluster, driver.process.pid, kept)
-                samples.append({name: held(pid) for name, pid in named.items()})
+                samples.append({name: memory_and_files(pid) for name, pid in named.items()})
                 processes = len(cluster.processes_of(kept)) + len(cluster.head_processes())
                 counts.append({"processes": processes, **cluster.count()})
                 shown = {name: f"{mib:.0f} MiB, {files} files" for name, (mib, files) in samples[-1].items()}

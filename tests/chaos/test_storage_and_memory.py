@@ -51,7 +51,7 @@ def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, 
 def test_a_worker_that_exhausts_the_memory_is_named_and_the_run_continues(
     text: str, alone: str, tmp_path: Path
 ) -> None:
-    """Ray ends the worker before the machine is out of memory; the test sets its limit to 6 GiB more than is used now."""
+    """Ray kills the worker before the machine is out of memory. The test sets its limit to 6 GiB above the current use."""
     total = psutil.virtual_memory().total
     share = (total - available_memory() + 6 * 2**30) / total
     watch = {"RAY_memory_usage_threshold": f"{share:.4f}", "RAY_memory_monitor_refresh_ms": "100"}

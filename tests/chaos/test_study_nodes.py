@@ -44,10 +44,10 @@ def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys
     driver = studies.start(studies.file("lost", **{"samples": 4800, "measurements": 10, **keys}))
     studies.await_outcomes(driver, "lost", 1)
     trials = studies.store("lost") / TRIALS
-    on_all_nodes = len(spot.nodes) if "packed" in keys else 1  # one with workers has them on both
+    on_all_nodes = len(spot.nodes) if "packed" in keys else 1  # a trial with workers has them on both nodes
     while len(under_way(trials)) < on_all_nodes:
         assert driver.poll() is None, driver.communicate()
-        time.sleep(0.2)  # paces the looks
+        time.sleep(0.2)  # limits the polling rate
     spot.kill(spot.nodes[-1])
     spot.add()
     out, _ = driver.communicate(timeout=240)

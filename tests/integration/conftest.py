@@ -1,4 +1,4 @@
-"""Fixture: a run on one rank that other runs are compared with."""
+"""Fixture for comparisons: a run on one rank."""
 
 import pytest
 from jobs_kit import STREAMED, Finished, Jobs

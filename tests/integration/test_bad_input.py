@@ -1,4 +1,4 @@
-"""Bad input is refused in one sentence that names the place and the fix, before any worker starts and without a cluster."""
+"""Tests that bad input is refused in one sentence with the place and the fix, before any worker starts and without a cluster."""
 
 import json
 import os

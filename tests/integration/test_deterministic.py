@@ -1,4 +1,4 @@
-"""`deterministic: true`: the same bits at any sequence of world sizes, through a crash as well, and the certificate says so."""
+"""Tests of `deterministic: true`: any sequence of world sizes, with a crash, gives the same bits, and the certificate confirms it."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def alone(session_jobs: Jobs) -> Finished:
 
 
 def test_a_crash_and_another_world_size_do_not_change_a_bit(alone: Finished, session_jobs: Jobs) -> None:
-    """The six virtual workers run on four ranks, which is not a divisor of six, and then on two."""
+    """The six virtual workers run on four ranks, which does not divide six, and then on two."""
     process = session_jobs.start("exact-moves", *session_jobs.workers(4), *SETTINGS)
     await_checkpoint(process, open_store(f"{session_jobs.runs}/exact-moves"), 10)
     os.killpg(process.pid, signal.SIGKILL)

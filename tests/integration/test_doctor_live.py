@@ -1,4 +1,4 @@
-"""`undula doctor` on real clusters of this machine: a sound one, ones with something wrong, and nodes that hang or die under its hands."""
+"""Tests of `undula doctor` on real clusters of this machine: a healthy one, faulty ones, and nodes that hang or die during the check."""
 
 import json
 import os
@@ -28,7 +28,7 @@ OF_THIS_MACHINE = {"disk", "memory", "notices"}
 
 @dataclass(frozen=True)
 class Examined:
-    """Doctor that has ended."""
+    """Finished run of the doctor."""
 
     status: int
     took_s: float
@@ -90,7 +90,7 @@ def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> 
                     return pid
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.02)  # paces the looks
+        time.sleep(0.02)  # limits the polling rate
 
 
 def test_a_healthy_cluster_passes_within_a_minute(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_healthy_cluster_passes_within_a_minute(two_nodes: Nodes, tmp_path: Pa
     assert len(offsets_s) == len(two_nodes.nodes) + 1  # with the head
     assert max(map(abs, offsets_s)) < 0.5
     assert len(found.facts["stored"]) == 3
-    assert list((tmp_path / "runs").iterdir()) == [], "it leaves nothing behind"
+    assert list((tmp_path / "runs").iterdir()) == [], "the doctor leaves files behind"
 
 
 def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_ray_without_its_token_fails(s3: Any) -> None:
     assert "RAY_AUTH_MODE=token" in found.of("fail")["token"]
     assert "nothing was measured" in found.of("pass")["all-reduce"]
     assert f"1 node shares {s3.url('runs')}" in found.of("pass")["storage"]
-    assert open_store(s3.url("runs")).list() == [], "it leaves nothing behind"
+    assert open_store(s3.url("runs")).list() == [], "the doctor leaves files behind"
 
 
 def test_a_node_that_hangs_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_node_that_hangs_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
     assert found.took_s < LIMIT_S
     assert set(found.of("fail")) == {"nodes"}
     assert f"({node[:8]}) could not be examined completely (no answer within" in found.of("fail")["nodes"]
-    assert len(found.facts["stored"]) == 2, "the others were examined"
+    assert len(found.facts["stored"]) == 2, "the other nodes are examined"
 
 
 def test_a_node_that_dies_during_the_examination_is_named(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def odd_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
             while len(head.ask("alive")) < 2:
                 assert node.poll() is None
                 assert time.monotonic() < deadline
-                time.sleep(0.1)  # paces the looks
+                time.sleep(0.1)  # limits the polling rate
             yield cluster
         finally:
             head.close()
@@ -225,7 +225,7 @@ def test_a_node_that_differs_from_the_others_is_named(odd_cluster: LocalCluster,
     assert "torch sees 0" in fails["gpus"]
     (odd,) = [node["id"] for node in found.facts["nodes"] if not node["is_head"]]
     assert f"{found.facts['nodes'][0]['address']} ({odd[:8]}): files that the head writes" in fails["storage"]
-    assert "all-reduce" in found.of("pass"), "torch that sees no GPU reduces with gloo"
+    assert "all-reduce" in found.of("pass"), "torch without a GPU reduces with gloo"
 
 
 def test_a_head_that_accepts_connections_but_does_not_answer_ends_the_command(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""docs/cluster-gcp.yaml through Ray's own preparation, bootstrap and provider for Google Cloud, down to the bodies that it sends.
+"""Tests of docs/cluster-gcp.yaml with Ray's preparation, bootstrap and provider for Google Cloud, down to the bodies of the requests.
 
-Google's client library is no dependency of ours, and its servers are out of reach: a stand-in for both answers what Ray asks for, with as
-little as Ray reads, and keeps what Ray sends. Whether Google takes it is not tested.
+The project does not depend on Google's client library, and tests cannot reach its servers. A stand-in for both returns only the fields that
+Ray reads, and records the requests. Whether Google accepts them is not tested.
 """
 
 import copy
@@ -21,11 +21,11 @@ MINE = "@your-project.iam.gserviceaccount.com"
 
 
 class HttpError(Exception):
-    """As googleapiclient.errors has it."""
+    """Stand-in for googleapiclient.errors.HttpError."""
 
 
 class Google:
-    """Any resource of any service: `compute.instances().insert(body=...).execute()` keeps the call and answers."""
+    """Stand-in for any resource of any service. `compute.instances().insert(body=...).execute()` records the call and responds."""
 
     def __init__(self, calls: dict[str, list[dict[str, Any]]], path: str):
         self._calls, self._path = calls, path
@@ -53,7 +53,7 @@ class Google:
 
 @pytest.fixture
 def google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """The calls by their names."""
+    """Recorded calls by name."""
     calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
     modules = {
         "googleapiclient": {},
@@ -73,7 +73,7 @@ def google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str
     monkeypatch.setenv("HOME", str(tmp_path))
     yield calls
     for name in [name for name in sys.modules if name.startswith("ray.autoscaler._private.gcp")]:
-        del sys.modules[name]  # they hold the stand-in
+        del sys.modules[name]  # they refer to the stand-in
 
 
 def bootstrapped() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def bootstrapped() -> dict[str, Any]:
 
 
 def launched(google: dict[str, list[dict[str, Any]]], config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The body of the request for a node of a type, as the autoscaler of the head makes it."""
+    """Return the body of the request for a node of a type, as the autoscaler on the head sends it."""
     from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
 
     provider = GCPNodeProvider(config["provider"], config["cluster_name"])
@@ -95,7 +95,7 @@ def launched(google: dict[str, list[dict[str, Any]]], config: dict[str, Any], na
     return google["compute.instances.insert"][-1]["body"]  # type: ignore[no-any-return]
 
 
-def test_workers_are_launched_as_spot_or_on_demand_with_the_rights_of_workers(google: Any) -> None:
+def test_workers_are_launched_as_spot_or_on_demand_with_the_permissions_of_workers(google: Any) -> None:
     config = bootstrapped()
     markets = [each["labels"]["undula.io/market"] for each in config["available_node_types"].values()]
     assert {"spot", "on-demand"} <= set(markets)
@@ -116,19 +116,19 @@ def test_workers_are_launched_as_spot_or_on_demand_with_the_rights_of_workers(go
         assert body["networkInterfaces"][0]["subnetwork"] == "projects/your-project/subnet"
 
 
-def test_the_head_keeps_its_account_in_place_of_the_one_that_ray_makes(google: Any) -> None:
-    """Ray binds its own account's broad rights all the same: docs/spot.md says so."""
+def test_the_head_keeps_the_configured_service_account(google: Any) -> None:
+    """Ray still grants broad permissions to the account that it creates, as docs/spot.md explains."""
     config = bootstrapped()
     head = {
         **config["head_node"],
         **config["available_node_types"]["head"]["node_config"],
-    }  # as `ray up` puts them together
+    }  # as `ray up` combines them
     assert head["serviceAccounts"][0]["email"] == f"undula-head{MINE}"
     (bound,) = google["cloudresourcemanager.projects.setIamPolicy"]
     assert "roles/compute.admin" in json.dumps(bound)
 
 
-def test_workers_are_set_up_as_on_aws_but_for_the_store(google: Any) -> None:
+def test_workers_are_set_up_as_on_aws_except_for_the_store(google: Any) -> None:
     ours, aws = yaml.safe_load(CONFIG.read_text()), yaml.safe_load((CONFIG.parents[1] / "cluster.yaml").read_text())
     for key in (
         "worker_setup_commands",

@@ -1,4 +1,4 @@
-"""The stream through real executions of Ray Data, one a rank: the plan's samples in the plan's order, whatever holds it up."""
+"""Tests of the stream with real executions of Ray Data, one for each rank: it has the samples of the plan in order, despite delays."""
 
 import json
 import os
@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 
 class Reader:
-    """A driver whose ranks read streams; ranks share it and have an execution each."""
+    """Driver process whose ranks read streams, each with its own execution."""
 
     def __init__(self, cluster: LocalCluster, folder: Path):
         self._errors = folder / "errors"
@@ -74,7 +74,7 @@ class Reader:
         slow_s: float = 0.0,
         **reading: object,
     ) -> list[list[int]]:
-        """Ids of each step."""
+        """Return the sample ids of each step."""
         plan = {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -95,7 +95,7 @@ def reader(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Row groups of 50 rows, each with a kilobyte beside its number."""
+    """URL of a data set with row groups of 50 rows, each with a number and a kilobyte."""
     payload = pa.array([bytes([row % 251]) * 1000 for row in range(NUM_ROWS)])
     table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS), "payload": payload})
     folder = str(tmp_path_factory.mktemp("stream"))
@@ -114,13 +114,13 @@ def planned(url: str, start: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_every_world_size_streams_the_plan(reader: Reader, url: str, world_size: int) -> None:
+def test_every_world_size_streams_the_samples_of_the_plan(reader: Reader, url: str, world_size: int) -> None:
     assert reader.steps(url, world_size) == planned(url)
 
 
-def test_a_mix_through_ray_data_is_the_mix_read_here(reader: Reader, url: str, tmp_path: Path) -> None:
+def test_ray_data_reads_the_same_mix_as_this_process(reader: Reader, url: str, tmp_path: Path) -> None:
     rows = 700
-    values = np.arange(1000, 1000 + rows) + NUM_ROWS  # ids of a mix count on over its data sets
+    values = np.arange(1000, 1000 + rows) + NUM_ROWS  # ids of a mix continue from one data set to the next
     table = pa.table({"value": values, "payload": pa.array([bytes(1000)] * rows)})
     write_shards(Store(str(tmp_path)), [table], table.schema, rows, num_shards=2, row_group_bytes=50_000)
     mix = {url: 3.0, str(tmp_path): 1.0}
@@ -131,8 +131,8 @@ def test_a_mix_through_ray_data_is_the_mix_read_here(reader: Reader, url: str, t
 
 
 @pytest.mark.parametrize("start", [17, 31])
-def test_a_resume_goes_on_where_the_plan_stands(reader: Reader, url: str, start: int) -> None:
-    """In the middle of a row group, and at an epoch's short last step."""
+def test_a_resume_continues_at_the_step_of_the_plan(reader: Reader, url: str, start: int) -> None:
+    """The steps are in the middle of a row group, and at the short last step of an epoch."""
     assert reader.steps(url, 2, start) == planned(url, start)
 
 
@@ -145,7 +145,7 @@ def test_neither_prefetch_nor_data_cpus_change_the_order(reader: Reader, url: st
 
 
 @pytest.mark.soak
-def test_an_s3_that_fails_now_and_then_loses_nothing(
+def test_temporary_faults_of_s3_lose_no_sample(
     cluster: LocalCluster, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = open_store(s3.url("stream"))
@@ -162,11 +162,11 @@ def test_an_s3_that_fails_now_and_then_loses_nothing(
         assert not proxy.faults
 
 
-def test_a_rank_that_sleeps_loses_nothing(reader: Reader, url: str) -> None:
+def test_a_slow_rank_loses_no_sample(reader: Reader, url: str) -> None:
     assert reader.steps(url, 2, start=40, slow_s=0.2) == planned(url, 40)
 
 
-def test_an_object_store_that_spills_loses_nothing(url: str, tmp_path: Path) -> None:
+def test_an_object_store_that_spills_loses_no_sample(url: str, tmp_path: Path) -> None:
     with local_cluster(num_cpus=1, object_store_bytes=80 * 2**20) as small:
         large = tmp_path / "large"
         rows = 300
@@ -203,7 +203,7 @@ print("MIB", json.dumps(found))
 """
 
 
-def test_memory_of_a_rank_stays_flat_over_data_far_larger_than_its_prefetch(
+def test_memory_of_a_rank_stays_flat_on_data_far_larger_than_its_prefetch(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     rows = 6400
@@ -223,7 +223,7 @@ def test_memory_of_a_rank_stays_flat_over_data_far_larger_than_its_prefetch(
     resident, stored = np.array(json.loads(line.removeprefix("MIB"))).T
     quarter = len(resident) // 4
     assert resident[quarter:].max() < resident[:quarter].max() + 16
-    assert stored.max() < 32 + 2 * 32 + 32  # what may wait, what two tasks bring, and what is in use
+    assert stored.max() < 32 + 2 * 32 + 32  # the prefetch, the data of two tasks, and the rows in use
 
 
 WAITING = """
@@ -245,8 +245,8 @@ print("CPU", min(shares))
 """
 
 
-def test_what_is_read_ahead_waits_for_a_slow_training_without_taking_its_core(cluster: LocalCluster, url: str) -> None:
-    """The execution is not at its end, and has nothing to do; left to itself it takes a core. The script ends with it under way."""
+def test_reading_ahead_takes_no_core_from_slow_training(cluster: LocalCluster, url: str) -> None:
+    """The execution has not ended but has nothing to do. Without a limit, it would use a core. It still runs when the script ends."""
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
     done = subprocess.run([sys.executable, "-c", WAITING, url], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,8 +1,8 @@
-"""`ray up`, the autoscaler's launches and `ray down` with cluster.yaml as it is, against moto's EC2 in a process of its own.
+"""Tests of `ray up`, the launches of the autoscaler, and `ray down`, with cluster.yaml against moto's EC2 in a separate process.
 
-What is real: Ray's launcher, provider and installer of workers, boto3, every request. What is not: EC2, which is moto's, and takes an
-image's SSM parameter as it comes; and the machines: `ssh` and `rsync` are stand-ins that write down what they are called with, and copy
-the files into a folder a host.
+Ray's launcher, provider and node updater, boto3 and all requests are real. EC2 is simulated by moto, which does not resolve the SSM
+parameter of an image. The machines are simulated by stand-ins for `ssh` and `rsync`, which record their arguments and copy the files into
+one folder for each host.
 """
 
 import base64
@@ -32,7 +32,7 @@ CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
 TYPES = CLUSTER["available_node_types"]
 WORKERS = [name for name in TYPES if name != CLUSTER["head_node_type"]]
 INSTALLED = "spot-g6-xlarge"
-"""The type of which one worker is set up, too."""
+"""Worker type of which one node is also set up."""
 LIMIT_S = 120.0
 STAND_IN = """#!{python}
 import fnmatch, json, pathlib, shutil, sys
@@ -64,36 +64,36 @@ for name, value in given.items():
     given[name] = field, dict([value.split("=")]) if members[field].type_name == "structure" else value
 getattr(client, operation)(**dict(given.values()))
 """
-"""Of the command line of AWS what docs/spot.md needs, by boto3's own models of the services."""
+"""Stand-in for the parts of the AWS command line that docs/spot.md uses, based on boto3's models of the services."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """What came of it all."""
+    """Record of a cluster from `ray up` to `ray down`."""
 
     home: Path
-    """Of the user who called `ray up`."""
+    """Home directory of the user who called `ray up`."""
     hosts: Path
-    """A folder for each machine's home, by its address."""
+    """Folder with one home directory for each machine, named by its address."""
     head: Mapping[str, Any]
-    """As EC2 describes it."""
+    """Description by EC2."""
     groups: list[dict[str, Any]]
     launches: Mapping[str, Mapping[str, str]]
-    """The parameters of RunInstances by the type of node."""
+    """Parameters of RunInstances by node type."""
     workers: list[dict[str, Any]]
     worker: str
-    """Address of the one that was set up."""
+    """Address of the worker that was set up."""
     actions_of_head: set[str]
-    """What the autoscaler asked EC2 for."""
+    """Requests of the autoscaler to EC2."""
     commands: list[list[str]]
     policies: Mapping[str, set[str]]
-    """Of each role."""
+    """Actions that the policies of each role allow."""
     buckets: list[str]
     left: list[str]
     """States of all instances after `ray down`."""
 
     def shell(self, host: str) -> list[str]:
-        """The scripts that a machine's shell was given, as it sees them."""
+        """Return the scripts that the shell of a machine received."""
         calls = [each for each in self.commands if each[0] == "ssh" and f"ubuntu@{host}" in each]
         return [shlex.split(" ".join(each[each.index(f"ubuntu@{host}") + 1 :]))[-1] for each in calls]
 
@@ -124,7 +124,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def tell(patch: pytest.MonkeyPatch, home: Path, hosts: Path, requests: Path) -> Story:
     ec2, iam = (boto3.client(name, region_name=CLUSTER["provider"]["region"]) for name in ("ec2", "iam"))
     run_the_commands_of_the_docs()
-    previous = os.umask(0o077)  # Ray leaves the token to whom the umask leaves it
+    previous = os.umask(0o077)  # the umask decides who can read the token that Ray writes
     ray("get-auth-token", "--generate")
     os.umask(previous)
     ray("up", "-y", "--no-config-cache", "cluster.yaml")
@@ -132,7 +132,7 @@ def tell(patch: pytest.MonkeyPatch, home: Path, hosts: Path, requests: Path) -> 
     groups = ec2.describe_security_groups()["SecurityGroups"]
 
     before = len(read(requests))
-    patch.setenv("HOME", str(hosts / head["PublicIpAddress"]))  # what follows is the head's
+    patch.setenv("HOME", str(hosts / head["PublicIpAddress"]))  # the following requests come from the head
     worker = launch_and_set_up(head["PrivateIpAddress"])
     actions = {each["Action"] for each in read(requests)[before:]}
     workers = [each for each in instances(ec2) if each["InstanceId"] != head["InstanceId"]]
@@ -150,7 +150,7 @@ def tell(patch: pytest.MonkeyPatch, home: Path, hosts: Path, requests: Path) -> 
 
 
 def launch_and_set_up(head_ip: str) -> str:
-    """One worker of each type, as the autoscaler launches it from what `ray up` left on the head; the address of the one it sets up."""
+    """Launch one worker of each type, as the autoscaler on the head does, set up one of them, and return its address."""
     from ray.autoscaler._private.providers import _get_node_provider
     from ray.autoscaler.v2.instance_manager.config import FileConfigReader
     from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter
@@ -180,10 +180,10 @@ def test_the_head_is_on_demand_with_its_own_profile_and_an_encrypted_disk(story:
     assert sent["BlockDeviceMapping.1.Ebs.Encrypted"] == "true"
     assert sent["ImageId"].startswith(
         "resolve:ssm:/aws/service/canonical/ubuntu/"
-    )  # EC2 resolves it, and Ray leaves it as it is
+    )  # EC2 resolves it, and Ray passes it on unchanged
 
 
-def test_the_commands_of_the_docs_make_a_bucket_and_two_roles_of_which_one_may_launch(story: Story) -> None:
+def test_the_documented_commands_create_a_bucket_and_two_roles_one_of_which_can_launch_nodes(story: Story) -> None:
     assert story.policies == {"undula-head": {"bucket", "workers"}, "undula-worker": {"bucket"}}
     assert story.buckets == ["your-bucket"]
     worker = json.loads((ROOT / "docs" / "iam" / "worker-policy.json").read_text())
@@ -200,7 +200,7 @@ def test_nothing_but_ssh_is_open_to_the_world(story: Story) -> None:
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_each_type_of_worker_is_launched_as_it_says(story: Story, name: str) -> None:
+def test_each_type_of_worker_is_launched_with_its_configuration(story: Story, name: str) -> None:
     sent, wanted = story.launches[name], TYPES[name]["node_config"]
     assert sent["InstanceType"] == wanted["InstanceType"]
     assert sent["IamInstanceProfile.Name"] == "undula-worker"
@@ -213,11 +213,11 @@ def test_each_type_of_worker_is_launched_as_it_says(story: Story, name: str) -> 
         assert market["MaxPrice"]
     else:
         assert market == {}
-    assert tags(sent)["ray-cluster-name"] == "undula"  # what the head's policy goes by
+    assert tags(sent)["ray-cluster-name"] == "undula"  # the policy of the head depends on it
     assert tags(sent)["ray-node-type"] == "worker"
 
 
-def test_workers_come_in_the_zones_and_the_group_of_the_cluster(story: Story) -> None:
+def test_workers_start_in_the_zones_and_the_security_group_of_the_cluster(story: Story) -> None:
     zones = CLUSTER["provider"]["availability_zone"].split(",")
     assert len(story.workers) == len(WORKERS)
     assert {each["Placement"]["AvailabilityZone"] for each in story.workers} <= set(zones)
@@ -229,7 +229,7 @@ def test_workers_come_in_the_zones_and_the_group_of_the_cluster(story: Story) ->
     assert subnets == {len(zones)}  # the provider tries them all
 
 
-def test_the_head_asks_for_nothing_that_its_policy_does_not_give(story: Story) -> None:
+def test_the_policy_of_the_head_allows_all_of_its_requests(story: Story) -> None:
     policy = json.loads((ROOT / "docs" / "iam" / "head-policy.json").read_text())
     actions = [statement["Action"] for statement in policy["Statement"]]
     allowed = {name for each in actions for name in ([each] if isinstance(each, str) else each)}
@@ -240,7 +240,7 @@ def test_the_head_asks_for_nothing_that_its_policy_does_not_give(story: Story) -
     assert passing["Resource"].endswith(":role/undula-worker")
 
 
-def test_head_and_workers_have_the_token_before_ray_starts_with_it(story: Story) -> None:
+def test_head_and_workers_have_the_token_before_ray_starts(story: Story) -> None:
     token = (story.home / ".ray" / "auth_token").read_text()
     assert len(token) >= 32
     for host in (story.head["PublicIpAddress"], story.worker):
@@ -255,7 +255,7 @@ def test_head_and_workers_have_the_token_before_ray_starts_with_it(story: Story)
     assert token not in (story.hosts / story.head["PublicIpAddress"] / "ray_bootstrap_config.yaml").read_text()
 
 
-def test_a_worker_gets_the_package_joins_the_head_with_its_labels_and_starts_the_watcher(story: Story) -> None:
+def test_a_worker_installs_the_package_joins_the_head_with_its_labels_and_starts_the_watcher(story: Story) -> None:
     ran = story.shell(story.worker)
     steps = [
         "uptime",
@@ -270,7 +270,7 @@ def test_a_worker_gets_the_package_joins_the_head_with_its_labels_and_starts_the
     assert places == sorted(places)
     assert (
         sum("pip install" in script for script in ran) == 2
-    )  # Ray merges setup_commands on the head once more, so each leaves be what is there
+    )  # Ray merges setup_commands again on the head, so each command must be idempotent
     (start,) = [script for script in ran if "ray start" in script]
     (labels,) = re.findall(r"export RAY_OVERRIDE_LABELS='([^']+)'", start)
     assert json.loads(labels) == TYPES[INSTALLED]["labels"]
@@ -281,7 +281,7 @@ def test_a_worker_gets_the_package_joins_the_head_with_its_labels_and_starts_the
         subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
-def test_the_shell_of_a_node_has_what_ray_and_the_jobs_need(story: Story, tmp_path: Path) -> None:
+def test_the_shell_of_a_node_has_the_environment_that_ray_and_jobs_need(story: Story, tmp_path: Path) -> None:
     (tmp_path / "cloud-init").write_text("#!/bin/sh\ntest \"$*\" = 'query region' && echo us-west-2\n")
     (tmp_path / "cloud-init").chmod(0o755)
     (tmp_path / ".bashrc").write_text("case $- in *i*) ;; *) return;; esac\n")
@@ -302,7 +302,7 @@ def test_the_shell_of_a_node_has_what_ray_and_the_jobs_need(story: Story, tmp_pa
 
 
 def test_nodes_have_the_labels_of_their_region_and_zone(story: Story, tmp_path: Path) -> None:
-    """By them their prices are found; the machine knows where it is, and Ray makes the labels of the environment of `ray start`."""
+    """Prices are looked up by these labels. Ray takes them from the environment of `ray start`, which comes from the machine's metadata."""
     query = "case \"$*\" in 'query region') echo us-west-2;; 'query availability_zone') echo us-west-2b;; esac"
     spec = "from ray._private.resource_and_label_spec import ResourceAndLabelSpec as Spec"
     show = f"import json; {spec}; print(json.dumps(Spec._get_default_labels(None)))"
@@ -319,7 +319,7 @@ def test_nodes_have_the_labels_of_their_region_and_zone(story: Story, tmp_path: 
         assert labels["ray.io/availability-zone"] == "us-west-2b"
 
 
-def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(story: Story) -> None:
+def test_the_watcher_is_an_undula_command_and_runs_as_the_user_of_the_nodes(story: Story) -> None:
     from undula.cli.spot import watch
 
     unit = ConfigParser(strict=False, interpolation=None)
@@ -334,7 +334,7 @@ def test_the_watcher_is_a_command_of_ours_and_runs_as_the_user_of_the_nodes(stor
     assert service["Restart"] == "always"
 
 
-def test_what_is_copied_is_a_package_that_installs(story: Story, tmp_path: Path) -> None:
+def test_the_copied_files_are_an_installable_package(story: Story, tmp_path: Path) -> None:
     package = story.hosts / story.worker / "undula"
     assert {each.name for each in package.iterdir()} == {
         "platform",
@@ -368,7 +368,7 @@ def test_ray_down_leaves_no_instance(story: Story) -> None:
 
 @contextmanager
 def moto_server(requests: Path) -> Iterator[str]:
-    """Its address; it writes down every request."""
+    """Address of the server, which records every request."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -392,7 +392,7 @@ def until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline
-        time.sleep(0.1)  # paces the looks
+        time.sleep(0.1)  # limits the polling rate
 
 
 def ray(*arguments: str) -> None:
@@ -407,7 +407,7 @@ def ray(*arguments: str) -> None:
 
 
 def run_the_commands_of_the_docs() -> None:
-    """Those of docs/spot.md that make the bucket and the profiles, with a stand-in for `aws`."""
+    """Run the commands of docs/spot.md that create the bucket and the profiles, with a stand-in for `aws`."""
     commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "spot.md").read_text(), re.DOTALL)
     (own,) = [each for each in commands if "aws iam create-role" in each]
     done = subprocess.run(["bash", "-e", "-c", own], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
@@ -415,7 +415,7 @@ def run_the_commands_of_the_docs() -> None:
 
 
 def read(requests: Path) -> list[dict[str, str]]:
-    """The parameters of each request to EC2."""
+    """Return the parameters of each request to EC2."""
     bodies = [base64.b64decode(json.loads(line)["body"]).decode() for line in requests.read_text().splitlines()]
     return [found for found in (dict(parse_qsl(body)) for body in bodies) if found.get("Version") == "2016-11-15"]
 
@@ -425,6 +425,6 @@ def instances(ec2: Any) -> list[dict[str, Any]]:
 
 
 def tags(sent: Mapping[str, str]) -> dict[str, str]:
-    """Of the instances that RunInstances makes."""
+    """Return the tags of the instances that RunInstances creates."""
     keys = [name for name in sent if re.fullmatch(r"TagSpecification\.1\.Tag\.\d+\.Key", name)]
     return {sent[key]: sent[f"{key.removesuffix('Key')}Value"] for key in keys}

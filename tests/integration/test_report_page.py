@@ -1,4 +1,4 @@
-"""The report page in a real browser."""
+"""Tests of the report page in a real browser."""
 
 import json
 import math
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run
 
 @dataclass
 class Opened:
-    """A page, and what it did that a page must not do."""
+    """Open page, with its errors and its network requests."""
 
     page: Page
     complaints: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Opened:
         return self.page.locator(f".view.{axis} figure[data-key={key}]")
 
     def hover(self, key: str, fraction: float, axis: str = "time") -> str:
-        """The tooltip with the pointer at a fraction of a chart's width."""
+        """Return the tooltip with the pointer at a fraction of a chart's width."""
         plot = self.chart(key, axis).locator(".plot")
         plot.scroll_into_view_if_needed()
         self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -55,7 +55,7 @@ def loss_of(step: int) -> float:
 
 
 def write_run(store: Store) -> None:
-    """Steps 0-59 with two workers, a crash that costs 50-59, 50-99 with one; a step a second, 10 seconds between."""
+    """Write a run with one step per second: steps 0-59 on two workers, a crash that loses 50-59, and 50-99 on one, 10 s later."""
     job = {"name": EVIL, "plan_digest": "d" * 64, "spec": {"config": {"note": EVIL}}, "total_steps": 100}
     store.write("job.json", json.dumps(job).encode())
     events = EventWriter(store, "test")
@@ -63,7 +63,7 @@ def write_run(store: Store) -> None:
         events.event(StartEvent(3 - attempt, attempt, step=start, time=BEGAN + began))
         ledger = LedgerWriter(store, attempt)
         for step in range(start, stop):
-            told = BEGAN + began + step - start + 1
+            when = BEGAN + began + step - start + 1
             logged = json.dumps({"grad_norm": 1 + step / 100})
             row = StepRow(
                 attempt,
@@ -79,13 +79,13 @@ def write_run(store: Store) -> None:
                 0.3,
                 0.1,
                 0,
-                told,
+                when,
                 logged,
             )
             ledger.step(row)
             if step % 25 == 24:
-                ledger.event(ValidationEvent(loss_of(step) + 0.5, 9, step=step + 1, time=told))
-                ledger.event(CheckpointEvent(1.0, step=step + 1, time=told))
+                ledger.event(ValidationEvent(loss_of(step) + 0.5, 9, step=step + 1, time=when))
+                ledger.event(CheckpointEvent(1.0, step=step + 1, time=when))
         ledger.close()
     events.event(CrashEvent("failure", CRASH, time=BEGAN + 60))
     events.event(EndEvent(step=100, time=BEGAN + 120))
@@ -118,7 +118,7 @@ def opened(browser: Browser, report: str, request: pytest.FixtureRequest) -> Ite
     page.close()
 
 
-def test_page_is_quiet_inert_and_alone(opened: Opened, report: str) -> None:
+def test_page_logs_nothing_runs_only_its_script_and_requests_nothing(opened: Opened, report: str) -> None:
     opened.hover("loss", 0.5)
     assert opened.complaints == []
     assert [url for url in opened.requests if not url.startswith("data:")] == [Path(report).as_uri()]
@@ -130,7 +130,7 @@ def test_page_is_quiet_inert_and_alone(opened: Opened, report: str) -> None:
 
 @pytest.mark.parametrize("axis", ["time", "samples"])
 @pytest.mark.parametrize("key", ["loss", "lr", "throughput", "world_size", "logged-0"])
-def test_every_committed_step_is_on_every_curve(opened: Opened, axis: str, key: str) -> None:
+def test_every_curve_has_every_committed_step(opened: Opened, axis: str, key: str) -> None:
     curve = opened.chart(key, axis).locator(".curve[data-points]").first
     assert curve.get_attribute("data-points") == "100"
     assert len(curve.get_attribute("d") or "") > 300
@@ -139,13 +139,13 @@ def test_every_committed_step_is_on_every_curve(opened: Opened, axis: str, key: 
         assert opened.chart(key, axis).locator(f".e-{kind}").get_attribute("data-count") == str(count)
 
 
-def test_loss_shows_validations_and_the_steps_done_again(opened: Opened) -> None:
+def test_loss_shows_validations_and_replayed_steps(opened: Opened) -> None:
     assert opened.chart("loss").locator(".plot circle.point").count() == 4
     assert opened.chart("loss").locator(".lost[data-points]").get_attribute("data-points") == "10"
     assert opened.chart("loss", "samples").locator(".lost").count() == 0
 
 
-def test_tooltip_tells_the_value_of_the_nearest_step(opened: Opened) -> None:
+def test_tooltip_shows_the_values_of_the_nearest_step(opened: Opened) -> None:
     text = opened.hover("loss", 30 / 120)
     assert "step 30 " in text
     assert f"{loss_of(29):.3f}" in text
@@ -160,7 +160,7 @@ def test_tooltip_tells_events_and_validations_near_it(opened: Opened) -> None:
     assert "checkpoint: " in text
 
 
-def test_charts_turn_to_samples(opened: Opened) -> None:
+def test_charts_can_switch_to_samples(opened: Opened) -> None:
     assert not opened.chart("loss", "samples").is_visible()
     opened.page.get_by_text("samples", exact=True).locator("visible=true").locator("xpath=self::label").click()
     assert opened.chart("loss", "samples").is_visible()
@@ -168,7 +168,7 @@ def test_charts_turn_to_samples(opened: Opened) -> None:
     assert f"{loss_of(74):.3f}" in opened.hover("loss", 0.75, "samples")
 
 
-def test_arrow_keys_walk_along_a_curve(opened: Opened) -> None:
+def test_arrow_keys_move_along_a_curve(opened: Opened) -> None:
     opened.chart("loss").locator(".plot").focus()
     for _ in range(3):
         opened.page.keyboard.press("ArrowRight")
@@ -178,7 +178,7 @@ def test_arrow_keys_walk_along_a_curve(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_cost_has_a_bar_of_all_classes_and_its_words(browser: Browser, tmp_path: Path, width: int) -> None:
+def test_cost_has_a_bar_of_all_classes_and_its_lines(browser: Browser, tmp_path: Path, width: int) -> None:
     store = Store(str(tmp_path))
     write_priced_run(store)
     page = browser.new_page(viewport={"width": width, "height": 900})

@@ -1,4 +1,4 @@
-"""The same job with its data and its run directory on S3, over real HTTP."""
+"""Tests of a job with its data and run directory on S3, over real HTTP."""
 
 import time
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(s3, text: str, tm
         driver = studies.start(file)
         while not store.exists(STUDY_FILE):
             assert driver.poll() is None, driver.communicate()
-            time.sleep(0.05)  # paces the looks
+            time.sleep(0.05)  # limits the polling rate
         out, _ = (other := studies.start(file)).communicate(timeout=120)
         assert other.returncode == 2
         assert "is being trained by another job on this cluster" in out

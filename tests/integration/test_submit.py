@@ -100,7 +100,7 @@ def start_undula_run(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Whoever runs the tests in the background may have SIGINT ignored, which children inherit.
+        # Tests that run in the background may have SIGINT ignored, which child processes inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -111,7 +111,7 @@ def await_nothing_left(mark: str) -> None:
         assert time.monotonic() < deadline, [
             psutil.Process(process).cmdline() for process in left if psutil.pid_exists(process)
         ]
-        time.sleep(0.1)  # paces the looks
+        time.sleep(0.1)  # limits the polling rate
 
 
 def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     assert job_api_answers(cluster.dashboard)
     await_nothing_left(mark)
 
-    # A driver that is killed can say nothing itself.
+    # A killed driver cannot print anything itself.
     process = start_undula_run(mark, text, tmp_path, "name=killed", "plan.epochs=1000", env=env)
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step "))
@@ -163,7 +163,7 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
         f"the job's driver was killed\nrun directory: {tmp_path}/killed\nsubmit it again under the name killed" in out
     )
 
-    # A user's mistake comes through the job API with its sentence and its status.
+    # The job API passes on the message and the exit status of a user's mistake.
     process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 2

@@ -61,8 +61,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     return out
 
 
-def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, images: str) -> None:
-    """One epoch, its short last step included, on one and on two workers, by each engine: the same losses, in validation too."""
+def test_batch_normalization_and_logged_values_are_the_same_with_each_engine_and_world_size(
+    session_jobs: Jobs, images: str
+) -> None:
+    """The run has one epoch with a short last step. Validation losses are compared as well."""
     settings = (
         "plan.global_batch=96",
         "plan.virtual_workers=3",
@@ -81,7 +83,7 @@ def test_images_with_batch_normalisation_and_logged_values(session_jobs: Jobs, i
         together = jobs.run(f"images-2-{engine}", f"engine={engine}", *jobs.workers(2))
         assert together.status == 0, together.err
         assert together.column("sample_digest") == alone.column("sample_digest")
-        # At larger rates rounding grows past any bound within these steps.
+        # At larger rates, rounding errors grow without bound within these steps.
         assert relative_difference(together.column("loss"), alone.column("loss")) < 1e-5
         assert validation_losses(together) == pytest.approx(losses, rel=1e-5)
     accuracies = [json.loads(text)["accuracy"] for text in alone.column("logged")]

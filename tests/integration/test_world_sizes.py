@@ -1,4 +1,4 @@
-"""The same plan gives the same trajectory at any world size."""
+"""Tests that the same plan gives the same trajectory at any world size."""
 
 import json
 

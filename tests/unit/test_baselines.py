@@ -1,4 +1,4 @@
-"""Benchmarks, as far as they can be tested without running one."""
+"""Tests of the benchmarks that need not run one."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The docs say what the code does."""
+"""Tests that the docs agree with the code."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ from undula.config.job import load_spec
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_configuration_reference_is_the_one_that_the_code_gives() -> None:
-    """Fix with: undula schema --markdown > docs/configuration.md"""
+def test_the_configuration_reference_is_up_to_date() -> None:
+    """If it fails, run `undula schema --markdown > docs/configuration.md`."""
     assert (ROOT / "docs" / "configuration.md").read_text() == markdown()
 
 
-def test_every_job_that_ships_is_valid() -> None:
+def test_every_shipped_job_is_valid() -> None:
     jobs = sorted(path for path in (ROOT / "jobs").glob("*.yaml") if path.with_suffix(".py").exists())
     assert [load_spec(path).spec.name for path in jobs] == ["image-classifier", "language-model"]
 
@@ -27,7 +27,7 @@ def test_job_scripts_read_like_examples() -> None:
     assert {name: length for name, length in lengths.items() if length > 80} == {}
 
 
-def test_links_between_the_docs_lead_somewhere() -> None:
+def test_links_between_the_docs_are_valid() -> None:
     links = [
         (page, target)
         for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -38,12 +38,12 @@ def test_links_between_the_docs_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize(("title", "study"), [("**SGD on", "lr-study-sgd"), ("**AdamW on", "lr-study-adamw")])
-def test_what_two_studies_found_is_what_their_reports_say(title: str, study: str) -> None:
-    """Rates and losses of the table, not its batches and steps, as the report rounds them otherwise."""
+def test_the_documented_results_of_two_studies_agree_with_their_reports(title: str, study: str) -> None:
+    """Only rates and losses are compared, because the report rounds batches and steps differently."""
     section = (ROOT / "docs" / "studies.md").read_text().split(title)[1].split("![")[0]
     rows = [line.strip("|").split("|")[1:-1] for line in section.splitlines() if re.match(r"\| \d", line)]
-    told = [float(cell) for row in rows for cell in row if re.fullmatch(r" [0-9.]+ ", cell)]
+    documented = [float(cell) for row in rows for cell in row if re.fullmatch(r" [0-9.]+ ", cell)]
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", (ROOT / "docs" / "studies" / study / "index.html").read_text())
     known = [float(found[1]) for cell in cells if (found := re.fullmatch(r"(?:[≤≥~] )?([0-9.]+)", cell))]
-    assert len(told) > 12
-    assert [number for number in told if not any(abs(each - number) < 0.006 * number for each in known)] == []
+    assert len(documented) > 12
+    assert [number for number in documented if not any(abs(each - number) < 0.006 * number for each in known)] == []

@@ -1,4 +1,4 @@
-"""Files behind a URL, on a disk and on an S3 server alike."""
+"""Tests of files at a URL, both on a disk and on an S3 server."""
 
 import threading
 from pathlib import Path
@@ -12,11 +12,11 @@ from undula.storage import Store, open_store
 
 @pytest.fixture(params=["local", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty folder on each kind of storage."""
+    """Empty folder on each kind of storage."""
     return open_store(request.getfixturevalue("s3").url("root") if request.param == "s3" else str(tmp_path / "root"))
 
 
-def test_what_is_written_is_read(store: Store) -> None:
+def test_a_written_file_can_be_read(store: Store) -> None:
     store.write("deep/er/file", b"bytes")
     assert store.read("deep/er/file") == b"bytes"
     assert (store / "deep" / "er").read("file") == b"bytes"
@@ -25,20 +25,20 @@ def test_what_is_written_is_read(store: Store) -> None:
         assert file.read() == b"tes"
 
 
-def test_second_write_replaces_the_first_whole(store: Store) -> None:
+def test_a_second_write_replaces_the_whole_file(store: Store) -> None:
     store.write("file", b"a longer first version")
     store.write("file", b"short")
     assert store.read("file") == b"short"
     assert [entry.name for entry in store.list()] == ["file"]
 
 
-def test_empty_file_exists(store: Store) -> None:
+def test_an_empty_file_exists(store: Store) -> None:
     store.write("empty", b"")
     assert store.exists("empty")
     assert store.read("empty") == b""
 
 
-def test_list_names_all_files_below_sorted_with_their_sizes(store: Store) -> None:
+def test_list_returns_all_files_sorted_with_their_sizes(store: Store) -> None:
     for name in ("b", "a/two", "a/one", "ab/three"):
         store.write(name, name.encode())
     assert [(entry.name, entry.bytes) for entry in store.list()] == [
@@ -51,12 +51,12 @@ def test_list_names_all_files_below_sorted_with_their_sizes(store: Store) -> Non
     assert [entry.name for entry in (store / "a").list()] == ["one", "two"]
 
 
-def test_list_of_nothing_is_empty(store: Store) -> None:
+def test_the_list_of_a_missing_folder_is_empty(store: Store) -> None:
     assert store.list() == []
     assert store.list("nowhere") == []
 
 
-def test_version_changes_with_the_bytes_though_the_size_does_not(store: Store) -> None:
+def test_the_version_changes_with_the_bytes_at_the_same_size(store: Store) -> None:
     store.write("file", b"one")
     (before,) = store.list()
     store.write("file", b"two")
@@ -65,12 +65,12 @@ def test_version_changes_with_the_bytes_though_the_size_does_not(store: Store) -
     assert before.version != after.version
 
 
-def test_version_stays_while_the_file_does(store: Store) -> None:
+def test_the_version_of_an_unchanged_file_is_constant(store: Store) -> None:
     store.write("file", b"one")
     assert store.list() == store.list()
 
 
-def test_delete_takes_a_file_or_a_folder_and_nothing_else(store: Store) -> None:
+def test_delete_removes_a_file_or_folder_and_nothing_else(store: Store) -> None:
     for name in ("a/one", "a/two", "ab", "b"):
         store.write(name, b"")
     store.delete("b")
@@ -80,7 +80,7 @@ def test_delete_takes_a_file_or_a_folder_and_nothing_else(store: Store) -> None:
     assert not store.exists("b")
 
 
-def test_missing_file_is_named(store: Store) -> None:
+def test_a_missing_file_is_named(store: Store) -> None:
     assert not store.exists("nowhere")
     with pytest.raises(StorageError, match=rf"^cannot read {store.url}/nowhere: \S") as caught:
         store.read("nowhere")
@@ -89,12 +89,12 @@ def test_missing_file_is_named(store: Store) -> None:
         store.open("nowhere")
 
 
-def test_check_writable_leaves_nothing(store: Store) -> None:
+def test_check_writable_leaves_no_file(store: Store) -> None:
     store.check_writable()
     assert store.list() == []
 
 
-def test_reader_never_sees_a_half_written_file(store: Store) -> None:
+def test_a_reader_never_sees_a_partial_file(store: Store) -> None:
     versions = {bytes([number]) * size for number, size in enumerate((1, 300_000, 2_000_000))}
     store.write("file", b"\x00")
     done = threading.Event()
@@ -118,7 +118,7 @@ def test_reader_never_sees_a_half_written_file(store: Store) -> None:
     assert all(seen)
 
 
-def test_write_that_fails_leaves_the_former_file_and_no_other(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_former_file_and_no_other(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     store.write("file", b"former")
     with pytest.raises(TypeError):
@@ -127,14 +127,14 @@ def test_write_that_fails_leaves_the_former_file_and_no_other(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-def test_path_below_a_file_is_not_writable(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = open_store(str(tmp_path / "file"))
     with pytest.raises(StorageError, match=f"^cannot write {store.url}/.undula-write-test: \\S"):
         store.check_writable()
 
 
-def test_missing_bucket_is_named_by_every_verb(request: pytest.FixtureRequest) -> None:
+def test_every_operation_names_a_missing_bucket(request: pytest.FixtureRequest) -> None:
     bucket = request.getfixturevalue("s3").bucket
     boto3.client("s3", region_name="us-east-1").delete_bucket(Bucket=bucket)
     store = open_store(f"s3://{bucket}/root")
@@ -146,7 +146,7 @@ def test_missing_bucket_is_named_by_every_verb(request: pytest.FixtureRequest) -
         store.check_writable()
 
 
-def test_missing_credentials_are_told_with_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "AWS_ACCESS_KEY_ID",
         "AWS_SECRET_ACCESS_KEY",
@@ -168,7 +168,7 @@ def test_missing_credentials_are_told_with_the_mend(tmp_path: Path, monkeypatch:
     assert "s3://bucket/data; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in str(caught.value)
 
 
-def test_unknown_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(StorageError, match=r"^cannot use s3://bucket: .*nobody"):
         open_store("s3://bucket")
@@ -180,13 +180,13 @@ def test_other_schemes_are_refused(url: str) -> None:
         open_store(url)
 
 
-def test_colon_in_a_path_is_no_scheme(tmp_path: Path) -> None:
+def test_a_colon_in_a_path_is_not_a_scheme(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "run:1"))
     store.write("file", b"1")
     assert (tmp_path / "run:1" / "file").read_bytes() == b"1"
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     open_store("~/data").write("file", b"1")
     assert (tmp_path / "data" / "file").read_bytes() == b"1"

@@ -1,6 +1,6 @@
 """Reader of the row groups of a shard, from a disk or with range requests from S3. It reads only the version in the manifest.
 
-Every request to S3 asks for the ETag of the manifest, so that a changed object is refused and versions are never mixed. Ranges with
+Every request to S3 is conditional on the ETag in the manifest, so that a changed object is refused and versions are never mixed. Ranges with
 small gaps are joined, large ranges are split into parts that are fetched in parallel, and requests are retried when the store is busy or
 the connection breaks.
 """
@@ -203,7 +203,7 @@ def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
         )
         if not str(response.get("ContentRange")).startswith(f"bytes {start}-{start + len(into) - 1}/"):
             raise StorageError(
-                f"cannot read {shard}: the store answers range requests with another range than the requested one; "
+                f"cannot read {shard}: the store returned another range than the requested one; "
                 "use a store that supports range requests"
             )
         if response["ETag"].strip('"') != shard.version.removeprefix("etag "):

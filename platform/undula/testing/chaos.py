@@ -134,7 +134,7 @@ class Chaos:
         return self._driver.process.returncode
 
     def inject(self, fault: Fault) -> bool:
-        """Inject one fault, and return whether it was injected: its rank or node may not exist yet."""
+        """Inject one fault and return True, or return False if its rank or node does not exist yet."""
         description = str(fault)
         if fault.action == "add":
             self._order.append(self._nodes.add())

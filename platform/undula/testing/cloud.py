@@ -90,7 +90,7 @@ class Cloud:
         return sorted((machine for machine, _ in _running(self.folder)), key=lambda machine: machine.began)
 
     def preempt(self, node: str, notice_s: float) -> None:
-        """End a machine `notice_s` seconds after its metadata server gave a notice, or at once without a notice if `notice_s` is 0."""
+        """Let the metadata server of a machine give a notice of `notice_s` seconds. With 0, end the machine at once, without a notice."""
         if notice_s:
             (self.folder / node / NOTICE).write_text(str(notice_s))
             return

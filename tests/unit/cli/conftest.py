@@ -1,4 +1,4 @@
-"""Runs commands in this process."""
+"""Fixture that runs commands in this process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from undula.cli.main import main
 
 
 @dataclass(frozen=True)
-class Said:
-    """A command that has ended."""
+class Ended:
+    """Result of a command."""
 
     status: int
     out: str
     err: str
 
 
-Command = Callable[..., Said]
+Command = Callable[..., Ended]
 
 
 @pytest.fixture
 def undula(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `undula` with some arguments."""
+    """Return a function that runs `undula` with some arguments."""
 
-    def run(*arguments: object) -> Said:
+    def run(*arguments: object) -> Ended:
         with pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
-        return Said(int(ended.value.code or 0), captured.out, captured.err)
+        return Ended(int(ended.value.code or 0), captured.out, captured.err)
 
     return run

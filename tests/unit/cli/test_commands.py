@@ -1,4 +1,4 @@
-"""The command line as a whole: help, mistakes, overrides, and where runs are looked for."""
+"""Tests of the command line as a whole: help, mistakes, overrides, and the search for runs."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ JOB = Path(__file__).parents[3] / "jobs" / "language_model.yaml"
 def commands(
     command: click.Command = cli, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Every command below one, with the words that call it."""
+    """Yield every command below a group, with its name in full."""
     yield path, command
     if isinstance(command, click.Group):
         for name, each in command.commands.items():
@@ -53,7 +53,7 @@ def test_every_command_and_option_has_help(undula: Command, path: tuple[str, ...
 
 
 def test_the_command_line_starts_fast() -> None:
-    """Nothing is imported that only one command needs."""
+    """It imports nothing that only one command needs."""
     check = "import sys, undula.cli.main; sys.exit(', '.join({'pydantic', 'numpy', 'rich', 'yaml'} & set(sys.modules)) or None)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -85,14 +85,14 @@ def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence_and_status_2(undula: Command, line: str, sentence: str) -> None:
-    said = undula(*line.split())
-    assert (said.status, said.out, said.err) == (2, "", f"undula: {sentence}\n")
+    done = undula(*line.split())
+    assert (done.status, done.out, done.err) == (2, "", f"undula: {sentence}\n")
 
 
 def test_without_a_command_the_help_is_shown(undula: Command) -> None:
-    said = undula()
-    assert said.status == 2
-    assert "Commands:" in said.err
+    done = undula()
+    assert done.status == 2
+    assert "Commands:" in done.err
 
 
 def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr("undula.report.render.terminal.print_runs", interrupted)
-    said = undula("ls")
-    assert (said.status, said.err.split()) == (130, ["stopped"])
+    done = undula("ls")
+    assert (done.status, done.err.split()) == (130, ["stopped"])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
         "--address http://none:1 {job} plan.seed=1 --print plan.seed=5 --fresh name=mixed",
     ],
 )
-def test_overrides_stand_anywhere_among_the_options(undula: Command, line: str) -> None:
+def test_overrides_and_options_can_be_mixed(undula: Command, line: str) -> None:
     shown = undula("run", *line.format(job=JOB).split())
     assert shown.status == 0
     assert "\n  seed: 5 " in shown.out
@@ -122,7 +122,7 @@ def test_overrides_stand_anywhere_among_the_options(undula: Command, line: str) 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run, from neither the working directory nor the home."""
+    """Folder with a run, outside the working directory and the home directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -130,7 +130,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def test_show_and_report_look_where_the_runs_are(undula: Command, runs: Path) -> None:
+def test_show_and_report_look_in_the_folder_of_the_runs(undula: Command, runs: Path) -> None:
     assert undula("show", "spot-run", "--json").status == 2
     shown = undula("show", "spot-run", "--json", "--runs", runs)
     assert (shown.status, json.loads(shown.out)["name"]) == (0, "spot-run")
@@ -139,7 +139,7 @@ def test_show_and_report_look_where_the_runs_are(undula: Command, runs: Path) ->
     assert [run["run"] for run in json.loads(undula("ls", runs, "--json").out)] == ["spot-run"]
 
 
-def test_verify_looks_for_both_runs_where_the_runs_are(undula: Command, runs: Path) -> None:
+def test_verify_looks_for_both_runs_in_the_folder_of_the_runs(undula: Command, runs: Path) -> None:
     for name in ("one", "two"):
         write_planned_run(runs / name, runs.parent / "data")
     assert undula("verify", "one").status == 2
@@ -156,20 +156,20 @@ def test_chaos_ends_with_the_path_of_its_run(undula: Command, runs: Path, monkey
     monkeypatch.setattr("undula.testing.scenario.run_scenario", run_scenario)
     (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
     arguments = ("chaos", JOB, "--faults", runs.parent / "faults.txt", "name=job", f"runs={runs}")
-    said = undula(*arguments)
-    assert said.status == 0, said.err
-    assert said.out.splitlines()[-2:] == [
+    done = undula(*arguments)
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-2:] == [
         f"certificate: holds (undula verify {runs}/job-chaos)",
         f"run directory: {runs}/job-chaos",
     ]
     assert json.loads(undula(*arguments, "--json").out)["run"] == f"{runs}/job-chaos"
 
 
-def test_chaos_refuses_workers_that_fit_on_none_of_its_nodes(undula: Command, runs: Path) -> None:
+def test_chaos_refuses_workers_that_do_not_fit_on_its_nodes(undula: Command, runs: Path) -> None:
     (runs.parent / "faults.txt").write_text("at step 2: sigkill worker 0")
-    said = undula("chaos", JOB, "--faults", runs.parent / "faults.txt", "workers.cpus=2")
-    assert said.status == 2
-    assert "workers.cpus is 2, but each node of `undula chaos` has 1 CPU, and a local cluster cannot grow" in said.err
+    done = undula("chaos", JOB, "--faults", runs.parent / "faults.txt", "workers.cpus=2")
+    assert done.status == 2
+    assert "workers.cpus is 2, but each node of `undula chaos` has 1 CPU, and a local cluster cannot grow" in done.err
 
 
 def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
@@ -185,7 +185,7 @@ def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
 
 
 def write_planned_run(folder: Path, data: Path) -> None:
-    """A run of four steps that did as its plan says."""
+    """Write a run of four steps that follows its plan."""
     table = pa.table({"x": np.arange(24)})
     manifest = write_shards(Store(str(data)), [table], table.schema, 24, num_shards=1)
     spec = PlanSpec(global_batch=6, virtual_workers=2)

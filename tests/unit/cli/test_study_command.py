@@ -1,4 +1,4 @@
-"""The command line of studies."""
+"""Tests of the command line of studies."""
 
 import json
 from collections.abc import Callable
@@ -21,15 +21,18 @@ Command = Callable[..., Any]
 """The fixture `undula`."""
 
 
-def test_a_file_alone_is_run(undula: Command) -> None:
+def test_a_file_without_a_command_is_run(undula: Command) -> None:
     for command in (["study"], ["study", "run"]):
         for options in (["none.yaml", "--fresh"], ["--fresh", "none.yaml"], ["none.yaml", "seeds=[1]", "--fresh"]):
-            assert said(undula, *command, *options) == (2, "undula: cannot read none.yaml: No such file or directory\n")
-    assert "undula study status lr-study-sgd --follow" in said(undula, "study", "--help")[1]
-    assert said(undula, "study")[0] == 2
+            assert output_of(undula, *command, *options) == (
+                2,
+                "undula: cannot read none.yaml: No such file or directory\n",
+            )
+    assert "undula study status lr-study-sgd --follow" in output_of(undula, "study", "--help")[1]
+    assert output_of(undula, "study")[0] == 2
 
 
-def test_a_study_in_another_folder_than_its_job_has_it_named_in_full() -> None:
+def test_a_study_in_another_folder_than_its_job_names_the_job_by_its_full_path() -> None:
     script, job = Path("/jobs/job.py"), Path("/jobs/job.yaml")
     assert names_in_submission(script, Path("/jobs/study.yaml"), job) == ("study.yaml", "job.yaml")
     assert names_in_submission(script, Path("/studies/study.yaml"), job) == ("/studies/study.yaml", "/jobs/job.yaml")
@@ -43,15 +46,15 @@ SPEC = StudySpec("rates", "job.yaml", batches=(10,), base_lrs=(0.1, 0.2), sample
 TRIALS_OF_IT = [Trial(10, rate, "none", 0, "own", 0) for rate in SPEC.base_lrs]
 
 
-def said(undula: Command, *arguments: str) -> tuple[int, str]:
-    """The exit status of a command, and all that it printed."""
+def output_of(undula: Command, *arguments: str) -> tuple[int, str]:
+    """Return the exit status and the output of a command."""
     done = undula(*arguments)
     return done.status, done.out + done.err
 
 
 @pytest.fixture
 def study(tmp_path: Path) -> Store:
-    """One with a trial that has ended, and one that waits."""
+    """Study with one finished and one waiting trial."""
     store = Store(str(tmp_path / "rates"))
     write_study(store, {"spec": as_tree(SPEC), "job": {}})
     curve = (Measurement(0, 0, 3.0), Measurement(40, 4, 1.0))
@@ -60,8 +63,8 @@ def study(tmp_path: Path) -> Store:
 
 
 def test_status_says_whether_a_study_is_running(study: Store, undula: Command) -> None:
-    for options in ((), ("--follow",)):  # which does not wait for a driver that is not there
-        status, text = said(undula, "study", "status", study.url, *options)
+    for options in ((), ("--follow",)):  # the command does not wait for a driver
+        status, text = output_of(undula, "study", "status", study.url, *options)
         assert status == 0
         assert "rates: 1 of 2 trials, not running" in text
         assert "submit the study again to continue it" in text
@@ -69,41 +72,41 @@ def test_status_says_whether_a_study_is_running(study: Store, undula: Command) -
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(1, 1, step=0))
     ledger.close()
-    assert [row["state"] for row in json.loads(said(undula, "study", "status", study.url, "--json")[1])] == [
+    assert [row["state"] for row in json.loads(output_of(undula, "study", "status", study.url, "--json")[1])] == [
         "complete",
         "waiting",
     ]
     with keep_heartbeat(study):
-        _, rows = said(undula, "study", "status", study.url, "--json")
+        _, rows = output_of(undula, "study", "status", study.url, "--json")
         assert [row["state"] for row in json.loads(rows)] == ["complete", "running"]
-        _, text = said(undula, "study", "status", study.url)
+        _, text = output_of(undula, "study", "status", study.url)
     assert "not running" not in text
     assert "rates: 1 of 2 trials" in text
 
 
-def test_a_study_is_found_where_its_runs_are(
+def test_a_study_is_found_in_the_folder_of_the_runs(
     study: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undula: Command
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert said(undula, "study", "status", "rates")[0] == 2
-    status, text = said(undula, "study", "status", "rates", "--runs", str(tmp_path))
+    assert output_of(undula, "study", "status", "rates")[0] == 2
+    status, text = output_of(undula, "study", "status", "rates", "--runs", str(tmp_path))
     assert status == 0
     assert "rates: 1 of 2 trials" in text
-    status, text = said(undula, "study", "report", "rates", "--runs", str(tmp_path))
+    status, text = output_of(undula, "study", "report", "rates", "--runs", str(tmp_path))
     assert status == 0
     assert f"report: {study.url}/report/index.html" in text
 
 
-def test_a_study_that_is_not_there_is_told_with_the_places(undula: Command) -> None:
-    status, text = said(undula, "study", "status", "none-such")
+def test_a_missing_study_is_reported_with_the_searched_folders(undula: Command) -> None:
+    status, text = output_of(undula, "study", "status", "none-such")
     assert status == 2
     assert "there is no study none-such in ~/undula/runs, and no folder none-such here" in text
 
 
-def test_what_is_no_command_and_no_file_is_told_the_nearest(undula: Command) -> None:
-    status, text = said(undula, "study", "statsu", "rates")
+def test_an_unknown_command_is_refused_with_the_nearest_one(undula: Command) -> None:
+    status, text = output_of(undula, "study", "statsu", "rates")
     assert status == 2
     assert "there is no file statsu, and no such command of `undula study`: did you mean status?" in text
-    assert "give a study's YAML" in said(undula, "study", "nonsense")[1]
+    assert "give a study's YAML" in output_of(undula, "study", "nonsense")[1]

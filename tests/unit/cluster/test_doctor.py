@@ -167,7 +167,7 @@ def test_each_problem_is_reported_by_one_check_with_its_fix(
     assert found.verdict == verdict
     for part in parts:
         assert part in found.message
-    assert "; " in found.message, "a message is a problem and its fix"
+    assert "; " in found.message, "a message has a problem and a fix"
     assert {each.check for each in judge(facts) if each.verdict != "pass"} == {check}
 
 
@@ -214,7 +214,7 @@ def test_checks_without_enough_time_are_unmeasured_and_not_failed() -> None:
     now[0] = 49.0
     assert budget.grant("all-reduce", 20) is None
     assert budget.grant("clocks", 2) is None
-    assert budget.grant(None, 5) == 1, "cleaning up is always requested"
+    assert budget.grant(None, 5) == 1, "cleanup is always requested"
     assert budget.unmeasured == {"storage", "all-reduce", "clocks"}
 
 

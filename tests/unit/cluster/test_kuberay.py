@@ -1,9 +1,9 @@
-"""docs/kuberay-rayjob.yaml against KubeRay's fields and Ray's own reading of them.
+"""Tests of docs/kuberay-rayjob.yaml against the fields of KubeRay, and as Ray reads them.
 
-FIELDS has what KubeRay 1.7.0 knows of the objects that the manifest reaches (github.com/ray-project/kuberay, tag v1.7.0,
-ray-operator/config/crd/bases/ray.io_rayjobs.yaml, version v1), so that a wrong key or type is found without a cluster; of pods, which are
-Kubernetes', only the fields in use. The manifest passed the whole openAPIV3Schema of that file, with unknown keys refused. KubeRay takes
-group labels from 1.5 on, `authOptions.secretName` from 1.6 on, and a group's priority from 1.7 on.
+FIELDS has the fields of KubeRay 1.7.0 for the objects in the manifest (github.com/ray-project/kuberay, tag v1.7.0,
+ray-operator/config/crd/bases/ray.io_rayjobs.yaml, version v1), so that the tests find a wrong key or type without a cluster. For pods,
+which Kubernetes defines, it has only the fields in use. The manifest was validated against the whole openAPIV3Schema of that file, with
+unknown keys refused. KubeRay supports group labels since 1.5, `authOptions.secretName` since 1.6, and the priority of a group since 1.7.
 """
 
 import copy
@@ -54,7 +54,7 @@ JOB = {
     "entrypointNumGpus": int, "entrypointResources": str, "suspend": bool, "managedBy": str, "deletionStrategy": dict,
 }  # fmt: skip
 FIELDS = {"apiVersion": str, "kind": str, "metadata": {"name!": str}, "spec": JOB}
-"""`name!` is required; a list's one element is the form of all; {str: str} are names of the user's own."""
+"""Fields by object: `name!` is required, the one element of a list is the schema of all elements, and {str: str} has any names."""
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def wrong(found: Any, form: Any, path: str = "") -> Iterator[str]:
             else:
                 yield from wrong(each, fields[name], f"{path}.{name}")
     elif isinstance(form, Mapping):
-        yield from (f"{path}.{name} is no text" for name, each in found.items() if not isinstance(each, str))
+        yield from (f"{path}.{name} is not text" for name, each in found.items() if not isinstance(each, str))
     elif type(found) is not form:
         yield f"{path} is {type(found).__name__}"
 
 
-def test_every_field_is_one_that_kuberay_knows(manifest: dict[str, Any]) -> None:
+def test_every_field_exists_in_kuberay(manifest: dict[str, Any]) -> None:
     assert list(wrong(manifest, FIELDS)) == []
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
     group = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
@@ -94,11 +94,11 @@ def test_every_field_is_one_that_kuberay_knows(manifest: dict[str, Any]) -> None
     assert set(found) == {
         f"{place}.maxReplicas is missing",
         f"{place}.maxReplica is unknown",
-        f"{place}.rayStartParams.num-cpus is no text",
+        f"{place}.rayStartParams.num-cpus is not text",
     }
 
 
-def test_ray_s_autoscaler_reads_the_groups_with_their_labels_and_priorities(manifest: dict[str, Any]) -> None:
+def test_rays_autoscaler_reads_the_groups_with_their_labels_and_priorities(manifest: dict[str, Any]) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
     cluster = {"metadata": {"name": "c", "namespace": "n"}, "spec": manifest["spec"]["rayClusterSpec"]}
@@ -122,14 +122,14 @@ def worker_groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return groups  # type: ignore[no-any-return]
 
 
-def test_pods_go_to_the_nodes_that_their_labels_name(manifest: dict[str, Any]) -> None:
+def test_pods_are_scheduled_on_the_nodes_of_their_labels(manifest: dict[str, Any]) -> None:
     for group in worker_groups(manifest):
         node = group["template"]["spec"]["nodeSelector"]
         assert node["karpenter.sh/capacity-type"] == group["labels"]["undula.io/market"]
         assert node["node.kubernetes.io/instance-type"] == group["labels"]["undula.io/machine"]
 
 
-def test_a_pod_s_end_drains_its_node_within_its_grace(manifest: dict[str, Any]) -> None:
+def test_the_end_of_a_pod_drains_its_node_within_the_grace_period(manifest: dict[str, Any]) -> None:
     for group in worker_groups(manifest):
         pod = group["template"]["spec"]
         program, *arguments = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
@@ -138,7 +138,7 @@ def test_a_pod_s_end_drains_its_node_within_its_grace(manifest: dict[str, Any]) 
         assert 0 < notice_s < pod["terminationGracePeriodSeconds"] <= 120
 
 
-def test_the_token_is_a_secret_s_and_workers_have_no_rights_in_kubernetes(manifest: dict[str, Any]) -> None:
+def test_the_token_comes_from_a_secret_and_workers_have_no_permissions_in_kubernetes(manifest: dict[str, Any]) -> None:
     cluster = manifest["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token", "secretName": "undula-token"}
     head = cluster["headGroupSpec"]["template"]["spec"]["serviceAccountName"]
@@ -148,7 +148,7 @@ def test_the_token_is_a_secret_s_and_workers_have_no_rights_in_kubernetes(manife
         assert pod["automountServiceAccountToken"] is False
 
 
-def test_the_image_s_job_is_one_of_ours(manifest: dict[str, Any]) -> None:
+def test_the_manifest_runs_a_job_of_this_repository(manifest: dict[str, Any]) -> None:
     from undula.config.job import load_spec
 
     _, script, *overrides = manifest["spec"]["entrypoint"].split()

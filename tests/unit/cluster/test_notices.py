@@ -52,7 +52,7 @@ def test_a_rebalance_recommendation_is_a_notice_only_on_request(server: Metadata
     assert notice.deadline is None
 
 
-def test_a_notice_of_google_cloud_is_read_while_the_server_holds_the_answer_back(server: MetadataServer) -> None:
+def test_a_notice_of_google_cloud_is_read_when_the_server_delays_its_answer(server: MetadataServer) -> None:
     source = Gcp(server.url)
     assert source.poll() is None
     threading.Timer(0.5, server.give_notice, [30]).start()
@@ -61,7 +61,7 @@ def test_a_notice_of_google_cloud_is_read_while_the_server_holds_the_answer_back
     assert time.monotonic() - began > 0.4
     assert len(server.requests) == 2
     (wait_s,) = re.findall(r"timeout_sec=(\d+)", server.requests[1])
-    assert int(wait_s) <= 5, "a signal is only noticed after the answer, and its notice is 30 s"
+    assert int(wait_s) <= 5, "a signal is only handled after the answer, and a notice is 30 s"
 
 
 @pytest.mark.parametrize("cloud", SOURCES)
@@ -199,7 +199,7 @@ def test_a_notice_is_passed_on_until_ray_accepts_it_and_then_no_more(server: Met
 
 
 def test_a_pending_notice_keeps_its_deadline_and_the_source_is_not_polled(server: MetadataServer) -> None:
-    """Google's server holds the next answer back, and each poll would start the notice's 30 s again."""
+    """Google's server delays its next answer, and each poll would restart the 30 s of the notice."""
     server.give_notice(30)
     began = time.time()
     watched = Watched(Gcp(server.url), polls=4, refusals=3)

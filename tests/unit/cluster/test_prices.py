@@ -1,4 +1,4 @@
-"""The price lists that ship, a file of one's own, and AWS's history, by its own protocol."""
+"""Tests of the shipped price lists, a user's file, and AWS's price history through its protocol."""
 
 import re
 import threading
@@ -42,7 +42,7 @@ def no_file_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PRICES_FILE, raising=False)
 
 
-def test_the_lists_that_ship_have_the_prices_that_are_known_for_sure() -> None:
+def test_the_shipped_lists_have_known_prices() -> None:
     prices = load_prices()
     known = {
         "g5.xlarge": 1.006,
@@ -60,7 +60,7 @@ def test_the_lists_that_ship_have_the_prices_that_are_known_for_sure() -> None:
             assert 0 < spot < (hourly(prices, machine, "on-demand") or 0)
 
 
-def test_cluster_yaml_has_a_price_of_each_of_its_machines() -> None:
+def test_each_machine_of_cluster_yaml_has_a_price() -> None:
     prices, kinds = load_prices(), node_types(load_cluster(CLUSTER))
     assert len([kind for kind in kinds if not kind.is_head]) > 1
     for kind in kinds:
@@ -69,14 +69,14 @@ def test_cluster_yaml_has_a_price_of_each_of_its_machines() -> None:
         assert kind.max_price is None or float(kind.max_price) == price
 
 
-def test_a_list_holds_in_its_regions_alone() -> None:
+def test_a_list_only_applies_to_its_regions() -> None:
     prices = load_prices()
     assert hourly(prices, "g6.xlarge", "on-demand", "us-east-1") == 0.8048
     assert hourly(prices, "g6.xlarge", "on-demand", "eu-west-1") is None
     assert hourly(prices, "g6.xlarge", "spot", "us-east-1") is None
 
 
-def test_a_file_of_ones_own_goes_before_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_file_takes_precedence_over_the_shipped_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prices.toml"
     path.write_text(OWN)
     for prices in (load_prices(path), by_variable(path, monkeypatch)):
@@ -131,12 +131,12 @@ def test_a_date_may_be_a_year_a_month_or_a_day(tmp_path: Path, written: str, dat
     assert load_prices(path).lists[0].date == date
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"none\.toml cannot be read"):
         load_prices(tmp_path / "none.toml")
 
 
-def test_a_mean_weighs_each_price_by_its_time() -> None:
+def test_a_mean_price_is_weighted_by_time() -> None:
     assert mean_price([(50, 1.0), (150, 4.0)], 100, 200) == pytest.approx(2.5)
     assert mean_price([(150, 4.0), (50, 1.0)], 100, 200) == pytest.approx(2.5)
     assert mean_price([(120, 3.0), (500, 9.0)], 100, 200) == pytest.approx(3.0)
@@ -147,17 +147,17 @@ def test_a_mean_weighs_each_price_by_its_time() -> None:
     st.floats(0, 900),
     st.floats(0.1, 100),
 )
-def test_a_mean_lies_between_the_prices(changes: list[tuple[float, float]], began: float, span: float) -> None:
+def test_a_mean_price_lies_between_the_prices(changes: list[tuple[float, float]], began: float, span: float) -> None:
     mean = mean_price(changes, began, began + span)
     assert min(price for _, price in changes) - 1e-9 <= mean <= max(price for _, price in changes) + 1e-9
 
 
 @dataclass
 class Ec2:
-    """A server that answers DescribeSpotPriceHistory a row a page, as EC2 does in XML."""
+    """Server that answers DescribeSpotPriceHistory in XML like EC2, with one row per page."""
 
     rows: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """Type, zone, seconds since the epoch, price."""
+    """Tuples (type, zone, seconds since the epoch, price)."""
     asked: list[dict[str, str]] = field(default_factory=list)
     refuses: bool = False
 
@@ -252,7 +252,7 @@ def test_spot_prices_of_a_run_are_means_over_its_time_in_its_zone(ec2: Ec2) -> N
     assert len(ec2.asked) == 4  # pages
 
 
-def test_where_aws_refuses_the_lists_count_and_a_note_says_so(ec2: Ec2) -> None:
+def test_if_aws_refuses_the_lists_are_used_and_a_note_is_added(ec2: Ec2) -> None:
     ec2.refuses = True
     prices = with_aws_history(load_prices(), [group(G6_A), EndEvent(time=BEGAN + 60)])
     assert hourly(prices, "g6.xlarge", "spot") == 0.4307
@@ -261,7 +261,7 @@ def test_where_aws_refuses_the_lists_count_and_a_note_says_so(ec2: Ec2) -> None:
     assert "ec2:DescribeSpotPriceHistory" in note
 
 
-def test_without_credentials_or_a_region_a_note_says_so(
+def test_without_credentials_or_a_region_a_note_is_added(
     ec2: Ec2, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
@@ -277,7 +277,7 @@ def test_without_credentials_or_a_region_a_note_says_so(
     assert not ec2.asked
 
 
-def test_aws_is_asked_of_its_own_spot_machines_alone(ec2: Ec2) -> None:
+def test_only_prices_of_aws_spot_machines_are_requested_from_aws(ec2: Ec2) -> None:
     events = [group(Machine("a2-highgpu-1g", "spot"), Machine("g6.xlarge", "on-demand"), Machine(None, None))]
     assert with_aws_history(load_prices(), events) == load_prices()
     assert with_aws_history(load_prices(), []) == load_prices()
@@ -292,14 +292,16 @@ def test_aws_is_asked_of_its_own_spot_machines_alone(ec2: Ec2) -> None:
         (Machine("g6.xlarge", "spot", "eu-west-1", None), "eu-west-1"),
     ],
 )
-def test_a_zone_tells_its_region(ec2: Ec2, machine: Machine, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_region_of_a_zone_is_known(
+    ec2: Ec2, machine: Machine, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str | None] = []
     monkeypatch.setattr("undula.cluster.prices.spot_history", lambda region, *_: asked.append(region) or {machine: 1.0})
     assert with_aws_history(load_prices(), [group(machine)]).seen == {machine: 1.0}
     assert asked == [region]
 
 
-def test_motos_server_is_understood(s3: object) -> None:
-    """It has one price for all, of 2006."""
+def test_the_answer_of_motos_server_is_read(s3: object) -> None:
+    """Moto has one price for all types, from 2006."""
     found = spot_history("us-west-2", {G6_A, Machine("m9.huge", "spot", "us-west-2")}, BEGAN, BEGAN + 3600)
     assert found == {G6_A: pytest.approx(1e-5)}

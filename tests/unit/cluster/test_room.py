@@ -1,4 +1,4 @@
-"""A job whose workers fit on no node that can ever come is refused, in a sentence that names what is missing."""
+"""Tests that a job whose workers can never fit on a node is refused with the name of the missing resource."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ MACHINE = {"CPU": 4.0, "GPU": 1.0, "memory": 1e9}
         ({"CPU": 1.0, "disk": 2.0}, 1, Shortage("disk", 2.0, 0.0, num_fitting=0)),
     ],
 )
-def test_the_resource_that_lets_the_fewest_workers_fit_is_named(
+def test_the_scarcest_resource_is_named(
     per_worker: dict[str, float], num_workers: int, missing: Shortage | None
 ) -> None:
     assert shortage(MACHINE, per_worker, num_workers) == missing
@@ -52,7 +52,7 @@ def test_the_resource_that_lets_the_fewest_workers_fit_is_named(
          "workers.gpus=4"),
     ],
 )  # fmt: skip
-def test_the_sentence_has_the_place_the_amounts_and_the_fix(
+def test_the_refusal_has_the_place_the_amounts_and_the_fix(
     monkeypatch: pytest.MonkeyPatch, workers: WorkersSpec, share: int, what: str, fix: str
 ) -> None:
     monkeypatch.setattr(room, "machine_resources", lambda num_cpus: {**MACHINE, "CPU": num_cpus})
@@ -64,13 +64,13 @@ def test_the_sentence_has_the_place_the_amounts_and_the_fix(
     assert message.endswith(f"; set {fix}, or ask elsewhere")
 
 
-def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "machine_resources", lambda num_cpus: {**MACHINE, "CPU": num_cpus})
     refuse_what_never_fits(WorkersSpec(max=4, gpus=1), {}, 4, num_workers=1, node="it", fix="")
     refuse_what_never_fits(WorkersSpec(gpus=4), {}, 4, num_workers=1, node="it", fix="", share=4)
 
 
-def test_ray_says_what_a_node_here_would_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resources_of_a_local_node_are_those_that_ray_detects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3, "disk": 2}')
     offered = machine_resources(5)
     assert (offered["CPU"], offered["GPU"], offered["disk"]) == (5, 3, 2)
@@ -86,7 +86,7 @@ def test_a_job_that_never_fits_is_refused_before_a_local_cluster_starts(monkeypa
         raise AssertionError("a cluster was started")
 
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')  # as on a machine without one
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')  # as on a machine without a GPU
     monkeypatch.setattr(local, "DEFAULT_DASHBOARD", "http://127.0.0.1:1")
     monkeypatch.setattr(submission, "local_cluster", started)
     with pytest.raises(
@@ -95,7 +95,9 @@ def test_a_job_that_never_fits_is_refused_before_a_local_cluster_starts(monkeypa
         submit_and_follow(job(WorkersSpec(gpus=1)), None, LiveScreen(sys.stdout))
 
 
-def test_another_cluster_may_have_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_for_another_cluster_is_not_refused_for_the_resources_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     submitted: list[str] = []
 
     def submit(dashboard: str, *_: Any) -> int:

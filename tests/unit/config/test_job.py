@@ -1,4 +1,4 @@
-"""A job's YAML: read as it is meant, and refused in one sentence that names the place, the key and the fix."""
+"""Tests of a job's YAML: values are read correctly, and mistakes are refused in one sentence with the place, the key and the fix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Config:
-    """A script's own settings."""
+    """Settings of a script."""
 
     rate: float
     model: Model = field(default_factory=Model)
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(file: Path) -> Callable[..., LoadedSpec]:
-    """Loads JOB with more YAML at its end."""
+    """Return a function that loads JOB with additional YAML at its end."""
 
     def loaded(more: str = "", *overrides: str, config_type: type | None = None) -> LoadedSpec:
         file.write_text(JOB + more)
@@ -56,7 +56,7 @@ def load(file: Path) -> Callable[..., LoadedSpec]:
 
 @pytest.fixture
 def refused(file: Path) -> Callable[..., str]:
-    """The sentence with which some YAML is refused, without the file's folder."""
+    """Return a function that returns the message with which YAML is refused, without the folder of the file."""
 
     def sentence(text: str, *overrides: str, config_type: type | None = None) -> str:
         file.write_text(text)
@@ -72,7 +72,7 @@ Load = Callable[..., LoadedSpec]
 Refused = Callable[..., str]
 
 
-def test_defaults_fill_what_is_not_given(load: Load) -> None:
+def test_missing_keys_get_their_defaults(load: Load) -> None:
     spec = load().spec
     assert spec == JobSpec(name="job", data={"train": "/data/train"})
     assert (spec.plan.global_batch, spec.plan.virtual_workers, spec.engine) == (64, 4, "torch")
@@ -100,7 +100,7 @@ def test_exponents_are_numbers_as_in_yaml_1_2(load: Load, text: str, value: floa
     assert load("", f"schedule.base_lr={text}").spec.schedule.base_lr == value
 
 
-def test_quoted_exponent_stays_text(load: Load) -> None:
+def test_a_quoted_exponent_is_text(load: Load) -> None:
     assert load("config: {text: '3e-4'}\n").config.text == "3e-4"
 
 
@@ -115,7 +115,7 @@ def test_override_may_hold_an_equals_sign(load: Load) -> None:
     assert load("", "config.query=a=b").config.query == "a=b"
 
 
-def test_each_value_knows_where_it_came_from(load: Load, file: Path) -> None:
+def test_each_value_has_an_origin(load: Load, file: Path) -> None:
     loaded = load("plan:\n  seed: 1\n  epochs: 2\n", "plan.epochs=3", "config.model={width: 8}")
     assert loaded.origins["name"] == f"{file}:1"
     assert loaded.origins["data.train"] == f"{file}:3"
@@ -229,7 +229,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("", ("name.first=1",), "command line: name.first cannot be set: name is 'job'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(
+def test_each_mistake_is_refused_in_one_sentence(
     refused: Refused, more: str, overrides: tuple[str, ...], sentence: str
 ) -> None:
     assert refused(JOB + more, *overrides).startswith(sentence)
@@ -249,7 +249,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
         ("? [a, b]\n: c\n", "job.yaml is not YAML: "),
     ],
 )
-def test_file_that_is_no_job_is_refused(refused: Refused, text: str, sentence: str) -> None:
+def test_a_file_that_is_not_a_job_is_refused(refused: Refused, text: str, sentence: str) -> None:
     assert refused(text).startswith(sentence)
 
 
@@ -257,7 +257,7 @@ def test_several_mistakes_are_counted(refused: Refused) -> None:
     assert refused(JOB, "plan.seed=a", "plan.epochs=b", "workers.cpus=c").endswith(" (and 2 more)")
 
 
-def test_file_that_cannot_be_read_is_named(file: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(file: Path) -> None:
     with pytest.raises(SpecError, match=f"^cannot read {file}: No such file or directory$"):
         load_spec(file)
     file.write_bytes(b"name: \xff\xfe")
@@ -317,7 +317,7 @@ def test_schema_for_editors_accepts_every_resolved_spec_and_refuses_others(load:
         assert not validator.is_valid(wrong)
 
 
-def test_schema_tells_what_each_key_means() -> None:
+def test_the_schema_describes_each_key() -> None:
     schema = json_schema()
     for section in (schema, *schema["$defs"].values()):
         for name, key in section["properties"].items():
@@ -326,11 +326,11 @@ def test_schema_tells_what_each_key_means() -> None:
     assert schema["properties"]["name"]["description"].startswith("Name of the run directory")
 
 
-def test_flatten_names_every_leaf() -> None:
+def test_flatten_returns_every_leaf() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == [("a.b", 1), ("a.c", {}), ("d", [2])]
 
 
-def test_workers_are_told_nothing_of_the_cluster(load: Load) -> None:
+def test_workers_get_no_settings_of_the_cluster(load: Load) -> None:
     job = job_of(load("config: {rate: 1}\n", config_type=Config), "id")
     assert job.run_url == "~/undula/runs/job"
     assert job.config == Config(rate=1.0)
@@ -366,11 +366,11 @@ class Nested:
         ("plan: {global_batch: 2, virtual_workers: 4}", "is not a multiple of virtual_workers (4); set it to 4"),
     ],
 )
-def test_odd_input_is_answered_in_a_sentence_too(refused: Refused, text: str, sentence: str) -> None:
+def test_unusual_input_is_refused_in_one_sentence(refused: Refused, text: str, sentence: str) -> None:
     assert sentence in refused(f"name: job\ndata: {{train: x}}\n{text}\n", config_type=Nested)
 
 
-def test_an_override_of_a_whole_section_is_where_all_of_it_came_from(load: Load) -> None:
+def test_an_override_of_a_section_is_the_origin_of_all_its_values(load: Load) -> None:
     loaded = load("plan: {seed: 1, window: 2}\n", "plan={seed: 3}")
     assert loaded.origins["plan.seed"] == "command line"
     assert "plan.window" not in loaded.origins

@@ -1,4 +1,4 @@
-"""A job is followed to its end, whatever becomes of the connection."""
+"""Tests of following a job to its end, with interruptions of the connection."""
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from undula.errors import ClusterError
 
 @dataclass
 class Api:
-    """A job API; each look at the job takes the next answer, of which an exception is raised."""
+    """Stand-in for the job API. Each request takes the next answer, which is raised if it is an exception."""
 
     answers: Iterator[JobStatus | Exception]
     lines: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "RECONNECT_S", 0.0)
 
 
-def test_a_lost_connection_is_made_again_and_no_line_is_shown_twice() -> None:
+def test_a_lost_connection_is_restored_and_no_line_is_shown_twice() -> None:
     lost = requests.exceptions.ConnectionError("Remote end closed connection")
     api, shown = Api(iter([lost, JobStatus.RUNNING, lost, JobStatus.SUCCEEDED]), ["line 0"]), []
     details = submit._follow_to_the_end(api, "job", shown.append)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def test_a_lost_connection_is_made_again_and_no_line_is_shown_twice() -> None:
     assert "lost the connection to the job, which continues; reconnecting: Remote end closed connection" in shown
 
 
-def test_a_job_api_that_is_gone_ends_it_in_a_sentence() -> None:
+def test_a_lost_job_api_ends_following_with_one_sentence() -> None:
     api = Api(iter([requests.exceptions.ConnectionError("refused")] * 99))
     with pytest.raises(
         ClusterError, match="lost the connection to the job raysubmit_1, which may still be running: refused"

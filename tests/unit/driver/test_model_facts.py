@@ -1,4 +1,4 @@
-"""The driver learns about a script's model without its weights, without workers, and without a process group."""
+"""Tests of the driver's inspection of a script's model, which needs no weights, workers or process group."""
 
 import warnings
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def sharded() -> nn.Module:
     return fully_shard(module)
 
 
-def test_shapes_are_of_the_whole_model(loaded: LoadedSpec) -> None:
+def test_shapes_are_those_of_the_whole_model(loaded: LoadedSpec) -> None:
     whole = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (2, 7)}
     assert facts_of(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2, bias=False)), loaded) == ModelFacts(
         whole, frozenset()
@@ -48,7 +48,7 @@ def test_shapes_are_of_the_whole_model(loaded: LoadedSpec) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_model_of_which_a_part_is_sharded_is_sharded(loaded: LoadedSpec) -> None:
+def test_a_partly_sharded_model_counts_as_sharded(loaded: LoadedSpec) -> None:
     def make() -> nn.Module:
         module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
         fully_shard(module[0])
@@ -73,7 +73,7 @@ def test_a_model_of_many_gigabytes_takes_no_memory(loaded: LoadedSpec) -> None:
     assert facts.shapes["weight"] == (2**20, 2**20)
 
 
-def test_a_script_that_raises_before_its_model_has_no_facts(loaded: LoadedSpec) -> None:
+def test_a_script_that_raises_before_its_model_gives_no_facts(loaded: LoadedSpec) -> None:
     def train(run: Run) -> None:
         raise KeyError("width")
 

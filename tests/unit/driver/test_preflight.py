@@ -1,4 +1,4 @@
-"""Preflight refuses what would fail in a worker. No Ray and no worker."""
+"""Tests of preflight, which refuses jobs that would fail in a worker. They use no Ray and no worker."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_pat
     assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
 
 
-def test_horovod_s_settings_travel_with_horovod_s_engine_alone(tmp_path: Path) -> None:
+def test_only_the_horovod_engine_gets_horovods_settings(tmp_path: Path) -> None:
     store, plan = open_store(str(tmp_path / "run")), Plan(job(tmp_path).spec.plan, 48)
     assert record_job(job(tmp_path), plan, store).horovod is None
     spec = record_job(job(tmp_path, "engine=horovod", "horovod.timeout_s=7"), plan, store)
@@ -54,7 +54,7 @@ def test_horovod_s_settings_travel_with_horovod_s_engine_alone(tmp_path: Path) -
     assert spec.horovod.timeout_s == 7
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_one_of_this_model_is_not(tmp_path: Path) -> None:
+def test_only_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     loaded = job(tmp_path)
     plan = Plan(loaded.spec.plan, 48)
 
@@ -75,7 +75,7 @@ def test_a_model_that_no_engine_can_train_with_the_settings_is_refused(tmp_path:
         prepare(job(tmp_path, "deterministic=true"), sparse, fresh=False)
 
 
-def test_a_study_s_directory_is_no_run_s(tmp_path: Path) -> None:
+def test_the_directory_of_a_study_is_refused_for_a_run(tmp_path: Path) -> None:
     open_store(str(tmp_path / "run")).write("study.json", b"{}")
     with pytest.raises(RunError, match="/run is a study's directory: give the run another name"):
         prepare(job(tmp_path), train, fresh=False)

@@ -1,4 +1,4 @@
-"""What a worker's actor does to processes, and what it knows of its own."""
+"""Tests of the worker actor: killing processes, and measuring the memory of its own."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from undula.elastic.ray.actor import ElasticWorker, resident_memory
 
 @contextmanager
 def process_titled(title: str) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that waits for the end of its input, with a title in its command line."""
+    """Process that waits for the end of its input, with a title in its command line."""
     command = [sys.executable, "-c", "import sys; sys.stdin.read()", title]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
@@ -21,12 +21,12 @@ def process_titled(title: str) -> "Iterator[subprocess.Popen[bytes]]":
             process.kill()
 
 
-def test_a_worker_kills_another_worker_and_no_process_that_has_taken_over_its_id() -> None:
+def test_a_worker_kills_another_worker_but_no_process_that_reuses_its_id() -> None:
     worker = ElasticWorker.__new__(ElasticWorker)
     with process_titled("ray::ElasticWorker.poll_status") as other:
         worker.kill_process(other.pid)
         assert other.wait(10) == -9
-        worker.kill_process(other.pid)  # which is gone
+        worker.kill_process(other.pid)  # the process has ended
     with process_titled("editor") as stranger:
         worker.kill_process(stranger.pid)
         assert stranger.stdin is not None

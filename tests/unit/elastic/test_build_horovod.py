@@ -1,4 +1,4 @@
-"""Building Horovod: its patch applies or is refused, and a failure gives the reason. `make horovod` is the test of the build itself."""
+"""Tests of building Horovod: the patch applies or is refused, and a failure has a reason. `make horovod` tests the build itself."""
 
 import re
 import shutil
@@ -54,8 +54,8 @@ def test_another_source_is_refused_in_one_sentence(
         apply_patch(tmp_path)
 
 
-def test_the_patch_applies_inside_of_a_git_repository(tmp_path: Path) -> None:
-    """There, `git apply` skips files in silence if it takes the patch's paths to start at the repository's root."""
+def test_the_patch_applies_inside_a_git_repository(tmp_path: Path) -> None:
+    """In a repository, `git apply` silently skips files if it takes the paths of the patch as relative to the root."""
     (tmp_path / ".git" / "refs").mkdir(parents=True)
     (tmp_path / ".git" / "objects").mkdir()
     (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main\n")

@@ -1,4 +1,4 @@
-"""Which failures are worth another attempt, and how they are told."""
+"""Tests of failures: which ones are retried, and how they are reported."""
 
 import pickle
 from typing import Any
@@ -21,7 +21,7 @@ def train(batch):
 
 
 def raised(error: Exception) -> Exception:
-    """The error as it comes from a worker."""
+    """Return an error as a worker raises it."""
     try:
         raise error
     except Exception as caught:
@@ -42,7 +42,7 @@ def mistyped() -> Exception:
 
 
 def failed(*failures: Exception) -> WorkerGroupError:
-    return WorkerGroupError("told by Ray", dict(enumerate(failures)))
+    return WorkerGroupError("reported by Ray", dict(enumerate(failures)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def failed(*failures: Exception) -> WorkerGroupError:
         (failed(RayActorError(), raised(ValueError("half a message"))), FailureDecision.RETRY),
     ],
 )
-def test_bugs_end_the_run_at_once_and_what_may_pass_is_tried_again(
+def test_bugs_end_the_run_at_once_and_temporary_failures_are_retried(
     error: WorkerGroupError, decision: FailureDecision
 ) -> None:
     assert RetryUnlessBug(FailureConfig(max_failures=3)).make_decision(error) == decision
@@ -72,7 +72,7 @@ def test_attempts_are_counted() -> None:
     assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
 
 
-def test_losses_count_while_no_step_lies_between_them() -> None:
+def test_lost_workers_count_until_a_step_is_committed() -> None:
     policy = RetryUnlessBug(FailureConfig(max_failures=1))
     decisions = []
     for has_stepped in (True, True, False, False):
@@ -81,7 +81,7 @@ def test_losses_count_while_no_step_lies_between_them() -> None:
     assert decisions == [*[FailureDecision.RETRY] * 2, *[FailureDecision.RAISE] * 2]
 
 
-def test_a_storage_that_fails_between_steps_is_given_time() -> None:
+def test_a_storage_that_fails_between_steps_gets_time_to_recover() -> None:
     policy = RetryUnlessBug(FailureConfig(max_failures=1))
     outage = failed(raised(StorageError("no answer")), raised(RuntimeError("gloo: connection closed by peer")))
     policy.has_stepped = True
@@ -94,20 +94,20 @@ def test_a_storage_that_fails_between_steps_is_given_time() -> None:
     assert max(pauses) == LONGEST_PAUSE_S
     assert policy.make_decision(outage) == FailureDecision.RAISE
 
-    policy.has_stepped = True  # it has come back in between
+    policy.has_stepped = True  # the storage has recovered in between
     assert policy.make_decision(outage) == FailureDecision.RETRY
     assert (
         policy.make_decision(failed(raised(RuntimeError("x")))) == FailureDecision.RETRY
-    )  # the first of the script's own
+    )  # the first frame in the script
 
 
-def test_a_run_that_never_stepped_waits_for_no_storage() -> None:
+def test_a_run_without_a_step_does_not_wait_for_the_storage() -> None:
     policy = RetryUnlessBug(FailureConfig(max_failures=1))
     decisions = [policy.make_decision(failed(raised(StorageError("no such bucket")))) for _ in range(2)]
     assert decisions == [FailureDecision.RETRY, FailureDecision.RAISE]
 
 
-def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
+def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
     assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
     assert summary(failed(RayActorError())).startswith("rank 0: ")
     broken = raised(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
@@ -144,5 +144,5 @@ def test_a_failure_is_told_by_its_exception_and_the_users_own_line() -> None:
         ),
     ],
 )
-def test_what_took_a_worker_is_named(error: Exception, words: str) -> None:
+def test_the_reason_why_a_worker_was_lost_is_named(error: Exception, words: str) -> None:
     assert summary(failed(error)).startswith(f"rank 0: {words}")

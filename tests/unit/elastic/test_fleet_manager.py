@@ -1,4 +1,4 @@
-"""Which nodes a run asks for and gives back, as nodes come and go."""
+"""Tests of the fleet manager: the nodes that a run requests and releases as nodes come and go."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ START_S = 60.0
 
 @dataclass
 class Run:
-    """A run of four workers, each on a node of its own, whose clock and nodes the test moves."""
+    """Run of four workers on one node each. The test sets its clock and its nodes."""
 
     spec: FleetSpec
     now: float = 0.0
@@ -44,7 +44,7 @@ class Run:
             self.nodes[name] = Node(name, slots, slots, None, market, f"{market}-type")
 
     def look(self, seconds: float = 1.0, done: int | None = None, idle: tuple[str, ...] = ()) -> Fleet:
-        """Let time pass; nodes that stay are full of workers, which are ready but for those in `idle`."""
+        """Let time pass. Nodes without a notice are full of workers, which are ready except on the nodes in `idle`."""
         self.now += seconds
         if done is not None:
             self.fleet.pace = Pace(worker_s=4 * STEP_S * 100, steps=100, done=done)
@@ -59,7 +59,7 @@ def deadline(seconds: int) -> Run:
     return Run(FleetSpec(deadline=f"{seconds}s", node_start_s=START_S))
 
 
-def test_a_job_without_a_policy_takes_any_node_and_gives_none_back() -> None:
+def test_a_job_without_a_policy_takes_any_node_and_releases_none() -> None:
     run = Run(FleetSpec())
     run.have(SPOT, "a")
     run.have(None, "b")
@@ -69,11 +69,11 @@ def test_a_job_without_a_policy_takes_any_node_and_gives_none_back() -> None:
     assert run.fleet.room(SPOT, Counter({SPOT: 1, None: 1})) == 2
 
 
-def test_nodes_of_another_market_are_given_back() -> None:
+def test_nodes_of_another_market_are_released() -> None:
     run = Run(FleetSpec(spot_only=True))
     run.have(SPOT, "a", "b")
     run.have(ON_DEMAND, "c")
-    run.have(None, "d")  # is there anyway
+    run.have(None, "d")  # it exists anyway
     assert run.look() == Fleet(4, 0)
     assert run.fleet.released == {"c"}
     request, release = run.events
@@ -85,26 +85,26 @@ def test_nodes_of_another_market_are_given_back() -> None:
     assert run.fleet.room(ON_DEMAND, Counter()) == 0
 
 
-def test_a_floor_is_asked_for_on_demand() -> None:
+def test_the_on_demand_floor_is_requested() -> None:
     run = Run(FleetSpec(on_demand_floor=1))
     run.have(ON_DEMAND, "a", "b")
     run.look(idle=("a",))
     assert run.fleet.labels == [{MARKET: SPOT}] * 3 + [{MARKET: ON_DEMAND}]
-    assert run.fleet.released == {"a"}  # b trains
+    assert run.fleet.released == {"a"}  # the workers on b train
 
 
-def test_spot_nodes_that_do_not_come_are_waited_for_and_then_replaced_as_long_as_the_run_is_behind() -> None:
+def test_missing_spot_nodes_are_replaced_after_a_wait_while_the_run_is_behind() -> None:
     run = deadline(2000)
     assert run.look() == Fleet(4, 0)
     assert run.look(START_S - 1) == Fleet(4, 0)
     assert run.look(2) == Fleet(4, 4)
     run.have(ON_DEMAND, *"abcd")
     assert run.look(done=1) == Fleet(4, 4)
-    assert run.look(done=30) == Fleet(4, 0)  # well ahead of what is expected by now
+    assert run.look(done=30) == Fleet(4, 0)  # the run is well ahead of its deadline
     assert run.fleet.released == set("abcd")
 
 
-def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None:
+def test_an_on_demand_node_stays_until_its_spot_replacement_trains() -> None:
     run = deadline(3000)
     run.look()
     run.look(400)
@@ -118,7 +118,7 @@ def test_an_on_demand_node_stays_until_a_spot_node_in_its_place_trains() -> None
     assert run.fleet.released == set("abcd")
 
 
-def test_in_a_hurry_spot_nodes_go_as_on_demand_ones_train_in_their_place() -> None:
+def test_an_urgent_run_releases_spot_nodes_as_their_on_demand_replacements_train() -> None:
     run = deadline(1200)
     run.have(SPOT, "w", "x")
     assert run.look(200, done=10) == Fleet(4, 4)
@@ -130,37 +130,37 @@ def test_in_a_hurry_spot_nodes_go_as_on_demand_ones_train_in_their_place() -> No
     assert run.fleet.released == {"w", "x"}
 
 
-def test_a_hurry_lasts_until_there_is_time_again() -> None:
+def test_a_run_stays_urgent_until_it_has_spare_time() -> None:
     run = deadline(1200)
     run.have(SPOT, "w", "x", "y")
     assert run.look(200, done=10) == Fleet(4, 4)
     run.have(SPOT, "z")
-    assert run.look(done=11) == Fleet(4, 4)  # all spot nodes are there, and it goes on to buy
+    assert run.look(done=11) == Fleet(4, 4)  # all spot nodes exist, but the run still requests on-demand nodes
     assert run.look(done=40) == Fleet(4, 0)
 
 
-def test_no_hurry_before_the_pace_is_known() -> None:
+def test_a_run_is_not_urgent_before_its_pace_is_known() -> None:
     run = deadline(1200)
     run.have(SPOT, "w", "x")
     run.fleet.pace = Pace(worker_s=1e6, steps=2, done=2)
     assert run.look(10) == Fleet(4, 0)
 
 
-def test_after_the_deadline_nothing_more_is_bought() -> None:
+def test_no_on_demand_nodes_are_requested_after_the_deadline() -> None:
     run = deadline(1000)
     run.look(1500, done=10)
     assert run.look(done=10) == Fleet(4, 0)
     assert [event.late_s for event in run.events if isinstance(event, OverdueEvent)] == [500.0]
 
 
-def test_nodes_that_are_too_few_to_train_are_made_enough() -> None:
+def test_too_few_nodes_are_completed_to_the_minimum() -> None:
     run = Run(FleetSpec(deadline="4000s", node_start_s=START_S), fewest=4)
     run.have(SPOT, "w", "x", "y")
     run.look(done=60)
-    assert run.look(START_S + 1, done=60) == Fleet(4, 1)  # well ahead, and three nodes would be paid for nothing
+    assert run.look(START_S + 1, done=60) == Fleet(4, 1)  # the run is well ahead, so a third node would be wasted
 
 
-def test_what_others_use_of_a_node_is_no_room() -> None:
+def test_resources_in_use_by_others_do_not_count() -> None:
     run = deadline(2000)
     run.have(SPOT, *"wxyz")
     for name in "wxyz":
@@ -169,7 +169,7 @@ def test_what_others_use_of_a_node_is_no_room() -> None:
     assert run.look(START_S + 1) == Fleet(4, 4)
 
 
-def test_types_that_are_not_to_be_had_are_asked_for_no_more_but_for_those_that_are_there() -> None:
+def test_unavailable_types_are_only_requested_for_the_existing_nodes() -> None:
     run = Run(FleetSpec())
     run.have(SPOT, "a")
     run.refused = {"a-type": "no capacity", "other-type": ""}
@@ -182,13 +182,13 @@ def test_types_that_are_not_to_be_had_are_asked_for_no_more_but_for_those_that_a
     assert run.fleet.labels == [{}] * 4
     run.refused = {"a-type": "no capacity"}
     run.look()
-    assert [event.kind for event in run.events] == ["refusal"] * 2  # as before
+    assert [event.kind for event in run.events] == ["refusal"] * 2  # nothing has changed
     run.have(SPOT, "b", "c", "d")
     run.look()
-    assert run.fleet.labels == [{}] * 4  # all are there
+    assert run.fleet.labels == [{}] * 4  # all of them exist
 
 
-def test_a_spot_node_that_comes_lets_others_be_waited_for_again() -> None:
+def test_a_new_spot_node_restarts_the_wait_for_others() -> None:
     run = Run(FleetSpec(deadline="4000s", node_start_s=START_S), fewest=2)
     run.look()
     assert run.look(START_S + 1) == Fleet(4, 4)
@@ -197,7 +197,7 @@ def test_a_spot_node_that_comes_lets_others_be_waited_for_again() -> None:
     assert run.look(START_S + 1, done=60) == Fleet(4, 1)
 
 
-def test_a_type_of_which_there_are_some_and_no_more_is_told_of_once() -> None:
+def test_a_type_that_is_partly_available_is_reported_once() -> None:
     run = Run(FleetSpec())
     run.have(SPOT, "a")
     run.refused = {"spot-type": ""}
@@ -206,7 +206,7 @@ def test_a_type_of_which_there_are_some_and_no_more_is_told_of_once() -> None:
     assert [event.kind for event in run.events] == ["refusal"]
 
 
-def test_on_demand_nodes_in_the_place_of_spot_do_not_end_the_looking_for_other_types() -> None:
+def test_on_demand_replacements_do_not_end_the_search_for_other_types() -> None:
     run = deadline(3000)
     run.refused = {"spot-type": ""}
     run.have(ON_DEMAND, *"abcd")
@@ -215,7 +215,7 @@ def test_on_demand_nodes_in_the_place_of_spot_do_not_end_the_looking_for_other_t
     assert run.fleet.labels[0] == {MARKET: SPOT, TYPE: "!in(spot-type)"}
 
 
-def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
+def test_a_node_with_a_notice_does_not_count() -> None:
     run = Run(FleetSpec(on_demand_floor=1))
     run.have(ON_DEMAND, "a", "b")
     run.nodes["b"] = Node("b", 1, 0, 12.0, ON_DEMAND)
@@ -223,7 +223,7 @@ def test_a_node_that_will_go_is_as_one_that_is_not_there() -> None:
     assert not run.fleet.released
 
 
-def test_room_that_nobody_uses_is_told_once() -> None:
+def test_unused_room_is_reported_once() -> None:
     run = Run(FleetSpec())
     nodes = {"a": Node("a", 2, 1, None), "b": Node("b", 2, 0, None)}
     for now in (10.0, 60.0, 80.0, 200.0):
@@ -233,12 +233,12 @@ def test_room_that_nobody_uses_is_told_once() -> None:
     assert (idle.node, idle.free, idle.idle_s, idle.most) == ("a", 1, 60.0, 4)
 
 
-def test_a_pace_is_of_the_time_in_groups_alone() -> None:
+def test_the_pace_only_counts_time_in_worker_groups() -> None:
     pace = Pace()
     pace.observe(0, 2, now=0.0)
     pace.observe(1, 2, now=30.0)  # the first step of a group may compile
     pace.observe(9, 2, now=38.0)
-    assert pace.step_s(1) is None  # too few
+    assert pace.step_s(1) is None  # too few steps
     pace.pause()
     pace.observe(9, 1, now=100.0)
     pace.observe(10, 1, now=101.0)
@@ -247,7 +247,7 @@ def test_a_pace_is_of_the_time_in_groups_alone() -> None:
     assert pace.done == 16
 
 
-def test_a_pace_follows_what_is_new() -> None:
+def test_the_pace_follows_recent_steps() -> None:
     pace = Pace()
     for step in range(5000):
         pace.observe(step, 1, now=float(step))

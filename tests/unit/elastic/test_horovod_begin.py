@@ -1,4 +1,4 @@
-"""Horovod in a process that was in another group before, beside one that was not: real ranks."""
+"""Tests of Horovod with real ranks, one of which was in another group before."""
 
 import socket
 from typing import Any
@@ -19,12 +19,12 @@ MIB_OF_FLOATS = 2**18
 BOTH = {"fusion_threshold_mib": 2, "cycle_time_ms": 2}
 
 
-def _with_a_veteran(rank: int, world_size: int, veteran: int, by_rank: list[dict[str, str]]) -> list[float]:
-    """One rank has been in a group before. Both bring 3 MiB at once, three times: from the second on each rank fuses what it remembers."""
+def _with_a_former_rank(rank: int, world_size: int, former: int, by_rank: list[dict[str, str]]) -> list[float]:
+    """Reduce 3 MiB three times on two ranks, one of which was in another group. From the second time on, ranks fuse cached tensors."""
     import horovod.torch as hvd
 
     state = WorkerState()
-    if rank == veteran:
+    if rank == former:
         begin({**by_rank[rank], **places(["alone"])[0]}, state)
         hvd.shutdown()
     begin(by_rank[rank], state)
@@ -38,15 +38,17 @@ def _with_a_veteran(rank: int, world_size: int, veteran: int, by_rank: list[dict
     return [float(each.mean()) for each in gradients]
 
 
-@pytest.mark.parametrize(("veteran", "fields"), [(0, {}), (1, {}), (0, {"fusion_threshold_mib": 2})])
-def test_a_process_that_was_in_another_group_fuses_what_a_new_one_does(veteran: int, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("former", "fields"), [(0, {}), (1, {}), (0, {"fusion_threshold_mib": 2})])
+def test_a_process_from_an_earlier_group_fuses_the_same_tensors_as_a_new_one(
+    former: int, fields: dict[str, Any]
+) -> None:
     with meeting_place() as server:
-        found = on_ranks(2, _with_a_veteran, veteran, rank_variables(server, 2, HorovodSpec(**fields)))
+        found = on_ranks(2, _with_a_former_rank, former, rank_variables(server, 2, HorovodSpec(**fields)))
     assert found == [[8.0 * number for number in range(12)]] * 2
 
 
 def _new_connections(rank: int, world_size: int, by_rank: list[dict[str, str]]) -> list[str]:
-    """Addresses of this rank's end of those that Horovod has made."""
+    """Return the local addresses of the connections that Horovod has made."""
     import horovod.torch as hvd
 
     def addresses() -> list[str]:
@@ -58,18 +60,18 @@ def _new_connections(rank: int, world_size: int, by_rank: list[dict[str, str]]) 
     begin(by_rank[rank], state)
     hvd.allreduce(torch.ones(1), name="one")
     found = addresses()
-    dist.barrier()  # or another rank's end of them may close
+    dist.barrier()  # otherwise another rank may close its end of them
     hvd.shutdown()
     for address in before:
         found.remove(address)
     return found
 
 
-def test_gradients_go_over_the_interface_that_is_asked_for() -> None:
-    """And not over that of the host's name, which is a loopback here and on many a machine."""
+def test_gradients_use_the_requested_network_interface() -> None:
+    """By default, Horovod would use the interface of the host's name, which is often the loopback interface."""
     outer = {name: all_of[0].address for name, all_of in psutil.net_if_addrs().items() if _is_outer(all_of[0])}
     if not outer:
-        pytest.skip("this machine has no network interface but its loopback")
+        pytest.skip("this machine has only a loopback interface")
     name, address = next(iter(outer.items()))
     with meeting_place() as server:
         by_rank = [{**each, "HOROVOD_GLOO_IFACE": name} for each in rank_variables(server, 2, HorovodSpec())]
@@ -95,8 +97,6 @@ def _is_spent(rank: int, world_size: int, fields: dict[str, Any]) -> bool:
     ("fields", "is_spent"),
     [({}, False), ({"fusion_threshold_mib": 2}, False), (BOTH, True), ({"autotune": True}, True)],
 )
-def test_a_process_whose_horovod_cannot_begin_again_is_in_no_other_group(
-    fields: dict[str, Any], is_spent: bool
-) -> None:
-    """With both of its parameters fixed, a second `hvd.init()` ends it with SIGSEGV."""
+def test_a_process_whose_horovod_cannot_restart_joins_no_other_group(fields: dict[str, Any], is_spent: bool) -> None:
+    """If both parameters are fixed, a second `hvd.init()` ends the process with SIGSEGV."""
     assert on_ranks(1, _is_spent, fields) == [is_spent]

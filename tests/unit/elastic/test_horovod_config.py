@@ -1,4 +1,4 @@
-"""What Horovod is told of a group: pure, and without Horovod."""
+"""Tests of the configuration of Horovod for a group. They are pure and do not need Horovod."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def numbers(place: dict[str, str], *names: str) -> tuple[int, ...]:
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
-def test_every_rank_has_a_place_of_its_own(hosts: list[str]) -> None:
+def test_every_rank_has_its_own_place(hosts: list[str]) -> None:
     found = places(hosts)
     assert [numbers(place, "RANK", "SIZE") for place in found] == [(rank, len(hosts)) for rank in range(len(hosts))]
     for host, count in Counter(hosts).items():
@@ -34,7 +34,7 @@ def test_every_rank_has_a_place_of_its_own(hosts: list[str]) -> None:
         ]
 
 
-def test_the_interface_is_the_nodes_own_or_the_first_that_is_named_and_there() -> None:
+def test_the_interface_is_that_of_the_node_or_the_first_configured_one_that_exists() -> None:
     here = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth7": [SimpleNamespace(address="10.1.2.3")]}
     assert interface_of("10.1.2.3", None, here) == "eth7"
     assert interface_of("10.1.2.3", ("ib0", "lo"), here) == "lo"
@@ -44,7 +44,7 @@ def test_the_interface_is_the_nodes_own_or_the_first_that_is_named_and_there() -
         interface_of("10.9.9.9", None, here)
 
 
-def test_fields_become_variables_and_those_that_autotune_finds_are_left_open() -> None:
+def test_fields_become_environment_variables_except_those_that_autotune_sets() -> None:
     plain = HorovodSpec().variables("now", has_gpus=True)
     assert plain["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
     assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE"} & plain.keys()
@@ -67,12 +67,12 @@ def test_fields_become_variables_and_those_that_autotune_finds_are_left_open() -
         ({"timeline_mark_cycles": True}, "timeline_mark_cycles has no effect without timeline"),
     ],
 )
-def test_what_horovod_would_pass_over_is_refused(fields: dict[str, Any], complaint: str) -> None:
+def test_settings_that_horovod_would_ignore_are_refused(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         HorovodSpec(**fields)
 
 
-def test_an_old_scripts_arguments_are_taken() -> None:
+def test_arguments_of_old_scripts_are_accepted() -> None:
     with pytest.warns(UserWarning, match="verbose, ssh_port"):
         config = HorovodConfig(nics={"eth1", "eth0"}, verbose=2, ssh_port=22, timeout_s=300, key="k")
     assert config.spec.nics == ("eth0", "eth1")

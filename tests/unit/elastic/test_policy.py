@@ -1,4 +1,4 @@
-"""Decisions about the group of workers."""
+"""Tests of the decisions about the worker group."""
 
 import math
 
@@ -31,26 +31,28 @@ SLOTS = st.lists(
 
 
 def slots(group: str, ready: str = "") -> list[WorkerSlot]:
-    """One worker a letter, named by its node: those that train, and those that could."""
+    """Return workers from letters, which are also the names of their nodes: training workers and ready ones."""
     return [WorkerSlot(f"{node}{number}", node, number < len(group)) for number, node in enumerate(group + ready)]
 
 
-def test_a_group_without_news_trains_on() -> None:
+def test_a_group_without_changes_continues() -> None:
     assert decide(View(NOW, slots("ab")), 1, 2) == Hold()
 
 
-def test_a_ready_worker_is_taken_in() -> None:
+def test_a_ready_worker_joins_the_group() -> None:
     decision = decide(View(NOW, slots("a", "b")), 1, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0", "b1")
 
 
-def test_the_most_workers_are_never_exceeded() -> None:
+def test_max_workers_is_never_exceeded() -> None:
     assert decide(View(NOW, slots("ab", "c")), 1, 2) == Hold()
 
 
-def test_growth_that_would_not_pay_waits_unless_it_is_wanted_anyway() -> None:
-    view = View(NOW, slots("a", "b"), growth=Growth(interval_s=5.0, cost_s=4.0))  # 1 x 5 s won, 2 x 4 s lost
+def test_growth_that_does_not_pay_waits_unless_it_is_configured() -> None:
+    view = View(
+        NOW, slots("a", "b"), growth=Growth(interval_s=5.0, cost_s=4.0)
+    )  # it would win 1 x 5 s and lose 2 x 4 s
     assert decide(view, 1, 2) == Hold()
     assert isinstance(decide(view, 1, 2, grow="always"), Resize)
     assert decide(View(NOW, slots("a", "b")), 1, 2, grow="never") == Hold()
@@ -63,13 +65,13 @@ def test_a_notice_shrinks_the_group_at_once() -> None:
     assert decision.workers == ("a0",)
 
 
-def test_a_notice_for_rank_0s_node_is_like_any_other() -> None:
+def test_a_notice_for_the_node_of_rank_0_is_handled_like_any_other() -> None:
     decision = decide(View(NOW, slots("ab"), {"a": NOW + 20}, noticed=NOW - 2), 1, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("b1",)
 
 
-def test_a_worker_that_is_ready_takes_the_place_of_a_doomed_one() -> None:
+def test_a_ready_worker_replaces_one_with_a_notice() -> None:
     decision = decide(View(NOW, slots("ab", "c"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0", "c2")
@@ -83,12 +85,12 @@ def test_two_notices_close_together_cost_one_resize() -> None:
     assert decision.workers == ("a0",)
 
 
-def test_a_short_notice_is_not_waited_over() -> None:
+def test_a_short_notice_is_not_delayed() -> None:
     decision = decide(View(NOW, slots("ab"), {"b": NOW + 3}, noticed=NOW), 1, 2)
     assert isinstance(decision, Resize)
 
 
-def test_below_the_fewest_a_checkpoint_is_saved_and_trained_on_until_shortly_before_the_deadline() -> None:
+def test_below_min_workers_the_group_saves_and_trains_until_shortly_before_the_deadline() -> None:
     def at(now: float, deadline: float, is_saved: bool) -> Decision:
         return decide(View(now, slots("ab"), {"b": deadline}, NOW - 2, is_saved=is_saved, step_s=1.0), 2, 2)
 
@@ -102,7 +104,7 @@ def test_below_the_fewest_a_checkpoint_is_saved_and_trained_on_until_shortly_bef
 
 
 @given(SLOTS, st.sets(st.sampled_from("abcd")), st.integers(1, 4), st.integers(0, 4))
-def test_no_decision_trains_on_a_node_that_will_go_or_with_too_many(
+def test_no_decision_uses_a_node_with_a_notice_or_too_many_workers(
     chosen: list[WorkerSlot], doomed: set[str], low: int, more: int
 ) -> None:
     view = View(NOW, chosen, dict.fromkeys(doomed, math.inf), noticed=NOW - 10)
@@ -119,32 +121,32 @@ def rank(phase: str, phase_s: float, longest_step_s: float = 0.5) -> ProgressVie
     return ProgressView(10, phase, phase_s, longest_step_s)
 
 
-def test_the_limit_of_a_hang_follows_the_steps() -> None:
+def test_the_time_limit_of_a_hang_follows_the_step_time() -> None:
     assert hang_limit_s(3.0, None) == pytest.approx(30)
     assert hang_limit_s(0.01, None) == HANG_FLOOR_S
     assert hang_limit_s(0.0, None) == START_LIMIT_S
     assert hang_limit_s(3.0, 7.0) == 7.0
 
 
-def test_a_process_that_does_not_answer_is_lost_and_those_that_wait_for_it_are_not() -> None:
+def test_a_rank_whose_process_does_not_answer_is_lost_and_waiting_ranks_are_not() -> None:
     assert lost_ranks([rank("reduce", 9), rank("compute", 1)], [0.0, 9.0], limit_s=5) == [1]
 
 
-def test_a_rank_stuck_in_the_users_code_is_lost_and_those_that_wait_for_it_are_not() -> None:
+def test_a_rank_stuck_in_the_users_code_is_lost_and_waiting_ranks_are_not() -> None:
     assert lost_ranks([rank("reduce", 9), rank("compute", 9), rank("reduce", 9)], [0, 0, 0], limit_s=5) == [1]
 
 
-def test_where_all_wait_for_each_other_all_are_lost() -> None:
+def test_ranks_in_a_deadlock_are_all_lost() -> None:
     assert lost_ranks([rank("reduce", 9), rank("reduce", 8)], [0, 0], limit_s=5) == [0, 1]
     assert lost_ranks([rank("reduce", 9), rank("reduce", 1)], [0, 0], limit_s=5) == []
 
 
-def test_slow_data_and_validation_are_no_hang() -> None:
+def test_slow_data_and_validation_do_not_count_as_a_hang() -> None:
     assert lost_ranks([rank("reduce", 50), rank("data", 50)], [0, 0], limit_s=5) == []
     assert lost_ranks([rank("other", 50), rank("other", 50)], [0, 0], limit_s=5) == []
     assert lost_ranks([rank("data", START_LIMIT_S + 1)], [0], limit_s=5) == [0]
 
 
-def test_a_first_step_may_compile_for_as_long_as_a_start_may_take() -> None:
+def test_a_first_step_has_the_time_limit_of_a_start() -> None:
     assert lost_ranks([rank("reduce", 50), rank("compute", 50, 0.0)], [0, 0], limit_s=5) == []
     assert lost_ranks([rank("compute", START_LIMIT_S + 1, 0.0)], [0], limit_s=5) == [0]

@@ -1,4 +1,4 @@
-"""undula.elastic stands on private API of Ray Train: when Ray's version moves, look at it before anything else."""
+"""Tests of the private API of Ray Train that undula.elastic uses. Check that API first when the version of Ray changes."""
 
 import inspect
 
@@ -10,13 +10,13 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 
-def test_ray_is_the_version_that_elastic_was_written_against() -> None:
+def test_ray_has_the_version_that_elastic_was_written_for() -> None:
     assert ray.__version__.startswith("2.60."), (
         "check every import of ray.train.v2 in platform/undula/elastic, then raise this"
     )
 
 
-def test_the_private_api_that_is_overridden_is_there() -> None:
+def test_the_overridden_private_api_exists() -> None:
     assert "callbacks" in inspect.getsource(DataParallelTrainer.fit)
     assert list(inspect.signature(DataParallelTrainer._initialize_and_run_controller).parameters) == [
         "self",

@@ -1,4 +1,4 @@
-"""The server where Horovod's ranks meet, asked as Horovod's client asks it."""
+"""Tests of the rendezvous server of Horovod's ranks, with requests like those of Horovod's client."""
 
 import socket
 import urllib.error
@@ -28,7 +28,7 @@ def ask(variables: dict[str, str], method: str, key: str, body: bytes | None = N
         return None if error.code == 404 else pytest.fail(str(error))
 
 
-def test_what_one_rank_leaves_another_finds(server: RendezvousServer) -> None:
+def test_values_of_one_rank_can_be_read_by_another(server: RendezvousServer) -> None:
     group = server.begin_group()
     assert ask(group, "GET", "global/0") is None
     assert ask(group, "PUT", "global/0", b"\x00address") == b""
@@ -36,7 +36,7 @@ def test_what_one_rank_leaves_another_finds(server: RendezvousServer) -> None:
     assert ask(group, "GET", "local_host/0") is None
 
 
-def test_without_the_groups_secret_nothing_is_there(server: RendezvousServer) -> None:
+def test_requests_without_the_secret_of_the_group_find_nothing(server: RendezvousServer) -> None:
     former = server.begin_group()
     ask(former, "PUT", "global/0", b"old")
     group = server.begin_group()
@@ -50,7 +50,7 @@ def test_without_the_groups_secret_nothing_is_there(server: RendezvousServer) ->
     assert ask(group, "GET", "global/0") == b"new"
 
 
-def test_what_is_too_large_is_not_taken_and_strangers_are_not_read(server: RendezvousServer) -> None:
+def test_requests_that_are_too_large_or_unauthenticated_are_refused(server: RendezvousServer) -> None:
     group = server.begin_group()
     host, _, secret = group["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")
     address, port = host.split(":")

@@ -1,4 +1,4 @@
-"""A rank that waits for one that has left is woken, whether in a collective or in a rendezvous."""
+"""Tests that a rank that waits for a lost one is woken, both in a collective and in a rendezvous."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ LIMIT_S = 20.0
 
 
 def _collective(rank: int, world_size: int, folder: str) -> float | None:
-    """Rank 2 is lost in the middle of a ring; those beside it notice and stay, rank 0 waits for them."""
+    """Run a ring in which rank 2 is lost. Its neighbours notice this but stay alive, and rank 0 waits for them."""
     numbers = torch.ones(2_000_000)
     dist.all_reduce(numbers)
     if rank == 2:
@@ -30,23 +30,23 @@ def _collective(rank: int, world_size: int, folder: str) -> float | None:
     waited = time.monotonic() - began
     (Path(folder) / str(rank)).touch()
     while len(list(Path(folder).iterdir())) < world_size - 1 and time.monotonic() - began < LIMIT_S:
-        time.sleep(0.1)  # paces the looks
+        time.sleep(0.1)  # limits the polling rate
     return waited
 
 
 def _reduce_often(numbers: torch.Tensor) -> None:
-    for _ in range(9):  # the first may get through
+    for _ in range(9):  # the first reduction may succeed
         dist.all_reduce(numbers)
 
 
-def test_a_rank_that_waits_for_living_ones_is_woken(tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_a_collective_is_woken(tmp_path: Path) -> None:
     waited = on_ranks(4, _collective, str(tmp_path))
     assert waited[2] is None
     assert max(seconds for seconds in waited if seconds is not None) < LIMIT_S / 2
 
 
 def _rendezvous(rank: int, world_size: int, port: int) -> float:
-    """A third rank never comes."""
+    """Wait for a third rank, which never comes."""
     began = time.monotonic()
     own = listening_ports()
     threading.Timer(1.0, lambda: cut_connections(listening_ports() - own)).start()
@@ -60,11 +60,11 @@ def _wait_for_a_third(port: int, is_master: bool) -> None:
     store.get("address of rank 2")
 
 
-def test_ranks_that_wait_for_one_that_never_comes_are_woken() -> None:
+def test_ranks_that_wait_in_a_rendezvous_are_woken() -> None:
     assert max(on_ranks(2, _rendezvous, free_ports(1)[0])) < LIMIT_S / 2
 
 
-def test_only_what_was_listened_on_since_is_cut() -> None:
+def test_only_sockets_opened_since_then_are_shut_down() -> None:
     with socket.socket() as server, socket.socket() as client:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,4 +1,4 @@
-"""Optimizers by name: who decays, who is scaled by norms, and that shards, resizes and resumes change nothing of it."""
+"""Tests of optimizers: weight decay, scaling by norms, and independence of shards, resizes and resumes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ DECAY, LR = 0.1, 0.5
 
 
 class Network(nn.Module):
-    """An embedding, a matrix with a bias, a norm, a number."""
+    """Model with an embedding, a matrix with a bias, a normalization layer, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def network(gradient: float = 0.3) -> Network:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_matrices_and_embeddings_decay_and_biases_gains_and_numbers_do_not(name: str) -> None:
+def test_matrices_and_embeddings_decay_and_other_parameters_do_not(name: str) -> None:
     module = network(gradient=0.0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     optimizer = make_optimizer(module, config(name), LR)
@@ -71,13 +71,13 @@ def test_matrices_and_embeddings_decay_and_biases_gains_and_numbers_do_not(name:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
 
 
-def test_rules_know_each_by_its_class() -> None:
+def test_rules_identify_each_optimizer_by_its_class() -> None:
     found = {name: type(make_optimizer(network(), config(name), LR)).__name__ for name in SETTINGS}
     assert found == CLASSES
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_model_without_biases_has_one_group_whose_state_can_be_kept(name: str) -> None:
+def test_a_model_without_biases_has_one_group_whose_state_can_be_saved(name: str) -> None:
     module = nn.Linear(2, 2, bias=False)
     optimizer = make_optimizer(module, config(name), LR)
     assert len(optimizer.param_groups) == 1
@@ -85,7 +85,7 @@ def test_a_model_without_biases_has_one_group_whose_state_can_be_kept(name: str)
     load_state(module, optimizer, state)
 
 
-def test_the_first_step_of_lars_is_the_papers() -> None:
+def test_the_first_step_of_lars_equals_the_paper() -> None:
     """You et al. 2017, algorithm 1: the local rate is eta |w| / (|g| + beta |w|), and the step lr local (g + beta w)."""
     module, before = network(), network()
     make_optimizer(module, config("lars", trust_coefficient=0.02), LR).step()
@@ -98,7 +98,7 @@ def test_the_first_step_of_lars_is_the_papers() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 100.0])
-def test_steps_of_lamb_are_the_papers(factor: float) -> None:
+def test_steps_of_lamb_equal_the_paper(factor: float) -> None:
     """You et al. 2020, algorithm 2 with phi(z) = z, for three steps; also for weights of large norms."""
     module, beta1, beta2, eps = network(), 0.9, 0.99, 1e-6
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_steps_of_lamb_are_the_papers(factor: float) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_weights_of_norm_zero_move_and_gradients_of_norm_zero_do_no_harm(name: str) -> None:
+def test_weights_and_gradients_of_norm_zero_are_handled(name: str) -> None:
     module = nn.Linear(2, 2)
     nn.init.zeros_(module.weight)
     optimizer = make_optimizer(module, OptimizerConfig(name=name), LR)  # type: ignore[arg-type]
@@ -136,8 +136,8 @@ def test_weights_of_norm_zero_move_and_gradients_of_norm_zero_do_no_harm(name: s
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_what_is_no_tensor_stays_the_same_from_step_to_step(name: str) -> None:
-    """Snapshots lay out their memory anew when a value changes."""
+def test_state_other_than_tensors_does_not_change_between_steps(name: str) -> None:
+    """A changed value would make snapshots recompute their memory layout."""
     module = network()
     optimizer = make_optimizer(module, config(name), LR)
     seen = []
@@ -154,7 +154,7 @@ def test_what_is_no_tensor_stays_the_same_from_step_to_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_both_groups_follow_the_schedule_and_lambs_averages_the_rule(name: str) -> None:
+def test_both_groups_follow_the_schedule_and_lambs_betas_follow_the_rule(name: str) -> None:
     plan = Plan(PlanSpec(global_batch=8, virtual_workers=8, batch="elastic"), 800)
     schedule = ScheduleSpec(decay="constant", batch_rule="adam_sde")
     optimizer = make_optimizer(network(), config(name), 0.1)
@@ -184,7 +184,7 @@ def test_both_groups_follow_the_schedule_and_lambs_averages_the_rule(name: str) 
         ({"name": "lars", "momentum": 0.0, "nesterov": True}, "nesterov is true, but momentum is 0"),
     ],
 )
-def test_a_setting_that_the_optimizer_has_not_is_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_a_setting_that_the_optimizer_does_not_have_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         OptimizerConfig(**settings)
 
@@ -230,7 +230,7 @@ def test_a_parameter_without_a_gradient_does_not_move_and_has_no_state(name: str
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_parameters_of_several_dtypes_move_as_each_does_alone(name: str) -> None:
+def test_parameters_of_several_dtypes_move_as_they_do_separately(name: str) -> None:
     def step(*modules: nn.Linear) -> list[Tensor]:
         holder = nn.ModuleList(modules)
         for parameter in holder.parameters():
@@ -248,7 +248,7 @@ def test_parameters_of_several_dtypes_move_as_each_does_alone(name: str) -> None
 
 
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_a_step_leaves_gradients_as_they_are_and_returns_the_closures_loss(name: str) -> None:
+def test_a_step_does_not_change_gradients_and_returns_the_loss_of_the_closure(name: str) -> None:
     module, before = network(), network()
 
     def closure() -> float:
@@ -268,7 +268,7 @@ def test_lamb_refuses_complex_numbers() -> None:
 
 
 def _stepped(rank: int, world_size: int, is_sharded: bool) -> dict[str, list[float]]:
-    """The weights after three steps of each; all ranks have the same samples, so that the mean over the ranks is that of one."""
+    """Return the weights after three steps of each optimizer. All ranks have the same samples, so the mean is that of one rank."""
     found = {}
     for name in LAYERWISE:
         torch.manual_seed(3)
@@ -287,8 +287,8 @@ def _stepped(rank: int, world_size: int, is_sharded: bool) -> dict[str, list[flo
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_norms_are_those_of_whole_parameters_where_ranks_have_parts(world_size: int) -> None:
-    """Seven rows and three: parts of unequal norms, and on four ranks an empty one."""
+def test_norms_are_those_of_whole_parameters_if_ranks_have_shards(world_size: int) -> None:
+    """Matrices of seven and three rows give shards of different norms and, on four ranks, an empty shard."""
     alone = _stepped(0, 1, is_sharded=False)
     for found in on_ranks(world_size, _stepped, True):
         for name in LAYERWISE:
@@ -296,12 +296,12 @@ def test_norms_are_those_of_whole_parameters_where_ranks_have_parts(world_size: 
 
 
 def runs_of(job: Job) -> dict[str, Job]:
-    """One with each."""
+    """Return a run with each optimizer."""
     return {name: replace(job, run_url=f"{job.run_url}-{name}") for name in LAYERWISE}
 
 
 def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> dict[str, list[list[float]]]:
-    """The weights after a run with each, or after it was left before step `stop`."""
+    """Return the weights of a run with each optimizer, at its end or before step `stop`."""
     found = {}
     for name, its_own in runs_of(job).items():
         run = cpu_run(its_own, rank, world_size)
@@ -320,10 +320,10 @@ def _trained(rank: int, world_size: int, job: Job, stop: int | None = None) -> d
 
 
 @pytest.mark.parametrize(("snapshot_every_steps", "origin"), [(0, "the checkpoint"), (1, "the memory of a node")])
-def test_a_run_that_goes_on_at_another_world_size_has_the_same_bits(
+def test_a_run_that_resumes_at_another_world_size_has_the_same_bits(
     tmp_path: Path, snapshot_every_steps: int, origin: str
 ) -> None:
-    """Four virtual workers on three ranks, then on two."""
+    """Four virtual workers run on three ranks and then on two."""
     job = replace(numbers_job(tmp_path, epochs=2), deterministic=True)
     job = replace(job, checkpoint=replace(job.checkpoint, snapshot_every_steps=snapshot_every_steps))
     (alone,) = on_ranks(1, _trained, job)
@@ -335,7 +335,7 @@ def test_a_run_that_goes_on_at_another_world_size_has_the_same_bits(
         assert origin in [start.origin for start in starts]
 
 
-def test_horovod_reduces_for_them_as_torch_does(tmp_path: Path) -> None:
+def test_horovod_gives_the_same_weights_as_torch(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
     job = numbers_job(tmp_path)
     (alone,) = on_ranks(1, _trained, job)

@@ -1,4 +1,4 @@
-"""Adasum over virtual workers: what the paper says of two gradients, and the same bits at any number of ranks."""
+"""Tests of Adasum over virtual workers: the properties in the paper, and the same bits at any number of ranks."""
 
 import torch
 from hypothesis import given
@@ -25,7 +25,7 @@ def test_orthogonal_gradients_add_up_and_parallel_ones_are_averaged() -> None:
 
 
 @given(st.integers(1, 33), st.integers(1, 9))
-def test_ranks_have_the_tree_between_them(virtual_workers: int, world_size: int) -> None:
+def test_ranks_reduce_along_one_tree(virtual_workers: int, world_size: int) -> None:
     shares = assign(virtual_workers, min(world_size, virtual_workers))
     spans = largest_within((0, virtual_workers), shares)
     assert [place for begin, end in spans for place in range(begin, end)] == list(range(virtual_workers))
@@ -53,7 +53,7 @@ def _gradients(rank: int, world_size: int, samples: tuple[int, ...]) -> list[lis
     return [parameter.grad.flatten().tolist() for parameter in module.parameters()]
 
 
-def test_the_result_knows_no_ranks() -> None:
+def test_the_result_does_not_depend_on_the_ranks() -> None:
     samples = (4, 3, 3, 2, 2)
     (alone,) = on_ranks(1, _gradients, samples)
     for world_size in (2, 3):

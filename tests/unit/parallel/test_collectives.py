@@ -1,4 +1,4 @@
-"""What ranks agree on, over real gloo between real processes: sums of a step, buffers, gradients, at any cut of the work."""
+"""Tests of the reduction of sums, buffers and gradients over gloo between processes, with any assignment of the work."""
 
 import math
 
@@ -24,7 +24,7 @@ def _reduce(rank: int, world_size: int) -> list[StepTotals]:
     return [reducer.reduce(first), reducer.reduce(second)]
 
 
-def test_sums_are_those_of_the_step_and_digests_wrap_at_64_bits() -> None:
+def test_sums_are_exact_and_digests_wrap_at_64_bits() -> None:
     results = on_ranks(3, _reduce)
     assert results[0] == results[1] == results[2]
     first, second = results[0]
@@ -65,7 +65,7 @@ def _train_step(
 
 
 def test_gradients_and_buffers_do_not_depend_on_the_world_size() -> None:
-    """Uneven shares, uneven assignment (5 virtual workers on 3 and 4 ranks), BatchNorm between."""
+    """The model has BatchNorm, and shares and assignment are uneven (5 virtual workers on 3 and 4 ranks)."""
     shares = (4, 4, 3, 3, 2)
     alone = torch.tensor(on_ranks(1, _train_step, shares)[0][0]), torch.tensor(on_ranks(1, _train_step, shares)[0][1])
     for world_size in (2, 3, 4):
@@ -107,18 +107,18 @@ def _constant_buffers(rank: int, world_size: int) -> list[list[float]]:
     for _ in range(50):
         buffers.begin_step()
         buffers.begin_micro_batch()
-        buffers.end_micro_batch([3, 0][rank])  # the second rank has no share
+        buffers.end_micro_batch([3, 0][rank])  # the second rank has no samples
         buffers.end_step(3)
     return [buffer.tolist() for buffer in module.buffers()]
 
 
-def test_buffers_that_nothing_changes_stay_what_they_are() -> None:
+def test_unchanged_buffers_keep_their_values() -> None:
     for mask, table in on_ranks(2, _constant_buffers):
         assert mask == [0.0, -torch.inf]
         assert table == torch.linspace(0, 1, 7).tolist()
 
 
-def test_buffers_go_back_to_before_an_unfinished_step_and_not_to_before_a_finished_one() -> None:
+def test_buffers_are_restored_after_an_unfinished_step_only() -> None:
     norm = nn.BatchNorm1d(2)
     buffers = BufferMean(norm, lambda tensor: None)
     for finished in (True, False):

@@ -1,4 +1,4 @@
-"""Exact sums: what is added in whatever order and grouping is the same, and is the sum."""
+"""Tests of exact sums: the result is correct and does not depend on order and grouping."""
 
 import math
 from fractions import Fraction
@@ -27,12 +27,12 @@ def test_sums_do_not_depend_on_the_order(numbers: list[float], data: st.DataObje
 
 
 @given(numbers=st.lists(FLOAT32, min_size=1, max_size=50))
-def test_sums_are_right(numbers: list[float]) -> None:
+def test_sums_equal_exact_arithmetic(numbers: list[float]) -> None:
     exact = sum(map(Fraction, numbers))
     assert abs(Fraction(summed(numbers)) - exact) <= abs(exact) * Fraction(2) ** -52 + len(numbers) * Fraction(2) ** -66
 
 
-def test_what_is_not_finite_or_too_large_makes_its_own_sum_nan_and_no_other() -> None:
+def test_a_value_that_is_not_finite_or_too_large_makes_only_its_own_sum_nan() -> None:
     sums = ExactSum([torch.zeros(2), torch.zeros(1), torch.zeros(1), torch.zeros(1)])
     sums.add(0, torch.tensor([1.0, 2.0]))
     sums.add(1, torch.tensor([math.inf]))
@@ -46,7 +46,7 @@ def test_what_is_not_finite_or_too_large_makes_its_own_sum_nan_and_no_other() ->
     assert sums.values() == [None] * 4
 
 
-def test_as_many_of_the_largest_numbers_as_may_be_added_stay_in_range_and_one_more_is_refused() -> None:
+def test_the_maximum_number_of_largest_values_stays_in_range_and_one_more_is_refused() -> None:
     largest = math.nextafter(LIMIT, 0.0)
     sums = ExactSum([torch.zeros(1)])
     for _ in range(MOST_ADDED):
@@ -58,7 +58,7 @@ def test_as_many_of_the_largest_numbers_as_may_be_added_stay_in_range_and_one_mo
 
 
 @given(numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), cut=st.integers(0, 20))
-def test_totals_do_not_depend_on_the_cut(numbers: list[float], cut: int) -> None:
+def test_totals_do_not_depend_on_the_partition(numbers: list[float], cut: int) -> None:
     (one, _), (other, _) = exact_total(numbers[:cut]), exact_total(numbers[cut:])
     assert one + other == exact_total(numbers)[0]
     if sum(map(abs, numbers)) < 1e300:

@@ -1,4 +1,4 @@
-"""Horovod's reduction, beside torch's: the same gradients of the same virtual workers at any number of ranks."""
+"""Tests of Horovod's reduction against that of torch: the gradients are the same at any number of ranks."""
 
 import time
 
@@ -40,10 +40,10 @@ def engine_named(name: str, rank: int, world_size: int) -> Engine:
 
 
 def _gradients(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[float]]:
-    """Of two steps with each engine, one after another."""
+    """Return the gradients of two steps with each engine, one engine after the other."""
     found = []
     for name in names:
-        torch.manual_seed(rank)  # the weights become rank 0's
+        torch.manual_seed(rank)  # all ranks get the weights of rank 0
         module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
         torch.manual_seed(1)
         rows = torch.randn(sum(SHARES), 5).split(SHARES)
@@ -64,8 +64,8 @@ def _gradients(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_are_those_of_torchs_engine(world_size: int) -> None:
-    """5 virtual workers of uneven shares: the ranks have other numbers of backward passes."""
+def test_gradients_equal_those_of_the_torch_engine(world_size: int) -> None:
+    """Five virtual workers with uneven shares give the ranks different numbers of backward passes."""
     names = ("torch", "horovod", "horovod, fp16", "torch, fp16", "exact", "exact, horovod")
     for by_engine in on_horovod_ranks(world_size, _gradients, names):
         plain, horovod, half, torch_half, exact, exact_horovod = map(torch.tensor, by_engine)
@@ -74,11 +74,11 @@ def test_gradients_are_those_of_torchs_engine(world_size: int) -> None:
         torch.testing.assert_close(torch_half, plain, rtol=2e-3, atol=1e-5)
         assert exact_horovod.tolist() == exact.tolist()
         if world_size > 1:
-            assert half.tolist() != plain.tolist()  # it was compressed
+            assert half.tolist() != plain.tolist()  # the gradients were compressed
 
 
 class Parts(nn.Module):
-    """Of which each rank uses another, and nobody the last."""
+    """Model with several parts. Each rank uses a different part, and no rank uses the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Parts(nn.Module):
 
 
 def _of_several_kinds(rank: int, world_size: int) -> list[list[float] | None]:
-    """Gradients of two steps; what each rank has not, another has, in types that Horovod has not."""
+    """Return the gradients of two steps. Each rank lacks some of them, and their types are ones that Horovod does not support."""
     torch.manual_seed(rank)
     module = Parts()
     if rank:
@@ -107,7 +107,7 @@ def _of_several_kinds(rank: int, world_size: int) -> list[list[float] | None]:
     return [None if parameter.grad is None else parameter.grad.flatten().tolist() for parameter in module.parameters()]
 
 
-def test_a_gradient_that_only_some_ranks_have_or_none_is_what_it_is_on_one() -> None:
+def test_a_gradient_that_some_ranks_lack_is_the_same_as_on_one_rank() -> None:
     (alone,) = on_horovod_ranks(1, _of_several_kinds)
     assert alone[4:6] == [None, None]
     assert None not in alone[:4] + alone[6:]
@@ -122,12 +122,12 @@ def _sparse(rank: int, world_size: int) -> None:
         make_engine(module, layout, "horovod", False, GradientSpec(), measures_noise=False, virtual_workers=1)
 
 
-def test_sparse_gradients_are_refused_in_a_sentence() -> None:
+def test_sparse_gradients_are_refused_in_one_sentence() -> None:
     on_horovod_ranks(1, _sparse)
 
 
 def _left_behind(rank: int, world_size: int) -> float | None:
-    """Rank 1 stays away; rank 0, which waits for it in a reduction, is woken by its own hand."""
+    """Let rank 0 wait in a reduction for rank 1, which does not take part, until rank 0 wakes itself."""
     import threading
 
     import horovod.torch as hvd
@@ -139,7 +139,7 @@ def _left_behind(rank: int, world_size: int) -> float | None:
     own = open_sockets() - before
     assert own
     if rank == 1:
-        dist.barrier()  # it comes to no reduction before rank 0 has given up
+        dist.barrier()  # it joins no reduction before rank 0 has given up
         return None
     threading.Timer(1.0, cut_sockets, [own]).start()
     began = time.monotonic()
@@ -151,7 +151,7 @@ def _left_behind(rank: int, world_size: int) -> float | None:
     return waited
 
 
-def test_a_rank_that_waits_for_one_that_never_comes_is_woken() -> None:
+def test_a_rank_that_waits_for_a_missing_rank_is_woken() -> None:
     waited = on_horovod_ranks(2, _left_behind)[0]
     assert waited is not None
-    assert waited < 15.0  # by itself Horovod waits for 30 s
+    assert waited < 15.0  # Horovod itself would wait for 30 s

@@ -1,4 +1,4 @@
-"""A model that torch's `fully_shard` has sharded: the same run, and a state that no rank has all of."""
+"""Tests of models that torch's `fully_shard` has sharded: they train like whole models, and no rank has the whole state."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +59,8 @@ def _weights(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[flo
     return [weight for weights in whole(model).values() for weight in weights]
 
 
-def test_a_sharded_model_trains_as_a_whole_one_does(tmp_path: Path) -> None:
-    """Four virtual workers on three ranks: one has more micro-batches than the others, in validation too."""
+def test_a_sharded_model_trains_like_a_whole_one(tmp_path: Path) -> None:
+    """With four virtual workers on three ranks, one rank has more micro-batches than the others, also in validation."""
     job = numbers_job(tmp_path, micro_batch=2)
     job = replace(job, data=replace(job.data, validation=job.data.train))
     (alone,) = on_ranks(1, _weights, job, False)
@@ -101,7 +101,7 @@ def _read(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any],
     layout = join_layout(rank, world_size, torch.device("cpu"))
     checkpoints = Checkpointer(Store(f"{folder}/run"), layout.control, 2, keep=2)
 
-    def find() -> list[Any]:  # each rank has another node
+    def find() -> list[Any]:  # each rank is on a different node
         return find_snapshots(Path(folder), "plan")[rank::world_size]
 
     restored = Restorer(LiveState(model, optimizer), checkpoints, "plan", 2, layout, find).restore(None)
@@ -113,7 +113,7 @@ def _read(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, Any],
 @pytest.mark.parametrize(
     ("steps_of", "step"), [([[5, 6]], 6), ([[5, 6], [5, 6]], 6), ([[5, 6], [5]], 5), ([[6], [5]], 0)]
 )
-def test_parts_of_several_ranks_make_up_a_state_for_any_number_of_them(
+def test_shards_of_all_ranks_form_a_state_for_any_number_of_ranks(
     tmp_path: Path, world_size: int, steps_of: list[list[int]], step: int
 ) -> None:
     written = on_ranks(len(steps_of), _write, str(tmp_path), steps_of)[0]
@@ -123,7 +123,7 @@ def test_parts_of_several_ranks_make_up_a_state_for_any_number_of_them(
         assert step == 0 or weights == written[step]
 
 
-def test_a_module_of_which_only_parts_are_sharded_is_refused() -> None:
+def test_a_partly_sharded_module_is_refused() -> None:
     on_ranks(1, _partly_sharded)
 
 

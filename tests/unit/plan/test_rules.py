@@ -218,7 +218,7 @@ def test_the_learning_rate_is_scaled_from_the_base_batch_to_the_batch_of_the_run
     assert multipliers(rate, 0, [8, 16], 1) == [4.0, 4.0]
     assert event is not None
     assert (event.samples, event.lr_factor, event.warmup_samples) == (8, 4.0, 0.0)
-    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # it was event at the beginning
+    assert rate_for(ScheduleSpec(base_batch=2), plan, 2, 3, {})[1] is None  # only the first group records the event
     assert rate_for(ScheduleSpec(), plan, 1, 0, {})[1] is None
 
 

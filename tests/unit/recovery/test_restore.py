@@ -1,4 +1,4 @@
-"""A group begins at the newest state there is: of the last attempt, and there of the last step."""
+"""Tests that a group starts with the newest state, which is that of the last step of the last attempt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,14 +31,14 @@ def trained(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def state(value: float) -> dict[str, Any]:
-    """Of a model, its optimizer and a tensor beside them."""
+    """Return the state of a model, its optimizer and an additional tensor."""
     return {**model_and_optimizer_state(*trained(value)), "measured": torch.full((2,), value, dtype=torch.float64)}
 
 
 def restored(
     folder: Path, held: Age | None, snapshot: Age | None, saved: Age | None, attempt: int
 ) -> tuple[Restored, float, list[int]]:
-    """What a group of this attempt begins with; the weight is 1 of the held state, 2 of the snapshot, 3 of the checkpoint, else 0."""
+    """Restore a group of this attempt. The weight is then 1 (from the held state), 2 (snapshot), 3 (checkpoint) or 0 (fresh)."""
     layout = join_layout(0, 1, torch.device("cpu"))
     mine = HeldState("plan", *held, rank_state(state(1)), ()) if held else None
     if snapshot:
@@ -68,7 +68,7 @@ def restore_into(
     find: Callable[[], list[Snapshot]],
     begin: Callable[[int], None],
 ) -> tuple[Restored, float, list[float]]:
-    """Restore a new model with a tensor beside it; also its first weight and that tensor afterwards."""
+    """Restore a new model with an additional tensor, and also return its first weight and that tensor."""
     model, optimizer = trained(value)
     measured = piece_of(torch.zeros(2, dtype=torch.float64))
     live = LiveState(model, optimizer, lambda: {"measured": measured})
@@ -84,11 +84,11 @@ def restore_into(
         ((4, 50), (4, 50), (4, 40), 1, 50),
         (None, (4, 50), (4, 40), 2, 50),
         (None, (4, 40), (4, 50), 3, 50),
-        # An attempt that others went on without had come further: its steps are no longer the run's.
+        # An earlier attempt had come further, but the run continued without it, so its steps do not count.
         ((2, 90), (4, 50), (4, 40), 2, 50),
         ((2, 90), None, (4, 40), 3, 40),
         (None, (2, 90), (4, 40), 3, 40),
-        # What stands since then is still the newest where nothing came of the later attempts.
+        # A state of an earlier attempt is still the newest if the later attempts committed nothing.
         ((2, 90), (2, 80), (1, 40), 1, 90),
     ],
 )
@@ -101,12 +101,12 @@ def test_the_newest_state_of_the_last_attempt_is_taken(
 
 
 def _given(rank: int, world_size: int, folder: str) -> tuple[float, list[float]]:
-    """Rank 1 was in the last group, and rank 0 is new."""
+    """Restore two ranks, of which rank 1 was in the last group and rank 0 is new."""
     held = HeldState("plan", 4, 50, rank_state(state(1)), ()) if rank else None
     layout = join_layout(rank, world_size, torch.device("cpu"))
     _, weight, measured = restore_into(0, Path(folder), 5, layout, held, list, lambda step: None)
     return weight, measured
 
 
-def test_a_rank_that_is_new_gets_what_another_one_has(tmp_path: Path) -> None:
+def test_a_new_rank_gets_the_state_of_another_rank(tmp_path: Path) -> None:
     assert on_ranks(2, _given, str(tmp_path)) == [(1.0, [1.0, 1.0])] * 2

@@ -1,4 +1,4 @@
-"""Snapshots in a node's memory."""
+"""Tests of snapshots in the memory of a node."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:
     return max(find_snapshots(folder, plan_digest), key=lambda found: found.age, default=None)
 
 
-def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_the_newest_snapshot_is_restored_unchanged(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     for step in (1, 2, 3):
         take(writer, step)
@@ -52,7 +52,7 @@ def test_the_newest_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
 
 
-def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
+def test_a_writer_that_is_killed_during_a_write_leaves_the_previous_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
@@ -71,19 +71,21 @@ def test_a_writer_that_is_killed_while_it_writes_leaves_the_snapshot_before(
     assert torch.equal(found.load().pieces["model.w"].tensor, torch.full((3, 5), 2.0))
 
 
-def test_a_new_writer_does_not_begin_by_losing_what_is_there(tmp_path: Path) -> None:
+def test_a_new_writer_keeps_the_existing_snapshot(tmp_path: Path) -> None:
     for step, left in ((5, [5]), (6, [5, 6]), (7, [6, 7])):
         take(SnapshotWriter(tmp_path, "plan"), step)
         assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.rglob("meta.json")) == left
 
 
-def test_another_plans_snapshot_is_none(tmp_path: Path) -> None:
+def test_the_snapshot_of_another_plan_is_ignored(tmp_path: Path) -> None:
     take(SnapshotWriter(tmp_path, "plan"), 1)
     assert newest_snapshot(tmp_path, "other plan") is None
     assert newest_snapshot(tmp_path / "nowhere", "plan") is None
 
 
-def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_a_state_that_does_not_fit_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot_writer, "FREE_SHARE", 0.0)
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
@@ -92,9 +94,7 @@ def test_memory_is_bounded_and_what_does_not_fit_is_said(tmp_path: Path, monkeyp
     assert writer.bytes == 0
 
 
-def test_memory_that_is_full_ends_the_snapshots_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_memory_ends_snapshots_but_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -115,7 +115,7 @@ def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
     assert [writer.is_due(step_s=0.1) for _ in range(3)] == [False, False, True]
 
 
-def test_the_interval_and_the_memory_are_told_once_they_are_known(tmp_path: Path) -> None:
+def test_the_interval_and_the_memory_are_reported_once(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     for step in range(1, 9):
         assert writer.cost() is None
@@ -127,7 +127,7 @@ def test_the_interval_and_the_memory_are_told_once_they_are_known(tmp_path: Path
     assert writer.cost() == (1, pytest.approx(0.005))
 
 
-def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
+def test_a_finished_run_leaves_no_memory_behind(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     writer = SnapshotWriter(folder, "plan")
     take(writer, 1)
@@ -136,7 +136,7 @@ def test_a_run_that_is_over_leaves_no_memory_behind(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_part_of_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
+def test_a_shard_is_restored_as_a_shard(tmp_path: Path) -> None:
     piece = Piece(torch.arange(6.0).view(2, 3), (5, 3), (3, 0))
     meta, data = packed("plan", (2, 7), RankState({"w": piece}, {"lr": 0.5}), [row(6)])
     found = parsed(meta, data)
@@ -149,7 +149,7 @@ def test_a_part_of_a_tensor_comes_back_as_one(tmp_path: Path) -> None:
     assert torch.equal(again.tensor, piece.tensor)
 
 
-def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -> None:
+def test_a_changed_set_of_tensors_gets_a_new_layout(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
     grown = {**state(2.0), "model.more": torch.ones(1000)}
@@ -164,7 +164,7 @@ def test_tensors_that_are_others_than_before_are_laid_out_anew(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("process_group")
-def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     layout = join_layout(0, 1, torch.device("cpu"))
     folder = tmp_path / "open" / "run"
     take(SnapshotWriter(folder, "plan"), 1)
@@ -178,7 +178,7 @@ def test_where_others_can_write_nothing_is_written_or_read(tmp_path: Path) -> No
     assert [found.age for found in find_state(folder, "plan", None, layout)] == [(0, 1)]
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("max", "5000"), ("current", "4000"), ("stat", "anon 3000\ninactive_file 500\nslab 1\n")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
     monkeypatch.setattr(snapshot, "CONTROL_GROUPS", ((tmp_path, "memory.max", "memory.current", "inactive_file"),))
@@ -187,7 +187,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert available_memory() > 2**20
 
 
-def test_a_snapshot_of_another_version_is_none(tmp_path: Path) -> None:
+def test_a_snapshot_of_another_version_is_ignored(tmp_path: Path) -> None:
     take(SnapshotWriter(tmp_path, "plan"), 1)
     (meta,) = tmp_path.rglob("meta.json")
     meta.write_text(json.dumps({"plan_digest": "plan", "step": 1}))

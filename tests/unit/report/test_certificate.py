@@ -1,4 +1,4 @@
-"""The certificate holds for a run that is as its plan says, and names the first thing that is not."""
+"""Tests of the certificate: it holds for a run that follows its plan, and names the first difference otherwise."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from undula.state.records import StepRow
 from undula.storage import Store
 
 SPEC = PlanSpec(global_batch=12, virtual_workers=4, epochs=2)
-ROWS = 50  # five steps an epoch, the last of two samples
+ROWS = 50  # an epoch has five steps, the last of which has two samples
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def rows(manifest: Manifest, count: int = 10, attempt: int = 1) -> list[StepRow]:
-    """The ledger of a run that did as its plan says."""
+    """Return the ledger of a run that follows its plan."""
     plan = Plan(SPEC, ROWS)
     planned = PlannedSamples(manifest, plan)
     shapes = [plan.step(step) for step in range(count)]
@@ -61,7 +61,7 @@ def test_a_run_as_planned_is_certified(manifest: Manifest) -> None:
 
 
 def elastic_run(manifest: Manifest, world_sizes: list[int], changed: int | None = None) -> RecordedRun:
-    """The ledger of a run whose batch follows its workers, four of them two global batches."""
+    """Return the ledger of a run with an elastic batch, which merges two global batches on four workers."""
     spec = replace(SPEC, batch="elastic", batch_workers=2)
     plan = Plan(spec, ROWS)
     planned = PlannedSamples(manifest, plan)
@@ -84,8 +84,8 @@ def elastic_run(manifest: Manifest, world_sizes: list[int], changed: int | None 
     return RecordedRun(job, recorded.ledger, ())
 
 
-def test_a_run_whose_batch_follows_its_workers_is_certified(manifest: Manifest) -> None:
-    # Of five steps an epoch two at once twice, and the last alone.
+def test_a_run_with_an_elastic_batch_is_certified(manifest: Manifest) -> None:
+    # The five steps of an epoch are merged into two, two and one.
     recorded = elastic_run(manifest, [4, 4, 4, 2, 4, 2, 2])
     assert recorded.ledger.steps["merged_steps"].to_pylist() == [2, 2, 1, 1, 2, 1, 1]
     found = certify(recorded, manifest, against=elastic_run(manifest, [4, 4, 4, 2, 2, 2, 2, 2]))
@@ -96,13 +96,13 @@ def test_a_run_whose_batch_follows_its_workers_is_certified(manifest: Manifest) 
     assert any("from step 6 on: with batch: elastic" in text for text in found.not_proved)
 
 
-def test_steps_that_no_such_number_of_workers_takes_at_once_are_named(manifest: Manifest) -> None:
+def test_merged_steps_that_do_not_fit_the_world_size_are_named(manifest: Manifest) -> None:
     found = certify(elastic_run(manifest, [4, 2, 2], changed=2), manifest)
     assert found.difference is not None
     assert found.difference.startswith("step 3 has (merged steps, epoch, samples, samples so far) [2, 0,")
 
 
-def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -> None:
+def test_an_unfinished_run_is_certified_up_to_its_last_step(manifest: Manifest) -> None:
     found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, rows(manifest)))
     assert found.holds
     assert any("7 steps that the run has not committed" in text for text in found.not_proved)
@@ -130,17 +130,17 @@ def test_a_run_that_goes_on_is_certified_as_far_as_it_came(manifest: Manifest) -
         (lambda steps: [], "no step has been committed"),
     ],
 )
-def test_the_first_thing_that_is_not_as_planned_is_named(manifest: Manifest, change, sentence: str) -> None:
+def test_the_first_difference_from_the_plan_is_named(manifest: Manifest, change, sentence: str) -> None:
     assert sentence in str(certify(run(manifest, change(rows(manifest))), manifest).difference)
 
 
-def test_other_data_than_the_run_was_begun_with_prove_nothing(manifest: Manifest, tmp_path: Path) -> None:
+def test_other_data_than_those_of_the_run_are_refused(manifest: Manifest, tmp_path: Path) -> None:
     table = pa.table({"x": np.arange(ROWS) + 1})
     other = write_shards(Store(str(tmp_path)), [table], table.schema, ROWS, num_shards=1)
     assert "has changed since the run started" in str(certify(run(manifest, rows(manifest)), other).difference)
 
 
-def test_steps_done_again_must_be_those_that_stand(manifest: Manifest) -> None:
+def test_replayed_steps_must_equal_the_committed_ones(manifest: Manifest) -> None:
     steps = rows(manifest)
     same = certify(run(manifest, steps, [replace(steps[4], loss=steps[4].loss * (1 + 1e-7))]), manifest)
     assert any("1 replayed step consumed the same samples, with losses within 1.0e-07" in text for text in same.proved)
@@ -148,7 +148,7 @@ def test_steps_done_again_must_be_those_that_stand(manifest: Manifest) -> None:
     assert "step 4 has sample_digest 7, but its replay has" in str(other.difference)
 
 
-def test_between_deterministic_runs_no_bit_of_a_loss_may_differ(manifest: Manifest) -> None:
+def test_deterministic_runs_must_have_the_same_bits_of_each_loss(manifest: Manifest) -> None:
     steps = rows(manifest)
     other = [*steps[:4], replace(steps[4], loss=steps[4].loss * (1 + 1e-12)), *steps[5:]]
     runs = [run(manifest, each) for each in (steps, other)]
@@ -160,7 +160,7 @@ def test_between_deterministic_runs_no_bit_of_a_loss_may_differ(manifest: Manife
 @pytest.mark.parametrize(
     ("rule", "apart", "holds"), [("surge", 1e-7, True), ("surge", 1e-3, False), ("sqrt", 1e-7, False)]
 )
-def test_a_rate_that_follows_what_was_measured_need_only_be_close(
+def test_a_measured_learning_rate_only_needs_to_be_close(
     manifest: Manifest, rule: str, apart: float, holds: bool
 ) -> None:
     steps = rows(manifest)
@@ -185,7 +185,7 @@ def test_a_rate_that_follows_what_was_measured_need_only_be_close(
         ({"lr": 0.2}, "step 1 has lr 0.1, but run has 0.2"),
     ],
 )
-def test_a_run_that_is_not_the_other_is_told_from_it(manifest: Manifest, changed: dict, sentence: str) -> None:
+def test_two_runs_that_differ_are_distinguished(manifest: Manifest, changed: dict, sentence: str) -> None:
     steps = rows(manifest)
     other = [steps[0], replace(steps[1], **changed), *steps[2:]]
     assert sentence in str(certify(run(manifest, steps), manifest, against=run(manifest, other)).difference)

@@ -1,4 +1,4 @@
-"""Dollars: they add up to those of the seconds, and what has no price is told and never nothing."""
+"""Tests of the cost: dollars add up over the classes, and workers without a price are reported and never count as free."""
 
 import io
 import json
@@ -30,8 +30,8 @@ HOUR = {"useful": 3600.0}
 
 
 def worker(machine: str | None, market: str | None, node: str = "", **more: object) -> dict[str, object]:
-    told = {"machine": machine, "market": market, "node": node} | more
-    return {name: value for name, value in told.items() if value is not None}
+    labels = {"machine": machine, "market": market, "node": node} | more
+    return {name: value for name, value in labels.items() if value is not None}
 
 
 def shipped(events: Sequence[Event]) -> Prices:
@@ -42,10 +42,10 @@ def lines(found: Cost) -> dict[str, str]:
     return dict(cost_lines(found))
 
 
-def test_each_rank_costs_its_share_of_its_node() -> None:
+def test_each_rank_pays_its_share_of_its_node() -> None:
     workers = (worker("a", "spot", "n1"), worker("b", "on-demand", "n2"), worker("b", "on-demand", "n2"))
     found = cost([Allocation(workers, {"useful": 1800.0, "capacity": 1800.0})], PRICES, samples=2000, steps=10)
-    # An hour of one spot a at 0.36 and of one b at 7.2, which two ranks share; half of it waits.
+    # One spot node a at 0.36 and one node b at 7.2, which two ranks share, are held for an hour, half of which is spent waiting.
     assert found.total == pytest.approx(7.56)
     assert found.dollars["useful"] == found.dollars["capacity"] == pytest.approx(3.78)
     assert found.by_market == pytest.approx({"spot": 0.36, "on-demand": 7.2})
@@ -63,7 +63,7 @@ ALLOCATIONS = st.builds(
 
 
 @given(st.lists(ALLOCATIONS, max_size=5))
-def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Allocation]) -> None:
+def test_the_dollars_of_all_classes_add_up_to_the_cost(held: list[Allocation]) -> None:
     found = cost(held, PRICES, samples=0, steps=0)
     spent, full, without = 0.0, 0.0, 0.0
     for allocation in held:
@@ -96,36 +96,36 @@ def test_the_dollars_add_up_to_those_of_the_seconds(held: list[Allocation]) -> N
         (worker("x\x1b[2J", "on-demand"), "the price of x [2J is unknown"),
     ],
 )  # fmt: skip
-def test_a_worker_without_a_price_is_counted_and_told_and_in_no_sum(missing: dict[str, object], sentence: str) -> None:
+def test_a_worker_without_a_price_is_reported_and_counts_in_no_sum(missing: dict[str, object], sentence: str) -> None:
     workers = (worker("a", "on-demand"), missing | {"node": "n1"}, missing | {"node": "n2"})
     found = cost([Allocation(workers, HOUR), Allocation(workers[:1], HOUR)], PRICES, samples=1, steps=1)
     assert found.total == found.on_demand == pytest.approx(7.2)
-    (told,) = found.unpriced
-    assert (told.workers, told.seconds) == (2, 7200.0)
+    (unpriced,) = found.unpriced
+    assert (unpriced.workers, unpriced.seconds) == (2, 7200.0)
     assert sentence in lines(found)["without a price"]
     assert lines(found)["cost"] == "at least $7.20: $7.20 on-demand"
     assert lines(found)["per committed step"] == "at least $7.20"
 
 
-def test_a_run_of_which_no_price_is_known_has_no_sum() -> None:
+def test_a_run_without_any_price_has_no_sum() -> None:
     found = cost([Allocation((worker("m9.huge", "spot"),), HOUR)], PRICES, samples=1, steps=1)
     assert [label for label, _ in cost_lines(found)] == ["without a price"]
 
 
-def test_without_an_on_demand_price_nothing_is_said_of_what_spot_saves() -> None:
+def test_without_an_on_demand_price_the_saving_is_unknown() -> None:
     only_spot = Prices((PriceList("ours", "2026", "", (), {}, {"a": 0.36}),))
     found = cost([Allocation((worker("a", "spot"),), HOUR)], only_spot, samples=1, steps=1)
     assert (found.on_demand, found.saved) == (None, None)
     assert "have no known on-demand price" in lines(found)["all on-demand"]
 
 
-def test_spot_that_was_dearer_is_told_as_such() -> None:
+def test_spot_nodes_that_cost_more_are_reported_as_such() -> None:
     dear = Prices((PriceList("ours", "2026", "", (), {"a": 1.0}, {"a": 1.5}),))
     found = cost([Allocation((worker("a", "spot"),), HOUR)], dear, samples=1, steps=1)
     assert lines(found)["all on-demand"] == "$1.00 for the same seconds: 50% more was paid"
 
 
-def test_dollars_read_well() -> None:
+def test_dollars_are_formatted_by_size() -> None:
     assert [dollars(v) for v in (0.0, 2.1e-5, 0.0431, 0.5, 1.0, 12.345, 1234.5)] == [
         "$0", "$2.1e-5", "$0.0431", "$0.500", "$1.00", "$12.35", "$1,234.50"
     ]  # fmt: skip
@@ -135,7 +135,8 @@ def test_a_run_on_spot_is_priced_from_its_ledger(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     write_priced_run(store)
     run = read_run(store)
-    # 61 minutes of two, 15 of one, 75 of one and an on-demand one, 1 of one, 20 of waiting, 68 of two.
+    # The run holds two spot nodes for 61 minutes, one for 15, one with an on-demand node for 75, one for 1, one that waits for 20, and two
+    # for 68.
     spot_minutes, on_demand_minutes = 61 * 2 + 15 + 75 + 1 + 20 + 68 * 2, 75
     assert sum(
         len(each.workers) * sum(each.seconds.values()) for each in allocations(run.ledger, run.events)
@@ -157,7 +158,7 @@ def shown_as_json(store: Store) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("width", [80, 130])
-def test_a_terminal_shows_what_waiting_has_cost(tmp_path: Path, width: int) -> None:
+def test_a_terminal_shows_the_cost_of_waiting(tmp_path: Path, width: int) -> None:
     store, file = Store(str(tmp_path)), io.StringIO()
     write_priced_run(store, ("m9.huge", "spot"))
     print_run(store, prices=shipped, console=Console(file=file, width=width))
@@ -179,7 +180,7 @@ def test_the_page_shows_the_cost_and_no_markup_of_others(tmp_path: Path) -> None
     assert html.count("<h2>Cost</h2>") == 1
 
 
-def test_a_run_on_machines_of_ones_own_has_no_cost(tmp_path: Path) -> None:
+def test_a_run_on_machines_without_labels_has_no_cost(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     write_priced_run(store, other=("", ""), spot=("", ""))
     assert shown_as_json(store)["cost"] is None

@@ -1,4 +1,4 @@
-"""Every second of every rank in exactly one class."""
+"""Tests of goodput: every second of every rank is in exactly one class."""
 
 import pyarrow as pa
 import pytest
@@ -29,10 +29,10 @@ def ledger(steps: list[StepRow], replaced: list[StepRow], events: list[Event]) -
     return Ledger(table(steps), table(replaced), pa.Table.from_pylist([e.row() for e in events], schema=EVENT_SCHEMA))
 
 
-def test_a_run_without_trouble_is_useful_but_for_its_start_and_its_waits() -> None:
+def test_a_run_without_faults_is_useful_except_for_its_start_and_its_waits() -> None:
     events = [group(0.0, 2), EndEvent(time=13.0)]
     spent = goodput(ledger([row(step, 4.0 + step, 1, 2) for step in range(10)], [], events), events)
-    # 3 s until the first step begins, ten steps of 1 s with 0.1 s of waiting each; two ranks.
+    # Two ranks start for 3 s and take ten steps of 1 s, each with 0.1 s of waiting.
     assert spent.seconds["restarting"] == pytest.approx(6)
     assert spent.seconds["data"] == pytest.approx(2)
     assert spent.seconds["useful"] == pytest.approx(18)
@@ -40,7 +40,7 @@ def test_a_run_without_trouble_is_useful_but_for_its_start_and_its_waits() -> No
     assert spent.share == pytest.approx(18 / 26)
 
 
-def test_steps_done_again_are_not_useful_and_waiting_for_nodes_is_told_apart() -> None:
+def test_replayed_steps_and_waiting_for_nodes_are_separate_classes() -> None:
     events = [
         group(0.0, 2),
         WaitingEvent(1, time=5.0),
@@ -56,7 +56,7 @@ def test_steps_done_again_are_not_useful_and_waiting_for_nodes_is_told_apart() -
     assert spent.held_s == pytest.approx(5 * 2 + 4 * 1 + 4 * 1)
 
 
-def test_workers_that_become_ready_while_others_are_waited_for_are_held_from_then_on() -> None:
+def test_workers_that_become_ready_during_a_wait_are_held_from_then_on() -> None:
     waiting = [WaitingEvent(ready, time=5.0 + 2 * ready) for ready in range(3)]
     events = [group(0.0, 3), *waiting, group(19.0, 3), EndEvent(time=20.0)]
     spent = goodput(ledger([row(0, 5.0, 1, 3)], [], events), events)
@@ -68,7 +68,7 @@ def waiting(time: float, ready: int, job: str = "a") -> WaitingEvent:
     return WaitingEvent(ready, workers=(place,) * ready, job=job, time=time)
 
 
-def test_workers_that_wait_for_the_first_group_are_held_too() -> None:
+def test_workers_that_wait_for_the_first_group_are_held() -> None:
     events = [
         waiting(0.0, 0),
         waiting(4.0, 1),
@@ -80,14 +80,14 @@ def test_workers_that_wait_for_the_first_group_are_held_too() -> None:
     assert spent.held_s == pytest.approx(5 + 8)
 
 
-def test_a_job_that_only_waited_holds_nobody_until_it_is_submitted_again() -> None:
+def test_a_job_that_only_waited_holds_no_worker_until_it_is_submitted_again() -> None:
     events = [waiting(0.0, 2), StopEvent(time=60.0), waiting(86400.0, 1, "b"), EndEvent(time=86410.0)]
     spent = goodput(ledger([], [], events), events)
     assert spent.seconds["capacity"] == pytest.approx(2 * 60 + 10)
 
 
 @pytest.mark.parametrize("waits", [[], [waiting(1000.0, 1, "b")]])
-def test_the_time_between_two_submissions_of_a_job_held_nobody(waits: list[Event]) -> None:
+def test_no_worker_is_held_between_two_submissions_of_a_job(waits: list[Event]) -> None:
     began = [group(0.0, 2, "a"), waiting(6.0, 1), StopEvent(time=8.0)]
     events = [*began, *waits, group(1010.0, 2, "b"), EndEvent(time=1013.0)]
     spent = goodput(ledger([row(0, 5.0, 1, 2), row(1, 1012.0, 2, 2)], [], events), events)
@@ -98,7 +98,7 @@ def test_the_time_between_two_submissions_of_a_job_held_nobody(waits: list[Event
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.floats(0, 5), st.integers(0, 6), st.floats(0, 3)), min_size=1, max_size=5)
 )
-def test_the_classes_add_up_to_what_was_held(groups: list[tuple[int, float, int, float]]) -> None:
+def test_the_classes_add_up_to_the_held_time(groups: list[tuple[int, float, int, float]]) -> None:
     now, step, held = 0.0, 0, 0.0
     events, rows = [], []
     for attempt, (workers, start_s, steps, end_s) in enumerate(groups):
@@ -106,7 +106,9 @@ def test_the_classes_add_up_to_what_was_held(groups: list[tuple[int, float, int,
         began = now
         now += start_s
         for number in range(steps):
-            blocked_s = 0.2 if number else 0.0  # at a checkpoint before the step; a group begins with none
+            blocked_s = (
+                0.2 if number else 0.0
+            )  # blocked on a checkpoint before the step; the first step of a group has none
             now += 1.0 + blocked_s
             rows.append(row(step, now, attempt, workers, blocked_s=blocked_s))
             step += 1

@@ -22,7 +22,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 def recorded(
     steps: int, events: tuple[Event, ...] = (), name: str = "run", logged: dict[str, float] | None = None
 ) -> RecordedRun:
-    """A run of one attempt, a step a second from second 0; the loss falls from 5, with one spike of 9 in its middle."""
+    """Return a run of one attempt with one step per second. The loss falls from 5, with one spike of 9 in the middle."""
     index = np.arange(steps)
     loss = 5 - 3 * index / max(steps, 1)
     loss[steps // 2 : steps // 2 + 1] = 9.0
@@ -34,8 +34,10 @@ def recorded(
         "merged_steps": index * 0 + 1, "cells": index * 0 + 2, "grad_norm": loss, "applied": [True] * steps,
     }  # fmt: skip
     table = pa.table({field.name: pa.array(values[field.name]).cast(field.type) for field in STEP_SCHEMA})
-    told = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)
-    return RecordedRun(JobRecord(name, total_steps=steps), Ledger(table, STEP_SCHEMA.empty_table(), told), events)
+    event_table = pa.Table.from_pylist([event.row() for event in events], schema=EVENT_SCHEMA)
+    return RecordedRun(
+        JobRecord(name, total_steps=steps), Ledger(table, STEP_SCHEMA.empty_table(), event_table), events
+    )
 
 
 def page(run: RecordedRun) -> str:
@@ -60,7 +62,7 @@ def test_text_of_the_run_cannot_become_markup() -> None:
     assert data_of(html)["charts"]["logged-0"]["curves"][0]["label"] == EVIL
 
 
-def test_policy_lets_only_the_pages_own_style_and_script_through() -> None:
+def test_policy_allows_only_the_style_and_script_of_the_page() -> None:
     html = page(recorded(5))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
     assert policy
@@ -73,18 +75,18 @@ def test_policy_lets_only_the_pages_own_style_and_script_through() -> None:
     assert "http" not in html.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
-def test_run_without_steps_has_a_page_that_says_so() -> None:
+def test_the_page_of_a_run_without_steps_says_so() -> None:
     html = page(recorded(0))
     assert "No step has been committed yet." in html
     assert "The run has no events yet." in html
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_shortest_runs_have_a_page(steps: int) -> None:
+def test_the_shortest_runs_have_a_page(steps: int) -> None:
     assert f'data-points="{steps}"' in page(recorded(steps))
 
 
-def test_loss_that_is_never_a_number_has_a_page() -> None:
+def test_a_run_whose_losses_are_never_finite_has_a_page() -> None:
     run = recorded(10)
     place = STEP_SCHEMA.get_field_index("loss")
     steps = run.ledger.steps.set_column(place, "loss", pa.array([float("nan")] * 10))
@@ -92,7 +94,7 @@ def test_loss_that_is_never_a_number_has_a_page() -> None:
     assert data_of(html)["charts"]["loss"]["curves"][0]["y"] == [None] * 10
 
 
-def test_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
+def test_the_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
     names = {f"value-{place}": 1 / 3 for place in range(6)}
     events = tuple(CheckpointEvent(1.0, step=at, time=float(at)) for at in range(100, 100_000, 100))
     html = page(recorded(100_000, events, logged=names))
@@ -102,7 +104,7 @@ def test_page_of_a_long_run_is_small_and_keeps_the_extremes() -> None:
     assert (max(loss["y"]), loss["step"][0], loss["step"][-1]) == (9.0, 1, 100_000)
 
 
-def test_report_lies_in_the_run_directory(tmp_path: Path) -> None:
+def test_the_report_is_written_to_the_run_directory(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("job.json", b'{"name": "young"}')
     path = write_report(store)

@@ -54,26 +54,26 @@ def summary_of(events: list[Event], now: float) -> RunSummary:
     return summarize(ledger([], events), JOB, now)
 
 
-def test_run_is_finished_once_it_has_ended_since_its_last_start() -> None:
+def test_a_run_that_ended_after_its_last_start_is_finished() -> None:
     assert summary_of([start(0), end(100)], now=101).state == "finished"
     assert summary_of([start(0), end(100), start(200)], now=1000).state == "stopped"
     assert summary_of([start(0), end(100), start(200)], now=259).state == "running"
     assert summary_of([start(0)], now=60).state == "stopped"
 
 
-def test_young_step_shows_that_a_run_goes_on() -> None:
+def test_a_run_with_a_recent_step_is_running() -> None:
     assert summarize(ledger([row(0, time=500)], [start(0)]), JOB, now=559).state == "running"
     assert summarize(ledger([row(0, time=500)], [start(0)]), JOB, now=561).state == "stopped"
 
 
-def test_run_without_rows_has_no_figures_and_no_error() -> None:
+def test_a_run_without_steps_has_no_figures() -> None:
     summary = summary_of([], now=0)
     assert (summary.state, summary.steps, summary.samples, summary.wall_s) == ("stopped", 0, 0, 0.0)
     assert summary.samples_per_s is summary.training_loss is summary.last_validation_loss is summary.began is None
     assert json.loads(json.dumps(summary.as_json(), allow_nan=False))["total_steps"] == 10
 
 
-def test_figures_are_those_of_the_ledger() -> None:
+def test_figures_agree_with_the_ledger() -> None:
     steps = [row(step, loss=float(step), world_size=2 if step < 20 else 1, time=step) for step in range(30)]
     events = [
         start(-1),
@@ -98,21 +98,21 @@ def test_figures_are_those_of_the_ledger() -> None:
     assert summary.seconds == pytest.approx({"compute": 15.0, "communication": 9.0, "data": 3.0, "other": 3.0})
 
 
-def test_loss_that_is_not_a_number_is_told_and_never_the_best() -> None:
+def test_a_loss_that_is_not_finite_is_shown_but_is_never_the_best() -> None:
     summary = summary_of([validation(0, 0, 4.0), validation(1, 5, math.nan)], now=0)
     assert math.isnan(summary.last_validation_loss or 0.0)
     assert summary.best_validation_loss == 4.0
     assert summary.as_json()["last_validation_loss"] is None
 
 
-def test_validation_of_steps_done_again_gives_way_to_the_later_one() -> None:
-    told = [start(0), validation(1, 5, 2.0), validation(2, 8, 1.0), start(3, 5)]
-    assert [(entry.step, entry.loss) for entry in validations(told)] == [(5, 2.0)]
-    again = [*told, validation(4, 8, 1.5)]
+def test_a_repeated_validation_replaces_the_earlier_one() -> None:
+    events = [start(0), validation(1, 5, 2.0), validation(2, 8, 1.0), start(3, 5)]
+    assert [(entry.step, entry.loss) for entry in validations(events)] == [(5, 2.0)]
+    again = [*events, validation(4, 8, 1.5)]
     assert [(entry.step, entry.loss) for entry in validations(again)] == [(5, 2.0), (8, 1.5)]
 
 
-def test_event_without_a_step_lies_at_the_last_step_that_stays() -> None:
+def test_an_event_without_a_step_is_marked_at_the_last_committed_step() -> None:
     steps = ledger([row(0, time=1), row(1, time=2), row(2, attempt=2, time=9)], []).steps
     (marker,) = markers_of([CrashEvent("failure", "e", time=5.0)], steps, began=1.0)
     assert (marker.time, marker.samples) == (4.0, 16.0)
@@ -147,7 +147,7 @@ def test_smoothing_stays_between_the_extremes(ys: np.ndarray, half: int) -> None
     assert (smoothed <= ys.max() + 1e-6).all()
 
 
-def test_smoothing_passes_over_what_is_not_finite() -> None:
+def test_smoothing_ignores_values_that_are_not_finite() -> None:
     assert smooth(np.array([1.0, math.nan, 3.0, math.inf, 5.0]), 3).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert np.isnan(smooth(np.array([math.nan, math.nan]), 3)).all()
 
@@ -174,11 +174,11 @@ def test_ticks_lie_in_their_interval_and_are_few(low: float, span: float, about:
         (1.5e6, 5e5, "1.5M"),
     ],
 )
-def test_tick_has_the_digits_that_its_step_needs(value: float, step: float, text: str) -> None:
+def test_a_tick_has_as_many_digits_as_its_distance_needs(value: float, step: float, text: str) -> None:
     assert tick_text(value, step) == text
 
 
-def test_figures_read_well() -> None:
+def test_figures_are_formatted_by_size() -> None:
     assert [number(v) for v in (None, math.nan, 0.0, 1.78912, 0.01234567, 183.14, 12345.6, 3e-4, 2.5e7)] == [
         "–", "nan", "0", "1.789", "0.01235", "183.1", "12,346", "3e-4", "2.5e7"
     ]  # fmt: skip
@@ -187,12 +187,12 @@ def test_figures_read_well() -> None:
     ]  # fmt: skip
 
 
-def test_text_of_others_cannot_steer_the_terminal() -> None:
+def test_untrusted_text_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[31mb\nc\u202ed") == "a [31mb c d"
     assert len(printable("x" * 1000, 50)) == 50
 
 
-def test_event_data_that_is_no_mapping_is_passed_over() -> None:
+def test_event_data_that_is_not_a_mapping_is_ignored() -> None:
     table = pa.Table.from_pylist(
         [{"time": 0.0, "kind": "validation", "step": 1, "message": "", "data": text} for text in ("[1]", None, "{}")],
         schema=EVENT_SCHEMA,
@@ -212,7 +212,7 @@ def test_event_data_that_is_no_mapping_is_passed_over() -> None:
         ({"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"}, "is damaged"),
     ],
 )
-def test_directory_that_is_no_whole_run_is_refused_in_one_sentence(
+def test_a_directory_without_a_complete_run_is_refused_in_one_sentence(
     tmp_path: Path, files: dict[str, bytes], sentence: str
 ) -> None:
     store = Store(str(tmp_path))

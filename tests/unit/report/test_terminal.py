@@ -27,7 +27,7 @@ FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 def write_run(store: Store, name: str, steps: int = 30, began: float = 1000.0) -> Store:
-    """Half the steps with two workers, a crash, half with one; a second each."""
+    """Write a run with half of its steps on two workers, a crash, and the other half on one. Each step takes a second."""
     store.write("job.json", json.dumps({"name": name, "plan_digest": "d" * 64, "total_steps": steps}).encode())
     events = EventWriter(store, "test")
     events.event(StartEvent(2, 1, "the [red]past[/red]", step=0, time=began))
@@ -51,7 +51,7 @@ def shown(width: int, print_it: object, store: Store) -> str:
 @given(
     st.integers(0, 50).flatmap(lambda n: arrays(np.float64, n, elements=FLOATS)), st.integers(1, 40), st.integers(1, 9)
 )
-def test_plot_has_the_size_asked_for_whatever_the_values(ys: np.ndarray, width: int, height: int) -> None:
+def test_a_plot_has_the_requested_size_for_any_values(ys: np.ndarray, width: int, height: int) -> None:
     lines = plot(np.arange(len(ys)), ys, width, height)
     assert [len(line) for line in lines] == [width] * height
     assert any(line.strip() for line in lines) == bool(np.isfinite(ys).any())
@@ -66,7 +66,7 @@ def test_rising_values_plot_as_a_rising_curve(steps: list[float], width: int, he
 
 
 def dot_rows(lines: list[str]) -> list[np.ndarray]:
-    """By column of dots, the rows of its dots, 0 on top."""
+    """Return the rows of the dots in each column, with 0 on top."""
     places = (
         (0, 0, 0x01),
         (1, 0, 0x02),
@@ -85,7 +85,7 @@ def dot_rows(lines: list[str]) -> list[np.ndarray]:
     return [np.flatnonzero(dots[:, column]) for column in range(dots.shape[1])]
 
 
-def test_plot_leaves_a_gap_where_there_is_no_value() -> None:
+def test_a_plot_has_a_gap_at_missing_values() -> None:
     ys = np.ones(100)
     ys[40:60] = np.nan
     (line,) = plot(np.arange(100), ys, 50, 1)
@@ -117,7 +117,7 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_list_of_runs_cuts_no_word(tmp_path: Path, width: int) -> None:
+def test_the_list_of_runs_truncates_no_word(tmp_path: Path, width: int) -> None:
     store, name = Store(str(tmp_path)), "language-model-20261123-091502"
     write_run(store / name, name, steps=1200, began=100.0)
     (store / "broken").write("job.json", b"{")
@@ -128,7 +128,7 @@ def test_list_of_runs_cuts_no_word(tmp_path: Path, width: int) -> None:
         assert word in text
 
 
-def test_list_of_runs_takes_a_second_line_only_if_one_is_too_short(tmp_path: Path) -> None:
+def test_the_list_of_runs_takes_a_second_line_only_if_one_is_too_short(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     write_run(store / "short", "short")
     (row,) = [line for line in shown(80, print_runs, store).splitlines() if "short" in line]
@@ -147,7 +147,7 @@ def test_a_study_is_not_shown_as_a_run(tmp_path: Path) -> None:
         print_run(store)
 
 
-def test_list_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(str(tmp_path))
     write_run(store / "good", "good")
     (store / "broken").write("job.json", b"{")
@@ -158,12 +158,12 @@ def test_list_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "damaged" in broken["error"]
 
 
-def test_no_runs_is_a_plain_sentence(tmp_path: Path) -> None:
+def test_an_empty_folder_is_reported_in_one_sentence(tmp_path: Path) -> None:
     assert shown(200, print_runs, Store(str(tmp_path / "none"))).startswith("no runs below")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_run_fits_the_terminal_and_keeps_its_words(tmp_path: Path, width: int) -> None:
+def test_a_run_fits_the_terminal_and_no_word_is_truncated(tmp_path: Path, width: int) -> None:
     text = shown(width, print_run, write_run(Store(str(tmp_path)), "[blink]run"))
     assert max(map(len, text.splitlines())) <= width
     for part in ("[blink]run", "loss over samples", "world size (1–2)", "1 crash", "compute", "●", "past[/red]"):
@@ -179,10 +179,10 @@ LARGE = st.integers(0, 10**12)
     st.sampled_from([80, 100, 110, 140]), LARGE, LARGE, st.lists(st.floats(0, 1e9), min_size=11, max_size=11),
     st.sampled_from(["running", "finished", "stopped"]), st.floats(0, 1e7),
 )  # fmt: skip
-def test_the_largest_figures_fit_the_terminal_and_keep_their_words(
+def test_the_largest_figures_fit_the_terminal_and_no_word_is_truncated(
     width: int, steps: int, samples: int, amounts: list[float], state: str, spent: float
 ) -> None:
-    """Figures of any size, in a run of which every figure is there."""
+    """The run has every figure, with any value."""
     seconds = dict(zip(SECONDS_CLASSES, amounts[:4], strict=True))
     rank_seconds = dict(zip(CLASSES, amounts[4:10], strict=True))
     summary = RunSummary(
@@ -209,19 +209,19 @@ def test_the_largest_figures_fit_the_terminal_and_keep_their_words(
     assert not [word for word in expected if not any(word in each for each in shown_words)]
 
 
-def test_run_without_steps_is_shown(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_shown(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("job.json", b'{"name": "young"}')
     assert "no step has been committed yet" in shown(80, print_run, store)
 
 
-def test_run_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_run(write_run(Store(str(tmp_path)), "run"), json=True)
     document = json.loads(capsys.readouterr().out)
     assert (document["steps"], document["world_sizes"], document["crashes"]) == (30, [1, 2], 1)
     assert [event["kind"] for event in document["events"]] == ["start", "crash", "validation"]
 
 
-def test_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no job\.json"):
         print_run(Store(str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Events: typed on both sides of the ledger, and sentences for people."""
+"""Tests of events: the ledger preserves their types and fields, and each has a message for people."""
 
 import json
 import subprocess
@@ -86,7 +86,7 @@ EVENTS: tuple[Event, ...] = (
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.kind)
-def test_an_event_is_read_back_from_the_ledger_as_it_was_written(event: Event) -> None:
+def test_an_event_is_read_from_the_ledger_unchanged(event: Event) -> None:
     assert read_event(event.row()) == event
 
 
@@ -99,7 +99,7 @@ def test_a_message_is_a_sentence(event: Event) -> None:
     assert "?" not in event.message
 
 
-def test_each_type_has_a_kind_of_its_own_and_is_tested_here() -> None:
+def test_each_type_has_its_own_kind_and_is_tested_here() -> None:
     assert len({each.KIND for each in EVENT_TYPES}) == len(EVENT_TYPES)
     assert {type(event) for event in EVENTS} == set(EVENT_TYPES)
 
@@ -129,7 +129,7 @@ def test_a_row_of_another_version_stays_readable(kind: str, data: dict[str, obje
         ("group", {"workers": [{"rank": 0}], "job": "a"}, GroupEvent(({"rank": 0},), "a", step=3, time=5.0)),
     ],
 )
-def test_rows_of_before_there_were_types_have_the_fields_that_reports_need(
+def test_rows_of_older_versions_have_the_fields_that_reports_need(
     kind: str, data: dict[str, object], event: Event
 ) -> None:
     assert read_event({"kind": kind, "message": "", "step": 3, "data": json.dumps(data), "time": 5.0}) == event

@@ -87,7 +87,7 @@ def test_append_does_not_wait_for_the_storage_and_no_row_is_lost_to_its_faults(t
     flush = threading.Thread(target=flush_once)
     flush.start()
     assert is_writing.wait(10)
-    writer.append(asdict(row(1, 1)))  # while the write is blocked
+    writer.append(asdict(row(1, 1)))  # during the blocked write
     may_fail.set()
     flush.join()
     writer.flush()
@@ -125,7 +125,7 @@ def test_rows_survive_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatc
 
         full.setattr(Store, "write", refuse)
         ledger.event(StartEvent(1, 1, step=0))
-        with pytest.raises(StorageError):  # what a checkpoint's commit must know
+        with pytest.raises(StorageError):  # a checkpoint's commit needs this
             ledger.flush()
     ledger.close()
     assert read_ledger(store).events["kind"].to_pylist() == ["start"]
@@ -139,7 +139,7 @@ def test_rows_that_a_later_attempt_writes_again_count_once(tmp_path: Path) -> No
     first.flush()
     assert first.stored_steps == 3
     second.event(StartEvent(1, 2, "the memory of a worker", step=4))
-    for step in (2, 3):  # the last that the first attempt's other ranks had; its rank 0 was lost with step 3
+    for step in (2, 3):  # the last step of the other ranks of the first attempt, whose rank 0 was lost with step 3
         second.step(row(1, step))
     second.step(row(2, 4))
     second.close()

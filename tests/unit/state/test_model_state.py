@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer: exact, by names that no wrapper changes, and refused where it cannot be held."""
+"""Tests of the state of a model and its optimizer: it is exact, its names do not depend on wrappers, or it is refused."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def stored(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint gives it back: copies of the tensors, and values through JSON."""
+    """Return the state as a checkpoint loads it: copies of the tensors, and values converted through JSON."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else json.loads(json.dumps(value))
         for name, value in state.items()
@@ -41,7 +41,7 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Bring a fresh model and optimizer to a stored state, as a restore does."""
+    """Load a stored state into a new model and optimizer, as a restore does."""
     table = {name: spec_of(piece_of(value)) for name, value in state.items() if isinstance(value, Tensor)}
     targets = empty_like_saved(model, optimizer, table)
     for name, target in targets.items():
@@ -49,7 +49,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str
     load_state(model, optimizer, {**state, **targets})
 
 
-def test_names_are_those_of_the_users_own_module() -> None:
+def test_names_are_those_of_the_users_module() -> None:
     model = network()
     state = model_and_optimizer_state(model, torch.optim.AdamW(model.parameters()))
     wrapped = torch.compile(model, backend="eager")
@@ -69,7 +69,7 @@ def test_reading_the_state_changes_nothing() -> None:
     assert all(torch.equal(each, before[f"model.{name}"]) for name, each in model.state_dict().items())
 
 
-def test_tensors_of_the_state_are_the_live_ones() -> None:
+def test_tensors_of_the_state_share_memory_with_the_model() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
@@ -91,7 +91,7 @@ def test_a_parameter_without_gradient_has_no_state_before_and_after_a_restore() 
     assert fresh[2].weight not in other.state  # type: ignore[index]
 
 
-def test_values_come_back_with_their_types() -> None:
+def test_restored_values_have_their_types() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
     group = optimizer.param_groups[0]
@@ -131,7 +131,7 @@ def test_groups_and_parameters_that_were_added_during_training_are_added() -> No
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
-def test_a_step_count_stays_in_host_memory_and_moments_go_with_their_parameters() -> None:
+def test_step_counts_stay_in_host_memory_and_moments_follow_their_parameters() -> None:
     model = network().to("meta")
     optimizer = torch.optim.AdamW(model.parameters())
     state = "optimizer.state.0.weight"
@@ -159,7 +159,7 @@ def test_a_buffer_that_is_filled_late_is_restored() -> None:
 
 
 class Counting(nn.Module):
-    """A module whose extra state is what it is given."""
+    """Module with the given extra state."""
 
     def __init__(self, extra: object):
         super().__init__()
@@ -173,7 +173,7 @@ class Counting(nn.Module):
         self.extra = state
 
 
-def test_extra_state_is_restored_and_seen_when_it_changes() -> None:
+def test_extra_state_is_restored_and_its_changes_are_detected() -> None:
     model, fresh = Counting({"calls": (3, 4), "mean": torch.ones(3)}), Counting(None)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
     restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
@@ -193,7 +193,7 @@ def test_extra_state_is_restored_and_seen_when_it_changes() -> None:
         ("lazy", r"^model\.late\.weight has no shape yet: pass one batch through the lazy module before run\.model"),
     ],
 )
-def test_state_that_no_checkpoint_can_hold_is_refused_in_a_sentence(harm: str, sentence: str) -> None:
+def test_state_that_no_checkpoint_can_hold_is_refused_in_one_sentence(harm: str, sentence: str) -> None:
     model = Counting(io.BytesIO() if harm == "extra" else 1)
     if harm == "lazy":
         model.late = nn.LazyLinear(2)

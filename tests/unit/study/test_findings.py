@@ -1,4 +1,4 @@
-"""What a study concludes from its trials: known answers come out, and verdicts follow from intervals alone."""
+"""Tests of the findings of a study: known results are reproduced, and verdicts follow only from intervals."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,10 +30,10 @@ from undula.study.verdicts import critical_batch_text, early_rung_warning, untes
 POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 
 
-# What is known of the noisy quadratic model comes out.
+# Known results of the noisy quadratic model are reproduced.
 
 
-def test_far_below_the_noise_scale_the_best_rate_goes_with_the_batch() -> None:
+def test_far_below_the_noise_scale_the_best_rate_scales_with_the_batch() -> None:
     spec = study()
     law = find(spec, quadratic_records(spec, 40_000_000, 0.005)).groups[0].main.laws[0]
     assert law.fit.exponent == pytest.approx(1.0, abs=0.08)
@@ -50,7 +50,7 @@ def test_above_the_noise_scale_the_best_rate_saturates_and_linear_is_rejected() 
     assert (upper.batches, upper.rules("rejected")) == ("2,048–8,192", ["linear", "sqrt"])
 
 
-def test_critical_batch_of_the_quadratic_model_is_found() -> None:
+def test_the_critical_batch_of_the_quadratic_model_is_found() -> None:
     spec = study(batches=(16, 64, 256, 1024, 4096), base_lr_range=LogRange(0.03, 1.98, 16), seeds=(0,))
     found = find(spec, quadratic_records(spec, 50_000_000, measurements=800)).groups[0]
     assert found.pareto is not None
@@ -59,9 +59,9 @@ def test_critical_batch_of_the_quadratic_model_is_found() -> None:
     assert any("The critical batch is" in text and "inside the batches" in text for text in verdict_sentences(found))
 
 
-def test_halves_of_many_batches_are_judged_apart() -> None:
+def test_halves_of_many_batches_are_judged_separately() -> None:
     spec = study(batches=(16, 64, 256, 1024, 4096), base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
-    best = {16: 0.1, 64: 0.4, 256: 1.6, 1024: 1.6, 4096: 1.6}  # linear up to 256, none from there
+    best = {16: 0.1, 64: 0.4, 256: 1.6, 1024: 1.6, 4096: 1.6}  # the best rate is linear up to 256 and constant above
     records = [
         each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
     ]
@@ -87,7 +87,7 @@ def test_a_rule_is_rejected_if_and_only_if_it_is_outside_the_interval(exponent: 
 
 
 @given(exponent=st.floats(-3, 3), end=ends)
-def test_an_interval_without_an_end_rejects_nothing(exponent: float, end: float) -> None:
+def test_an_infinite_interval_rejects_nothing(exponent: float, end: float) -> None:
     for interval in (Interval(-inf, inf), Interval(end, inf), Interval(-inf, end), None):
         assert judge(exponent, interval) == "not tested"
     assert judge(None, Interval(0, 1)) == "not tested"
@@ -105,7 +105,7 @@ def test_two_batches_never_reject_a_rule(rates: tuple[float, float]) -> None:
     bests=st.lists(st.floats(0.02, 0.9), min_size=3, max_size=5),
     shifts=st.lists(st.floats(0.7, 1.4), min_size=2, max_size=2),
 )
-def test_verdicts_of_a_study_agree_with_its_interval(bests: list[float], shifts: list[float]) -> None:
+def test_verdicts_agree_with_the_interval(bests: list[float], shifts: list[float]) -> None:
     spec = study(
         batches=tuple(16 * 4**at for at in range(len(bests))), base_lr_range=LogRange(0.01, 1.9, 9), target=None
     )
@@ -142,13 +142,13 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
         return found.high - found.low
 
     assert interval(2.0) > interval(1.1) + 0.1
-    # The means lie on a line. A draw of two seeds is off by -L, 0, 0 or L, so that the slope's ends are 2 L over log 16; sqrt(2) for two
-    # seeds, and Student's 3.182 over 1.960.
+    # The means lie on a line. A draw of two seeds is off by -L, 0, 0 or L, so the slope is off by up to 2 L / log 16. The interval is wider
+    # by sqrt(2) for two seeds, and by the ratio 3.182 / 1.960 of Student's quantile to the normal one.
     assert interval(2.0) == pytest.approx(2 * 2**0.5 * 3.182 / 1.960 * 2 * np.log(2) / np.log(16), rel=0.05)
 
 
-def test_optima_without_a_parabola_leave_open_what_the_grid_leaves_open() -> None:
-    """Optima on grid points lie on a line by chance, which is no certainty."""
+def test_optima_without_a_parabola_widen_the_interval_by_the_spacing_of_the_grid() -> None:
+    """Optima on grid points can lie on a line by chance."""
     grid = tuple(2.0**power for power in range(-10, 1))
 
     def batch(size: int, best: float) -> Any:
@@ -161,8 +161,8 @@ def test_optima_without_a_parabola_leave_open_what_the_grid_leaves_open() -> Non
     assert fit.interval.high == pytest.approx(1.5)
 
 
-def test_a_rule_that_runs_into_divergence_is_told_of_where_its_fit_ends() -> None:
-    """Optima beside divergence are bounds, which no fit sees: linear is not rejected below them, and asks for too much there."""
+def test_a_rule_that_predicts_rates_that_diverge_is_reported() -> None:
+    """Optima next to divergence are bounds, which no fit uses. Linear is not rejected below them, but predicts too high rates there."""
     spec = study(batches=(64, 128, 256, 512, 4096), base_lr_range=LogRange(0.03, 2.2, 14))
     found = find(spec, quadratic_records(spec, 16_000_000, 0.01)).groups[0]
     assert found.main.laws[0].rules("not rejected") == ["linear"]
@@ -170,15 +170,15 @@ def test_a_rule_that_runs_into_divergence_is_told_of_where_its_fit_ends() -> Non
     assert asks == ["linear predicts learning rates at batch 4,096 that are as high as rates that diverged, or higher."]
 
 
-# What a trial's state lets it say.
+# The state of a trial decides what its loss shows.
 
 
-def test_a_stopped_training_is_no_optimum_and_makes_its_neighbour_inside() -> None:
+def test_a_stopped_trial_is_not_the_optimum_but_brackets_it() -> None:
     optimum = optimum_of(16, points(16, (0.1, 0.2, "stopped"), (0.2, 1.0, "complete"), (0.4, 2.0, "complete")))
     assert optimum == Optimum(16, 0.2, 1.0, None, open=pytest.approx(np.log(2) / 2))
 
 
-def test_a_training_that_learned_nothing_brackets_and_bends_no_parabola() -> None:
+def test_a_trial_that_learned_nothing_brackets_but_is_not_a_point_of_the_parabola() -> None:
     optimum = optimum_of(16, points(16, (0.1, 1.0, "complete"), (0.2, 0.5, "complete"), (0.4, 13.0, "complete")))
     assert optimum == Optimum(16, 0.2, 0.5, None, open=pytest.approx(np.log(2) / 2))
 
@@ -189,7 +189,7 @@ def test_a_training_that_learned_nothing_brackets_and_bends_no_parabola() -> Non
      (("complete", "waiting"), "highest"), (("complete", "failed"), "highest"), (("failed", "failed"), "alone"),
      (("failed", "diverged"), "alone"), (("diverged", "complete"), "alone"), (("diverged", "diverged"), "alone")],
 )  # fmt: skip
-def test_an_optimum_beside_nothing_that_lost_is_a_bound(beside: tuple[State, State], edge: str) -> None:
+def test_an_optimum_without_a_worse_neighbour_is_a_bound(beside: tuple[State, State], edge: str) -> None:
     found = points(16, (0.1, 2.0, beside[0]), (0.2, 1.0, "complete"), (0.4, 3.0, beside[1]))
     optimum = optimum_of(16, found)
     assert optimum
@@ -197,7 +197,7 @@ def test_an_optimum_beside_nothing_that_lost_is_a_bound(beside: tuple[State, Sta
 
 
 @pytest.mark.parametrize("state", ["diverged", "stopped"])
-def test_one_seed_that_diverged_or_was_stopped_takes_the_rate_out(state: State) -> None:
+def test_one_seed_that_diverged_or_was_stopped_excludes_the_rate(state: State) -> None:
     records = [record(16, 0.1, 0.5, seed=0), record(16, 0.1, 0.1, state, seed=1)]
     (point,) = rate_points(records, 16)
     assert (point.outcome, point.loss) == (state, inf)
@@ -209,7 +209,7 @@ def test_a_loss_is_the_mean_over_seeds_with_its_deviation() -> None:
     assert point.deviation == pytest.approx(np.std([1, 2], ddof=1))
 
 
-def test_complete_without_a_number_counts_as_diverged() -> None:
+def test_a_complete_trial_without_a_finite_loss_counts_as_diverged() -> None:
     (point,) = rate_points([record(16, 0.1, nan)], 16)
     assert point.outcome == "diverged"
 
@@ -217,7 +217,7 @@ def test_complete_without_a_number_counts_as_diverged() -> None:
 # Rules.
 
 
-def test_rules_that_change_the_rate_alone_are_points_of_one_curve() -> None:
+def test_rules_that_only_change_the_rate_share_a_curve() -> None:
     assert [rule for rule in RULES if changes_rate_alone(rule, 0)] == ["none", "linear", "sqrt", "legw"]
     assert [rule for rule in RULES if changes_rate_alone(rule, 100)] == ["none", "linear", "sqrt"]
     assert {rule: exponent_of(rule) for rule in RULES if exponent_of(rule) is not None} == {
@@ -227,7 +227,7 @@ def test_rules_that_change_the_rate_alone_are_points_of_one_curve() -> None:
     assert tunings_of(spec, Group("adamw", 0)) == (("none", "linear"), ("adam_sde",), ("surge",))
 
 
-def test_base_batch_counts_for_every_rule() -> None:
+def test_trials_at_the_base_batch_count_for_every_rule() -> None:
     spec = study(rules=("none", "adam_sde"), optimizers=("adamw",), batches=(16, 64, 256))
     found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
     (other,) = found.others
@@ -235,7 +235,7 @@ def test_base_batch_counts_for_every_rule() -> None:
     assert other.laws[0].verdicts[0].rule == "adam_sde"
 
 
-def test_measured_rules_are_compared_by_loss_and_not_by_exponent() -> None:
+def test_measured_rules_are_compared_by_loss_only() -> None:
     spec = study(rules=("none", "adascale"), batches=(16, 64, 256))
     found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
     mine = [each for each in found.predictions if each.rule == "adascale"]
@@ -244,36 +244,36 @@ def test_measured_rules_are_compared_by_loss_and_not_by_exponent() -> None:
     assert any(text.startswith("adascale: its exponent is not tested") for text in verdict_sentences(found))
 
 
-def test_a_study_of_one_rule_without_free_rates_is_tuned_by_that_rule() -> None:
+def test_a_study_of_a_rule_that_changes_more_than_the_rate_is_tuned_under_it() -> None:
     spec = study(rules=("adam_sde",), optimizers=("adamw",), batches=(16, 64, 256))
     found = find(spec, quadratic_records(spec, 10_000_000)).groups[0]
     assert found.main.rules == ("adam_sde",)
     assert [each.rule for each in found.main.laws[0].verdicts] == ["adam_sde"]
 
 
-def test_a_fewest_beside_its_own_near_copy_is_at_an_end() -> None:
+def test_a_nearly_equal_rate_does_not_bracket_the_fewest_steps() -> None:
     found = points(16, (0.1, 4.5, "complete"), (0.2, 3.0, "complete"), (0.4, 0.1, "complete"), (0.401, 3.0, "complete"))
     fewest = at_batch(16, found, 4.6).fewest
     assert fewest
     assert (fewest.rate, fewest.edge) == (0.4, "highest")
 
 
-def test_a_fit_knows_its_level_as_well_as_its_slope() -> None:
+def test_a_fit_has_intervals_of_its_level_and_its_slope() -> None:
     spec = study(batches=(16, 64, 256), base_lr_range=LogRange(0.001, 10, 13), target=None)
     levels = []
     for scatter in (1.05, 1.5):
         best = {16: 0.05, 64: 0.05 * scatter, 256: 0.05}
         records = [each for batch, rate in best.items() for each in valley(batch, rate, spec.rates)]
         levels.append(find(spec, records).groups[0].main.laws[0].fit.level)
-    # Student's for one residual's freedom: 12.7 s / sqrt(3), with s^2 = 2/3 of the middle's square.
+    # Student's quantile for one degree of freedom gives 12.7 s / sqrt(3), where s^2 is 2/3 of the square of the middle residual.
     assert levels[1] == pytest.approx(12.706 * np.log(1.5) * (2 / 3) ** 0.5 / 3**0.5, rel=0.05)
     assert levels[0] < levels[1] / 5
     stopped = [each if each.state == "complete" and abs(each.lr - 0.05) < 0.02 else replace(each, state="stopped")
                for batch in spec.batches for each in valley(batch, 0.0464, spec.rates)]  # fmt: skip
-    assert find(spec, stopped).groups[0].main.laws[0].fit.level > 0.3, "what the grid leaves open"
+    assert find(spec, stopped).groups[0].main.laws[0].fit.level > 0.3, "the level has the uncertainty of the grid"
 
 
-def test_trainings_that_learned_nothing_have_no_optimum() -> None:
+def test_trials_that_learned_nothing_have_no_optimum() -> None:
     found = at_batch(16, points(16, (0.1, 9.1, "complete"), (0.2, 9.05, "complete"), (0.4, 9.2, "complete")), None)
     assert found.optimum is None
     assert found.problem.startswith("no trial at batch 16 ended below its first loss (9); add other learning rates")
@@ -283,7 +283,7 @@ def test_trainings_that_learned_nothing_have_no_optimum() -> None:
     )
 
 
-def test_an_interval_that_holds_every_rule_tells_none_apart() -> None:
+def test_an_interval_that_contains_every_rule_distinguishes_none() -> None:
     used = (Optimum(16, 1, 1, None), Optimum(64, 1, 1, None), Optimum(1024, 1, 1, None))
     powers: Any = dict(POWERS)
     assert not law_of(PowerLaw(1, 0.5, Interval(-15, 16), used, ()), powers).tells_apart
@@ -293,11 +293,13 @@ def test_an_interval_that_holds_every_rule_tells_none_apart() -> None:
     records = [
         each for batch, rate in best.items() for seed in (0, 1) for each in valley(batch, rate, spec.rates, seed)
     ]
-    told = verdict_sentences(find(spec, records).groups[0])
-    assert told[0].endswith("contains linear (1), sqrt (0.5) and none (0), so the data do not distinguish the rules.")
+    sentences = verdict_sentences(find(spec, records).groups[0])
+    assert sentences[0].endswith(
+        "contains linear (1), sqrt (0.5) and none (0), so the data do not distinguish the rules."
+    )
 
 
-# Bad input: a sentence in place of each finding that is not there.
+# With insufficient trials, each missing finding has a reason.
 
 
 def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = lambda record: record) -> Findings:
@@ -305,7 +307,7 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
 
 
 @pytest.mark.parametrize(
-    ("spec", "change", "told"),
+    ("spec", "change", "reason"),
     [
         (study(target=1e-9), lambda each: each, "no trial reached the target of 1e-09"),
         (study(batches=(16,)), lambda each: each, "the study has one batch (16), but a power law needs two or more"),
@@ -322,31 +324,33 @@ def findings_of(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord] = 
         (study(scheduler="asha", samples=900, warmups=(100,)), lambda each: replace(each, state="stopped"), "first compares trials at 100"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_said_is_said(spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], told: str) -> None:
+def test_missing_findings_have_a_reason(
+    spec: StudySpec, change: Callable[[TrialRecord], TrialRecord], reason: str
+) -> None:
     findings = findings_of(spec, change)
-    said = [text for found in findings.groups for text in verdict_sentences(found)] + list(untested_sentences(findings))
-    assert any(told in text for text in said), said
+    sentences = [text for found in findings.groups for text in verdict_sentences(found)] + list(
+        untested_sentences(findings)
+    )
+    assert any(reason in text for text in sentences), sentences
 
 
 @pytest.mark.parametrize(
     ("rules", "first_rung", "longest"),
     [(("none",), 99, "100"), (("none",), 101, ""), (("none", "legw"), 1600, "1,600")],
 )
-def test_a_first_rung_within_a_warmup_as_a_rule_makes_it_is_told(
-    rules: tuple[Any, ...], first_rung: int, longest: str
-) -> None:
-    told = early_rung_warning(study(scheduler="asha", samples=9000, warmups=(100,), rules=rules, first_rung=first_rung))
-    assert bool(told) == bool(longest)
-    assert f"up to {longest};" in told or not longest
+def test_a_first_rung_within_a_scaled_warmup_is_reported(rules: tuple[Any, ...], first_rung: int, longest: str) -> None:
+    note = early_rung_warning(study(scheduler="asha", samples=9000, warmups=(100,), rules=rules, first_rung=first_rung))
+    assert bool(note) == bool(longest)
+    assert f"up to {longest};" in note or not longest
 
 
-def test_no_records_at_all_make_findings() -> None:
+def test_a_study_without_records_has_findings() -> None:
     findings = find(study(), [])
     assert findings.groups[0].main.laws == ()
     assert len(trials_of(study())) == 160
 
 
-def test_a_rule_outside_its_optimizer_is_warned_of() -> None:
+def test_a_rule_with_an_optimizer_that_it_is_not_known_for_gives_a_warning() -> None:
     findings = find(study(rules=("none", "linear"), optimizers=("adamw",)), [])
     assert any(
         text.startswith("linear is only known to hold for LARS, SGD, but the optimizer is AdamW")
@@ -362,7 +366,7 @@ def test_a_critical_batch_without_bounds_is_not_a_number(low: float, high: float
     assert critical_batch_text(ParetoFit(10, 7000, 700, Interval(low, high), False)) == words
 
 
-def test_steps_that_bound_the_critical_batch_on_no_side_give_none() -> None:
+def test_steps_that_do_not_bound_the_critical_batch_give_none() -> None:
     spec = study(batches=(16, 64, 256), base_lrs=(0.1, 0.2, 0.4), base_lr_range=None, seeds=(0,), target=4.5)
     records = [
         record(batch, rate, lowest if rate == 0.2 else 5.0)
@@ -375,7 +379,7 @@ def test_steps_that_bound_the_critical_batch_on_no_side_give_none() -> None:
     assert any("steps to the target do not bound it on either side" in text for text in verdict_sentences(found))
 
 
-def test_a_law_says_its_batches() -> None:
+def test_a_law_has_the_range_of_its_batches() -> None:
     used = (Optimum(16, 1, 1, None), Optimum(1024, 1, 1, None))
     law = law_of(PowerLaw(1, 0, Interval(-0.1, 0.1), used, ()), {"none": 0.0})
     assert (law.batches, law.verdicts[0].judgement) == ("16–1,024", "not rejected")

@@ -1,4 +1,4 @@
-"""What is fitted to results: exact where the data are, honest intervals where they are not."""
+"""Tests of the fits: they are exact on exact data, and their intervals have the right confidence otherwise."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,13 +35,13 @@ def test_pareto_fit_recovers_exact_data(fewest: float, critical: float) -> None:
     assert fit.fewest_samples == pytest.approx(fewest * critical, rel=1e-4)
 
 
-def test_critical_batch_doubles_steps_and_samples() -> None:
+def test_the_critical_batch_doubles_steps_and_samples() -> None:
     fit = fit_pareto(BATCHES, [1000 * (1 + 100 / batch) for batch in BATCHES], resamples=20)
     steps = fit.fewest_steps * 2
     assert (steps / fit.fewest_steps - 1) * (steps * fit.critical_batch / fit.fewest_samples - 1) == pytest.approx(1)
 
 
-def test_critical_batch_lies_in_its_interval_about_as_often_as_it_says() -> None:
+def test_the_interval_of_the_critical_batch_has_its_confidence() -> None:
     rng = np.random.default_rng(0)
     batches = np.repeat(BATCHES, 3)
     held = 0
@@ -52,7 +52,7 @@ def test_critical_batch_lies_in_its_interval_about_as_often_as_it_says() -> None
 
 
 @pytest.mark.parametrize("count", [4, 5, 7])
-def test_interval_of_few_batches_holds_as_often_as_it_says(count: int) -> None:
+def test_the_interval_of_few_batches_has_its_confidence(count: int) -> None:
     rng = np.random.default_rng(0)
     batches = 32 * 2.0 ** np.arange(count)
     held = 0
@@ -62,7 +62,7 @@ def test_interval_of_few_batches_holds_as_often_as_it_says(count: int) -> None:
     assert held >= 53
 
 
-def test_interval_says_where_the_batches_do_not_bound_it() -> None:
+def test_the_interval_is_open_on_a_side_that_the_batches_do_not_bound() -> None:
     rng = np.random.default_rng(1)
     noise = np.exp(0.2 * rng.standard_normal(len(BATCHES)))
     small = fit_pareto(BATCHES, (1e9 / np.array(BATCHES) * noise).tolist())
@@ -74,7 +74,7 @@ def test_interval_says_where_the_batches_do_not_bound_it() -> None:
     assert fit_pareto(BATCHES, [1000 * (1 + 100 / batch) for batch in BATCHES]).inside
 
 
-def test_trainings_that_never_arrived_are_left_out() -> None:
+def test_trials_that_never_reached_the_target_are_left_out() -> None:
     steps = [1000 * (1 + 100 / batch) for batch in BATCHES]
     assert fit_pareto([*BATCHES, 2048], [*steps, np.inf]).critical_batch == pytest.approx(100, rel=1e-4)
     with pytest.raises(ValueError, match="2 batch sizes reached the target, but a critical batch needs three"):
@@ -90,7 +90,7 @@ def test_power_law_recovers_exact_data(exponent: float, factor: float) -> None:
     assert fit.interval.holds(exponent)
 
 
-def test_exponent_lies_in_its_interval_as_often_as_it_says() -> None:
+def test_the_interval_of_the_exponent_has_its_confidence() -> None:
     rng = np.random.default_rng(2)
     held = 0
     for _ in range(1000):
@@ -112,7 +112,7 @@ def test_optima_at_the_edge_are_bounds_and_not_fitted() -> None:
         fit_power_law([inside[0]])
 
 
-def test_an_optimum_beside_a_cliff_is_no_lower_than_what_was_measured() -> None:
+def test_an_optimum_next_to_divergence_is_not_below_the_measured_losses() -> None:
     found = best_rate(512, [0.03, 0.05, 0.07], [0.22, 0.21, 2.5])
     assert found.interior
     assert 0.21 <= found.loss < 0.22
@@ -126,7 +126,7 @@ def test_two_points_reject_nothing() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(best=st.floats(-4, -1), curvature=st.floats(0.01, 10), floor=st.floats(-5, 5))
-def test_optimum_of_a_parabola_is_found_between_the_rates(best: float, curvature: float, floor: float) -> None:
+def test_the_optimum_of_a_parabola_is_found_between_the_rates(best: float, curvature: float, floor: float) -> None:
     rates = np.logspace(-5, 0, 21)
     losses = floor + curvature * (np.log10(rates) - best) ** 2
     found = best_rate(64, rates.tolist(), losses.tolist())
@@ -141,8 +141,8 @@ def test_optimum_of_a_parabola_is_found_between_the_rates(best: float, curvature
     copy=st.floats(1.001, 1.2),
     noise=st.lists(st.floats(-0.02, 0.02), min_size=14, max_size=14),
 )
-def test_rates_that_are_nearly_equal_do_not_move_the_optimum_away(best: float, copy: float, noise: list[float]) -> None:
-    """As a rule's and none's: through two of them alone, a parabola follows their noise."""
+def test_nearly_equal_rates_do_not_move_the_optimum(best: float, copy: float, noise: list[float]) -> None:
+    """Two rules can give nearly equal rates. A parabola through two such rates would follow their noise."""
     rates = np.sort(np.concatenate([grid := np.logspace(-4, 0, 7), grid * copy]))
     losses = 1 + 0.5 * (np.log10(rates) - best) ** 2 + np.array(noise)
     found = best_rate(64, rates.tolist(), losses.tolist())
@@ -151,13 +151,13 @@ def test_rates_that_are_nearly_equal_do_not_move_the_optimum_away(best: float, c
     assert found.loss > losses.min() - 0.1
 
 
-def test_a_grid_of_the_smallest_step_that_tells_has_one_neighbour_on_a_side() -> None:
+def test_a_grid_with_the_minimum_ratio_uses_one_neighbour_on_each_side() -> None:
     rates = [0.01 * APART**step for step in range(12)]
     spans = [about_lowest(rates, at, [False] * 12)[0] for at in range(1, 11)]
     assert [(each.start, each.stop) for each in spans] == [(at - 1, at + 2) for at in range(1, 11)]
 
 
-def test_where_no_parabola_fits_the_optimum_is_open_between_its_neighbours() -> None:
+def test_without_a_parabola_the_optimum_lies_anywhere_between_its_neighbours() -> None:
     concave = best_rate(64, [0.1, 0.19, 0.2, 0.21, 0.4], [1.0, 3.0, 0.9, 3.0, 1.0])
     assert (concave.rate, concave.loss, concave.edge) == (0.2, 0.9, None)
     assert concave.open == pytest.approx(np.log(4) / 4)
@@ -166,21 +166,21 @@ def test_where_no_parabola_fits_the_optimum_is_open_between_its_neighbours() -> 
     assert best_rate(64, [0.1, 0.2, 0.4], [2.0, 1.0, 2.0]).open == 0
 
 
-def test_a_bound_says_on_which_side_the_best_is() -> None:
+def test_a_bound_has_the_side_on_which_the_best_rate_is() -> None:
     edges: list[tuple[Edge | None, str | None]] = [
         ("lowest", "≤"), ("highest", "≥"), ("diverged", "≥"), ("alone", "~"), (None, None),
     ]  # fmt: skip
     assert [Optimum(64, 0.1, 1.0, edge).bound for edge, _ in edges] == [bound for _, bound in edges]
 
 
-def test_a_near_copy_beyond_the_lowest_loss_does_not_bracket_it() -> None:
+def test_a_nearly_equal_rate_does_not_bracket_the_lowest_loss() -> None:
     assert best_rate(64, [0.098, 0.1, 0.2, 0.4], [1.01, 1.0, 2.0, 3.0]).edge == "lowest"
     assert best_rate(64, [0.1, 0.2, 0.4, 0.41], [3.0, 2.0, 1.0, 1.01]).edge == "highest"
     assert best_rate(64, [0.1, 0.2, 0.21], [1.0, 0.5, np.inf]).edge == "diverged"
     assert best_rate(64, [0.19, 0.2, 0.4], [0.6, 0.5, np.inf]).edge == "alone"
     assert best_rate(64, [0.1], [1.0]).edge == "alone"
-    assert best_rate(64, [0.1, 0.11, 0.12], [2.0, 1.0, 2.0]).interior, "a range may be narrow"
-    assert best_rate(64, [0.1, 0.2, 2.0], [2.0, 1.0, 2.0]).interior, "and its steps wide"
+    assert best_rate(64, [0.1, 0.11, 0.12], [2.0, 1.0, 2.0]).interior, "the range can be narrow"
+    assert best_rate(64, [0.1, 0.2, 2.0], [2.0, 1.0, 2.0]).interior, "the steps can be wide"
 
 
 @pytest.mark.parametrize(
@@ -196,20 +196,20 @@ def test_a_near_copy_beyond_the_lowest_loss_does_not_bracket_it() -> None:
         ([2.0, 2.0, 2.0, 3.0], 0.1, "lowest"),
     ],
 )
-def test_optimum_says_whether_it_lies_inside(losses: list[float], rate: float, edge: str | None) -> None:
+def test_an_optimum_has_the_edge_on_which_it_lies(losses: list[float], rate: float, edge: str | None) -> None:
     found = best_rate(64, [0.1, 0.2, 0.4, 0.8], losses)
     assert (found.rate, found.edge) == (pytest.approx(rate), edge)
 
 
-def test_rates_may_come_in_any_order() -> None:
+def test_the_order_of_the_rates_does_not_matter() -> None:
     assert best_rate(64, [0.4, 0.1, 0.2], [2.0, 2.0, 1.0]).rate == pytest.approx(0.2)
 
 
-def test_no_rate_that_trained_is_refused() -> None:
+def test_rates_that_all_diverged_are_refused() -> None:
     with pytest.raises(ValueError, match="every learning rate diverged at batch 64; add lower ones"):
         best_rate(64, [0.1, 0.2], [np.nan, np.inf])
 
 
-def test_an_exact_line_leaves_its_own_power_alone() -> None:
+def test_an_exact_line_rejects_every_other_exponent() -> None:
     exact = fit_power_law(optima(BATCHES, [0.01 * batch for batch in BATCHES]))
     assert [rule for rule, power in RULE_EXPONENTS.items() if exact.interval.holds(power)] == ["linear"]

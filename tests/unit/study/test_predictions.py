@@ -1,4 +1,4 @@
-"""What rules predict from the base batch, and what following them costs: bounds stay bounds."""
+"""Tests of the predictions of rules from the base batch, and their cost: bounds stay bounds."""
 
 from dataclasses import replace
 from math import nan
@@ -23,7 +23,7 @@ def test_predictions_follow_the_rule_from_the_tuned_base_rate() -> None:
     assert linear.tuned == pytest.approx(0.4, rel=1e-3)
 
 
-def test_a_loss_at_a_rate_that_was_not_trained_lies_between_those_that_were() -> None:
+def test_a_loss_at_an_untried_rate_is_interpolated() -> None:
     found = points(16, (0.1, 2.0, "complete"), (0.4, 1.0, "complete"), (1.6, nan, "diverged"), (6.4, 5.0, "complete"))
     assert loss_at(found, 0.1) == LossAt(2.0, "complete")
     assert loss_at(found, 0.2) == LossAt(pytest.approx(1.5), "complete", is_between=True)
@@ -31,7 +31,7 @@ def test_a_loss_at_a_rate_that_was_not_trained_lies_between_those_that_were() ->
     assert loss_at(found, 0.05) == loss_at(found, 0.8) == loss_at(found, 9) == LossAt()
 
 
-def test_a_rule_is_charged_with_the_loss_at_the_rate_that_it_asks_for() -> None:
+def test_a_rule_costs_the_loss_at_its_predicted_rate() -> None:
     spec = study(batches=(16, 64), target=None, base_lrs=tuple(np.geomspace(0.01, 10, 13)), base_lr_range=None)
     records = [each for batch in (16, 64) for each in valley(batch, 0.1, spec.rates)]
     asked = {each.rule: each for each in find(spec, records).groups[0].predictions}
@@ -59,19 +59,19 @@ def test_a_cost_of_bounds_is_a_bound(is_between: bool, tuned_bound: Any, bound: 
     assert Prediction("linear", 64, 0.2, None, 0.1, tuned_bound, LossAt(), 1.0).cost is None
 
 
-def test_the_rule_of_a_bound_is_a_bound() -> None:
+def test_a_prediction_from_a_bound_is_a_bound() -> None:
     spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
     for best, bound in ((0.01, "≤"), (4.0, "≥")):
         records = [each for batch in (16, 64) for each in valley(batch, best, spec.rates)]
         linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
         assert (linear.bound, linear.tuned_bound) == (bound, bound)
         assert linear.ratio is None
-        assert linear.at_rate == LossAt(), "nobody knows which rate that is"
+        assert linear.at_rate == LossAt(), "the rate is unknown"
     alone = [each for batch in (16, 64) for each in valley(batch, 0.1, (0.1,))]
     assert next(iter(find(spec, alone).groups[0].predictions)).bound == "~"
 
 
-def test_a_rule_whose_rate_may_be_lower_is_not_said_to_run_into_divergence() -> None:
+def test_a_rule_whose_rate_is_an_upper_bound_is_not_reported_as_diverging() -> None:
     spec = study(batches=(16, 64), target=None, base_lrs=(0.1, 0.2, 0.4), base_lr_range=None)
     records = [*valley(16, 0.01, spec.rates), *valley(64, 0.2, (0.1, 0.2)), record(64, 0.4, nan, "diverged")]
     linear = next(each for each in find(spec, records).groups[0].predictions if each.rule == "linear")
@@ -79,7 +79,7 @@ def test_a_rule_whose_rate_may_be_lower_is_not_said_to_run_into_divergence() -> 
     assert not any("rates that diverged" in text for text in verdict_sentences(find(spec, records).groups[0]))
 
 
-def test_the_table_of_rules_has_bounds_and_what_became_of_a_rule() -> None:
+def test_the_table_of_predictions_has_bounds_and_outcomes() -> None:
     found = find(study(batches=(16, 64)), [])
     ways = {
         Prediction("linear", 64, 0.2, None, 0.1, "≥", LossAt(3.0, "complete", True), 1.0): ["2.00", "~ 3.000", "≤ 1.000", "~ +2"],

@@ -1,4 +1,4 @@
-"""A trial's process: whatever becomes of its training, its trial hears of the end."""
+"""Tests of the process of a trial: the trial gets the end of its run in any case."""
 
 import threading
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def config() -> dict[str, Any]:
 
 @pytest.fixture
 def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], TrialProcess]:
-    """A process with a trial whose training is no more than a function of its listener."""
+    """Process with a trial whose run only calls a function with its listener."""
 
     class Training:
         def __init__(self, train: Callable[[Any], None], job: Job, publish: Any):
@@ -55,7 +55,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
 
         @staticmethod
         def leave() -> None:
-            """There are no steps."""
+            """Do nothing, because there are no steps."""
 
     monkeypatch.setattr(process, "SingleProcess", Training)
     monkeypatch.setattr(process, "STORAGE_PAUSES_S", (0.0, 0.0))
@@ -87,12 +87,12 @@ def raised(error: BaseException) -> Callable[[Any], None]:
         (SystemExit(3), "SystemExit: 3"),
     ],
 )
-def test_a_training_that_ends_by_an_error_fails_its_trial(trial: Begin, error: BaseException, message: str) -> None:
+def test_an_error_of_the_run_fails_its_trial(trial: Begin, error: BaseException, message: str) -> None:
     news = trial(raised(error)).step()
     assert (news["state"], news["message"], news["done"]) == ("failed", message, True)
 
 
-def test_a_storage_that_fails_for_a_while_fails_no_trial(trial: Begin) -> None:
+def test_a_temporary_failure_of_the_storage_fails_no_trial(trial: Begin) -> None:
     failures = [StorageError("away"), StorageError("away")]
 
     def train(publish: Any) -> None:
@@ -105,25 +105,25 @@ def test_a_storage_that_fails_for_a_while_fails_no_trial(trial: Begin) -> None:
     assert trial(raised(StorageError("gone for good"))).step()["message"] == "StorageError: gone for good"
 
 
-def test_the_next_trial_of_a_process_begins_when_the_former_one_has_left(trial: Begin) -> None:
-    leaves, told = threading.Event(), []
+def test_the_next_trial_of_a_process_starts_after_the_former_one_has_stopped(trial: Begin) -> None:
+    leaves, order = threading.Event(), []
 
     def train(publish: Any) -> None:
-        told.append("begun")
+        order.append("begun")
         publish(ValidationEvent(1.0, 9, step=0))
         leaves.wait(10)
-        told.append("left")
+        order.append("left")
 
     made = trial(train)
     assert made.step()["state"] == "running"
     assert made.reset_config(config())
     leaves.set()
     assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
-    assert told == ["begun", "left", "begun", "left"]
+    assert order == ["begun", "left", "begun", "left"]
 
 
-def test_a_process_that_is_never_asked_to_step_trains_nothing(trial: Begin) -> None:
-    """Tune drops a process that is still starting where another comes free for its trial: both would train the same run."""
+def test_a_process_without_a_step_trains_nothing(trial: Begin) -> None:
+    """Tune drops a process that is still starting if another one becomes free. Both would train the same run."""
     begun = []
     dropped = trial(lambda _publish: begun.append(1))
     dropped.cleanup()

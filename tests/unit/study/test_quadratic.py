@@ -1,4 +1,4 @@
-"""The noisy quadratic in closed form: the numbers that are known, and the recursions that it stands for."""
+"""Tests of the noisy quadratic in closed form against known numbers and recursions."""
 
 import numpy as np
 import pytest
@@ -26,14 +26,14 @@ KNOWN = [(4, 1_507_368, 0.0147), (32, 189_425, 0.114), (256, 25_881, 0.774), (10
 
 
 @pytest.mark.parametrize(("batch", "steps", "rate"), KNOWN)
-def test_known_steps_come_out(model: NoisyQuadratic, batch: int, steps: int, rate: float) -> None:
+def test_the_known_steps_are_reproduced(model: NoisyQuadratic, batch: int, steps: int, rate: float) -> None:
     found = best_of(sgd_steps(model, batch, RATES, TARGET), RATES)
     assert found.steps == pytest.approx(steps, rel=1e-3 if batch < 256 else 0)
     assert found.rate == pytest.approx(rate, rel=0.005)
 
 
 @pytest.mark.parametrize(("batch", "steps", "rate"), KNOWN)
-def test_known_steps_come_out_exactly_with_the_epsilon_that_they_were_made_with(
+def test_the_known_steps_are_reproduced_exactly_with_their_epsilon(
     model: NoisyQuadratic, batch: int, steps: int, rate: float
 ) -> None:
     rate = RATES[np.argmin(abs(RATES - rate))]
@@ -46,12 +46,12 @@ def test_known_steps_come_out_exactly_with_the_epsilon_that_they_were_made_with(
     assert loss(steps) <= TARGET < loss(steps - 1)
 
 
-def test_bins_hold_every_dimension(model: NoisyQuadratic) -> None:
+def test_bins_contain_every_dimension(model: NoisyQuadratic) -> None:
     assert model.count.sum() == 10_000
     assert (model.curvature.min(), model.curvature.max()) == pytest.approx((1e-4, 1.0))
 
 
-def test_closed_form_is_the_recursion(model: NoisyQuadratic) -> None:
+def test_the_closed_form_equals_the_recursion(model: NoisyQuadratic) -> None:
     rates, batch = np.array([0.3, 1.9]), 16.0
     moment = np.broadcast_to(model.start, (2, len(model.start)))
     for _ in range(500):
@@ -60,7 +60,7 @@ def test_closed_form_is_the_recursion(model: NoisyQuadratic) -> None:
     assert sgd_moment(model, batch, rates, np.full(2, 500.0)) == pytest.approx(moment, rel=1e-10)
 
 
-def test_search_finds_the_first_step_at_the_target(model: NoisyQuadratic) -> None:
+def test_the_search_finds_the_first_step_at_the_target(model: NoisyQuadratic) -> None:
     rate, batch = np.array([1.5]), 4096.0
     (steps,) = sgd_steps(model, batch, rate, 0.05)
     moment, walked = model.start, 0
@@ -70,17 +70,17 @@ def test_search_finds_the_first_step_at_the_target(model: NoisyQuadratic) -> Non
     assert steps == walked
 
 
-def test_rates_that_diverge_or_stay_above_take_for_ever(model: NoisyQuadratic) -> None:
+def test_rates_that_diverge_or_stay_above_the_target_take_infinitely_many_steps(model: NoisyQuadratic) -> None:
     assert np.isinf(sgd_steps(model, 4, np.array([0.5, 2.5]), TARGET)).all()
     assert np.isinf(momentum_steps(model, 4, np.array([0.5, 4.5]), TARGET, 0.9)).all()
 
 
-def test_momentum_of_zero_is_sgd(model: NoisyQuadratic) -> None:
+def test_momentum_of_zero_equals_sgd(model: NoisyQuadratic) -> None:
     rates = RATES[40:90:7]
     assert momentum_steps(model, 256, rates, TARGET, 0.0).tolist() == sgd_steps(model, 256, rates, TARGET).tolist()
 
 
-def test_momentum_search_ends_where_its_loss_crosses(model: NoisyQuadratic) -> None:
+def test_the_momentum_search_ends_where_the_loss_crosses_the_target(model: NoisyQuadratic) -> None:
     rate, momentum, batch = np.array([0.2]), 0.9, 1024.0
     (steps,) = momentum_steps(model, batch, rate, TARGET, momentum)
     step = momentum_moments(model, batch, rate, momentum)[0]
@@ -93,8 +93,8 @@ def test_momentum_search_ends_where_its_loss_crosses(model: NoisyQuadratic) -> N
     assert losses[-1] <= TARGET < losses[-2]
 
 
-def test_momentum_gains_nothing_at_small_batches_and_much_at_large_ones(model: NoisyQuadratic) -> None:
-    """Zhang et al. 2019: it moves the critical batch."""
+def test_momentum_saves_steps_only_at_large_batches(model: NoisyQuadratic) -> None:
+    """According to Zhang et al. 2019, momentum increases the critical batch."""
     momentum = 0.9
     gains = []
     for batch in (32, 4096):

@@ -1,4 +1,4 @@
-"""Which trials a study wants."""
+"""Tests of the trials that a study wants."""
 
 from dataclasses import replace
 from math import inf, log
@@ -24,29 +24,29 @@ def study(**keys: Any) -> StudySpec:
 
 
 def loss_of(trial: Trial) -> float:
-    """Lowest at a learning rate that grows with the batch, and infinite above eight times it."""
+    """Return a loss that is lowest at a rate that grows with the batch, and infinite above eight times that rate."""
     best = 0.002 * trial.batch
     return inf if trial.base_lr > 8 * best else log(trial.base_lr / best) ** 2
 
 
-def test_grid_has_each_with_each_and_the_base_batch_once() -> None:
+def test_a_grid_has_all_combinations_and_the_base_batch_once() -> None:
     spec = study(base_lrs=(0.1, 0.2), rules=("none", "linear"), seeds=(0, 1))
     trials = wanted(spec, {})
     assert len(trials) == len(set(trials)) == 2 * 2 * 3
     assert {(trial.batch, trial.rule) for trial in trials} == {(16, "none"), (64, "none"), (64, "linear")}
 
 
-def test_half_a_grid_has_one_seed_of_everything() -> None:
+def test_half_a_grid_has_one_seed_of_all_combinations() -> None:
     trials = wanted(study(seeds=(3, 4)), {})
     assert {trial.seed for trial in trials[: len(trials) // 2]} == {3}
 
 
-def test_names_tell_trials_apart() -> None:
+def test_different_trials_have_different_names() -> None:
     trials = wanted(study(rules=("none", "sqrt"), warmups=(0, 64), optimizers=("sgd", "adamw"), seeds=(0, 1)), {})
     assert len({trial.name for trial in trials}) == len(trials)
 
 
-def test_random_search_draws_the_same_again_inside_its_range() -> None:
+def test_a_random_search_is_repeatable_and_stays_in_its_range() -> None:
     spec = study(search="random", trials=20)
     trials = wanted(spec, {})
     assert trials == wanted(spec, {})
@@ -54,17 +54,17 @@ def test_random_search_draws_the_same_again_inside_its_range() -> None:
     assert all(0.01 <= trial.base_lr <= 1 for trial in trials)
 
 
-def test_random_search_of_a_small_grid_draws_each_once() -> None:
+def test_a_random_search_of_a_small_grid_draws_each_trial_once() -> None:
     assert len(set(wanted(study(base_lrs=(0.1, 0.2), search="random", trials=20), {}))) == 4
 
 
-def test_a_larger_random_search_begins_with_the_smaller_one() -> None:
+def test_a_larger_random_search_starts_with_the_smaller_one() -> None:
     for keys in ({"base_lrs": (0.1, 0.2, 0.3)}, {}):
         few, many = (wanted(study(search="random", trials=number, **keys), {}) for number in (3, 6))
         assert many[:3] == few
 
 
-def test_a_range_that_was_widened_has_the_rates_that_it_had() -> None:
+def test_a_widened_range_keeps_its_rates() -> None:
     assert set(LogRange(0.001, 0.1, 5).values()) < set(LogRange(0.0001, 1.0, 9).values())
     assert LogRange(0.001, 0.1, 5).values() == (0.001, 0.00316228, 0.01, 0.0316228, 0.1)
 
@@ -77,7 +77,7 @@ def run_adaptively(spec: StudySpec, number_at_once: int) -> dict[Trial, float]:
 
 
 @given(st.integers(1, 7), st.sampled_from([(2, 4), (16, 64), (400, 8000)]))
-def test_adaptive_search_ends_with_an_interior_optimum_and_does_not_depend_on_the_order(
+def test_an_adaptive_search_brackets_the_optimum_and_does_not_depend_on_the_order(
     number_at_once: int, batches: tuple[int, int]
 ) -> None:
     spec = study(search="adaptive", trials=60, batches=batches)
@@ -89,14 +89,14 @@ def test_adaptive_search_ends_with_an_interior_optimum_and_does_not_depend_on_th
         assert rates[0] < min(found, key=lambda rate: found[rate]) < rates[-1]
 
 
-def test_adaptive_search_trains_no_more_than_it_may() -> None:
+def test_an_adaptive_search_never_exceeds_its_trials() -> None:
     losses = run_adaptively(study(search="adaptive", trials=5, seeds=(0, 1), batches=(8000, 16000)), 100)
     trained = [sum(trial.batch == batch for trial in losses) for batch in (8000, 16000)]
     assert [0 < number <= 5 for number in trained] == [True, True]
 
 
-def test_adaptive_search_waits_for_a_trial_that_failed_and_for_no_other_batch() -> None:
-    """Its script may be mended, and a rate that was never trained is not a bad one."""
+def test_an_adaptive_search_waits_for_a_failed_trial_at_its_batch_only() -> None:
+    """The user may fix the script, and a rate without a result is not a bad one."""
     progress = StudyProgress(study(search="adaptive", trials=60, batches=(16, 64)))
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         for trial in todo:
@@ -111,7 +111,7 @@ def test_adaptive_search_waits_for_a_trial_that_failed_and_for_no_other_batch() 
     assert len(progress.wanted()) > len(trained)
 
 
-def test_adaptive_search_trains_a_curve_once() -> None:
+def test_an_adaptive_search_trains_rules_that_share_a_curve_once() -> None:
     spec = study(search="adaptive", trials=9, rules=("none", "legw", "linear", "adascale"), warmups=(0, 64))
     first = {(trial.warmup, trial.batch, trial.rule) for trial in wanted(spec, {})}
     assert {(batch, rule) for warmup, batch, rule in first if not warmup} == {
@@ -124,8 +124,8 @@ def test_adaptive_search_trains_a_curve_once() -> None:
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 @pytest.mark.parametrize("behind", ["complete", "stopped"])
-def test_adaptive_search_leaves_a_plateau_on_which_nothing_learns(seeds: tuple[int, ...], behind: State) -> None:
-    """There the lowest loss is so by chance, that of one seed too, and ASHA stops by chance."""
+def test_an_adaptive_search_leaves_a_plateau_where_nothing_learns(seeds: tuple[int, ...], behind: State) -> None:
+    """On the plateau, the lowest loss is due to chance, and so are the stops of ASHA."""
     progress = StudyProgress(study(search="adaptive", trials=60, batches=(20_000,), seeds=seeds))
     while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
         for trial in todo:
@@ -139,7 +139,7 @@ def test_adaptive_search_leaves_a_plateau_on_which_nothing_learns(seeds: tuple[i
 
 
 @given(st.integers(-40, 40), st.integers(1, 12), st.integers(1, 6))
-def test_search_that_learns_nothing_goes_out_until_something_is_found(lowest: int, width: int, stride: int) -> None:
+def test_a_search_where_nothing_learns_widens_on_both_sides(lowest: int, width: int, stride: int) -> None:
     places: list[int] = []
 
     def known(place: int) -> float:
@@ -154,23 +154,23 @@ def test_search_that_learns_nothing_goes_out_until_something_is_found(lowest: in
     assert stride > width or lowest in places
 
 
-def test_search_looks_between_what_learned_nothing_and_what_diverged() -> None:
+def test_a_search_tries_rates_between_idle_and_diverged_ones() -> None:
     places = list(bracket(lambda place: inf if place > 3 else float(place != 3), 4, lambda place: place < 3))
     assert 3 in places
 
 
-def test_lattice_has_the_range_s_rates() -> None:
+def test_the_lattice_has_the_rates_of_the_range() -> None:
     rates = [rate_at(RANGE, place) for place in range(-4, 5)]
     assert all(abs(mine / theirs - 1) < 1e-3 for mine, theirs in zip(rates, RANGE.values(), strict=True))
 
 
 @given(st.integers(-50, 50), st.integers(1, 16))
-def test_search_finds_the_lowest_place_between_its_neighbours(lowest: int, stride: int) -> None:
+def test_a_search_ends_at_a_place_that_its_neighbours_bracket(lowest: int, stride: int) -> None:
     places = list(bracket(lambda place: abs(place - lowest), stride))
     assert {lowest - 1, lowest, lowest + 1} <= set(places)
     assert len(places) == len(set(places))
 
 
-def test_search_goes_down_where_everything_diverges() -> None:
+def test_a_search_where_everything_diverges_tries_lower_rates() -> None:
     places = list(bracket(lambda place: inf if place > -20 else -place, 4))
     assert {-21, -20, -19} <= set(places)

@@ -1,4 +1,4 @@
-"""`undula study self-test`: it passes, in time, and fails where a number is off."""
+"""Tests of `undula study self-test`: it passes within a minute, and fails if a number is wrong."""
 
 import json
 import re
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "studies.md"
 
 
 def test_every_check_passes_within_a_minute_and_the_docs_show_them() -> None:
-    started = time.process_time()  # whatever else the machine does
+    started = time.process_time()  # independent of other load on the machine
     checks = list(self_test.self_test())
     assert time.process_time() - started < 60
     assert [check.what for check in checks if not check.passed] == []
@@ -26,7 +26,7 @@ def test_every_check_passes_within_a_minute_and_the_docs_show_them() -> None:
     assert re.search(rf"{len(checks)} passed, 0 failed", shown)
 
 
-def test_a_number_that_is_off_fails() -> None:
+def test_a_wrong_number_fails() -> None:
     assert SelfTestResult("topic", "what", 100.0, 101.0, 0.01).passed
     assert not SelfTestResult("topic", "what", 100.0, 101.1, 0.01).passed
     assert not SelfTestResult("topic", "what", 100.0, float("nan"), 0.01).passed
@@ -64,7 +64,7 @@ def test_exit_status_says_whether_one_failed(
     assert json.loads(capsys.readouterr().out)[0]["passed"] is not bool(status)
 
 
-def test_without_the_extra_the_sentence_says_what_to_install() -> None:
+def test_without_the_extra_the_message_has_the_install_command() -> None:
     hide = "import sys; sys.modules['scipy'] = None; from undula.cli.main import main; main(['study', 'self-test'])"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "undula: scipy is not installed; run pip install 'undula[study]'\n")

@@ -1,4 +1,4 @@
-"""A study with its job, before anything starts: what is wrong with its trials is said at once, and what is done is not begun again."""
+"""Tests of a study with its job before anything starts: mistakes are refused at once, and finished trials are not repeated."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def study(tmp_path: Path, text: str) -> StudyOf:
-    """A study of some keys."""
+    """Return a function that makes a study with the given keys."""
 
     def made(**keys: Any) -> Study:
         data = {"train": f"{text}/train", "validation": f"{text}/validation"}
@@ -46,7 +46,7 @@ def study(tmp_path: Path, text: str) -> StudyOf:
 
 
 def begin(study: Study) -> None:
-    """As if its trials had been trained."""
+    """Write the records of a study, as if its trials had started."""
     study.begin()
     for trial in wanted(study.spec, {}):
         store, curve = study.store / TRIALS / trial.name, (Measurement(0, 0, 3.0), Measurement(160, 20, 1.0))
@@ -58,13 +58,13 @@ def check(study: Study) -> None:
     study.check(wanted(study.spec, {}))
 
 
-def test_what_the_study_leaves_open_is_the_job_s(study: StudyOf) -> None:
+def test_the_job_provides_values_that_the_study_does_not_set(study: StudyOf) -> None:
     made = study()
     assert (made.spec.samples, made.spec.warmups) == (160, (64,))
     check(made)
 
 
-def test_a_warmup_that_is_longer_than_a_training_is_told_where_it_comes_from(study: StudyOf) -> None:
+def test_a_warmup_that_is_longer_than_a_trial_is_refused_with_its_origin(study: StudyOf) -> None:
     with pytest.raises(SpecError, match=r"study\.yaml:5: own-none-b8-lr0\.1-w999-s0 has a warmup of 999 samples"):
         check(study(warmups=[999]))
     with pytest.raises(SpecError, match=r"study\.yaml:2: .*job\.yaml: .* a warmup of 64 samples .* set warmups"):
@@ -88,7 +88,7 @@ def test_a_trial_that_its_job_refuses_is_named(study: StudyOf) -> None:
         ({"overrides": {"plan.micro_batch": 2}}, r"has trained own-none-b8-lr0\.1-w64-s0 with plan\.micro_batch null, but it is 2"),
     ],
 )  # fmt: skip
-def test_a_study_goes_on_as_what_it_was_begun_as(study: StudyOf, keys: dict[str, Any], sentence: str) -> None:
+def test_a_started_study_cannot_change(study: StudyOf, keys: dict[str, Any], sentence: str) -> None:
     begin(study())
     with pytest.raises(RunError, match=sentence):
         check(study(**keys))
@@ -96,7 +96,7 @@ def test_a_study_goes_on_as_what_it_was_begun_as(study: StudyOf, keys: dict[str,
     other.check(wanted(other.spec, {}), fresh=True)
 
 
-def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
+def test_the_config_of_the_job_cannot_change(study: StudyOf) -> None:
     begin(made := study(overrides={"config.model": {"width": 4}}))
     changed = study(overrides={"config.model": {"width": 8}})
     for knows_defaults in (True, False):
@@ -104,7 +104,7 @@ def test_the_job_s_config_cannot_change_either(study: StudyOf) -> None:
             changed.check(wanted(changed.spec, {}), knows_defaults=knows_defaults)
     trial = wanted(made.spec, {})[0]
     tree = made.job(trial).tree()
-    tree["config"]["model"]["depth"] = 2  # the script's own default, which the driver knows alone
+    tree["config"]["model"]["depth"] = 2  # the default of the script, which only the driver knows
     made.store.write(f"{TRIALS}/{trial.name}/{JOB_FILE}", json.dumps({"spec": tree}).encode())
     made.check([trial], knows_defaults=False)
     with pytest.raises(RunError, match=r"config\.model\.depth"):
@@ -119,20 +119,20 @@ def test_a_rung_beyond_the_end_is_refused(study: StudyOf) -> None:
 
 
 @pytest.mark.parametrize("price", ["-5", "nan", "inf", "much"])
-def test_a_price_is_a_price(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_price_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["study", "report", "rates", "--worker-hour", price])
     assert "undula: Invalid value for '--worker-hour': " in capsys.readouterr().err
 
 
-def test_a_run_s_directory_is_no_study_s(study: StudyOf) -> None:
+def test_the_directory_of_a_run_is_refused_for_a_study(study: StudyOf) -> None:
     made = study()
     made.store.write(JOB_FILE, b"{}")
     with pytest.raises(RunError, match="is the directory of a run; give the study another name"):
         check(made)
 
 
-def test_what_is_wrong_deletes_nothing(study: StudyOf, tmp_path: Path) -> None:
+def test_a_refused_study_deletes_nothing(study: StudyOf, tmp_path: Path) -> None:
     begin(made := study())
     study(warmups=[9999])
     before = made.store.list()
@@ -142,7 +142,7 @@ def test_what_is_wrong_deletes_nothing(study: StudyOf, tmp_path: Path) -> None:
     check(study(batches=[8, 16, 32], base_lrs=[0.1, 0.2, 0.4], seeds=[0, 1], target=2.0))
 
 
-def test_data_that_cannot_be_read_is_told_with_its_key(study: StudyOf) -> None:
+def test_data_that_cannot_be_read_are_reported_with_their_key(study: StudyOf) -> None:
     with pytest.raises((StorageError, ManifestError), match=r"study\.yaml:5: data\.train: "):
         study(overrides={"data.train": "/none/such"})
 
@@ -165,7 +165,7 @@ def test_a_study_whose_trials_have_ended_is_reported_without_a_cluster(
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_a_study_that_is_not_done_goes_to_a_cluster(
+def test_an_unfinished_study_needs_a_cluster(
     study: StudyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fresh: bool
 ) -> None:
     begin(made := study())
@@ -179,7 +179,7 @@ def test_a_study_that_is_not_done_goes_to_a_cluster(
     assert (exit.value.code, asked) == (0, ["submitted"])
 
 
-def test_a_cluster_that_is_there_may_see_other_files(
+def test_a_study_for_a_running_cluster_is_not_checked_here(
     study: StudyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study()

@@ -1,4 +1,4 @@
-"""A study's report: its files, what they refuse to be, and the page in a real browser."""
+"""Tests of a study's report: its files, its handling of untrusted text, and the page in a real browser."""
 
 import base64
 import io
@@ -43,7 +43,7 @@ def study(**changes: Any) -> StudySpec:
 
 
 def mishaps(records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """One trial of each kind that came to nothing, with words that would be markup."""
+    """Return one trial of each kind without a result, with text that looks like markup."""
     found = list(records)
     found[0] = replace(found[0], state="failed", curve=(), message=EVIL)
     found[3] = replace(found[3], state="stopped", curve=found[3].curve[:5])
@@ -70,7 +70,7 @@ def page_of(tmp_path: Path, spec: StudySpec, records: Sequence[TrialRecord]) -> 
     return Path(write_report(Store(str(tmp_path)), spec, records)).read_text(encoding="utf-8")
 
 
-def test_report_is_a_page_with_every_figure_and_every_trial_beside_it(report: Path) -> None:
+def test_the_report_has_a_page_and_files_of_every_figure_and_trial(report: Path) -> None:
     folder = report.parent
     assert report.name == "index.html"
     for group in ("sgd-w0", "sgd-w1000"):
@@ -82,7 +82,7 @@ def test_report_is_a_page_with_every_figure_and_every_trial_beside_it(report: Pa
     assert "at $0.500 per worker and hour" in report.read_text(encoding="utf-8")
 
 
-def test_trials_are_the_same_in_csv_and_parquet(report: Path) -> None:
+def test_csv_and_parquet_have_the_same_trials(report: Path) -> None:
     rows = parquet.read_table(report.parent / "trials.parquet").to_pylist()
     texts = csv.read_csv(
         io.BytesIO((report.parent / "trials.csv").read_bytes()), parse_options=csv.ParseOptions(newlines_in_values=True)
@@ -98,7 +98,7 @@ def test_trials_are_the_same_in_csv_and_parquet(report: Path) -> None:
     assert {(row["last_loss"], row["best_loss"], row["steps_to_target"]) for row in diverged} == {(None, 5.0, None)}
 
 
-def test_text_of_others_cannot_become_markup(report: Path) -> None:
+def test_untrusted_text_cannot_become_markup(report: Path) -> None:
     html = report.read_text(encoding="utf-8")
     assert "<script" not in html
     assert "<img" not in html
@@ -107,7 +107,7 @@ def test_text_of_others_cannot_become_markup(report: Path) -> None:
     assert "&lt;script&gt;alert(1)" in html
 
 
-def test_policy_lets_only_the_pages_own_style_through(report: Path) -> None:
+def test_policy_allows_only_the_style_of_the_page(report: Path) -> None:
     html = report.read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
     assert policy
@@ -122,7 +122,7 @@ def test_policy_lets_only_the_pages_own_style_through(report: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int, scheme: Any) -> None:
+def test_page_logs_nothing_requests_nothing_and_fits(browser: Browser, report: Path, width: int, scheme: Any) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     complaints: list[str] = []
     requests: list[str] = []
@@ -141,7 +141,7 @@ def test_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int
         assert box
         assert card
         assert box["width"] > 0.9 * card["width"] - 36
-    # The figures' ink is the page's own, in the dark too, and in marks that a figure uses again and again.
+    # Figures use the colours of the page, also in dark mode, and also in parts that a figure reuses.
     ink = page.evaluate("getComputedStyle(document.body).color")
     label = page.locator(".fig svg text[fill='#1a2029']").first
     assert label.evaluate("each => getComputedStyle(each).fill") == ink
@@ -149,7 +149,7 @@ def test_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width: int
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: run tests/install_chromium.sh")
-def test_no_text_of_a_figure_leaves_it(browser: Browser, report: Path) -> None:
+def test_all_text_of_a_figure_lies_inside_it(browser: Browser, report: Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(report.as_uri())
     assert page.locator(".fig svg text").count() > 10
@@ -163,14 +163,14 @@ def test_no_text_of_a_figure_leaves_it(browser: Browser, report: Path) -> None:
     page.close()
 
 
-def test_unfinished_trials_are_told_of(report: Path) -> None:
+def test_unfinished_trials_are_reported(report: Path) -> None:
     html = report.read_text(encoding="utf-8")
     assert '<span class="state unfinished">' in html
     assert "1 trial not finished" in html
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "reason"),
     [
         (study(target=1e-9), "No trial reached the target of 1e-09"),
         (study(target=1e9), "Trials are at the target of 1e+09 before their first step"),
@@ -182,14 +182,14 @@ def test_unfinished_trials_are_told_of(report: Path) -> None:
         (study(rules=("none", "linear"), optimizers=("adamw",)), "linear is only known to hold for LARS, SGD, but the optimizer is AdamW"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_drawn_is_said_where_it_would_be(tmp_path: Path, spec: StudySpec, told: str) -> None:
+def test_a_figure_that_cannot_be_drawn_has_a_reason(tmp_path: Path, spec: StudySpec, reason: str) -> None:
     spec = replace(spec, seeds=(0,), warmups=(0,))
     html = page_of(tmp_path, spec, quadratic_records(spec, 1_000_000))
-    assert told in html
+    assert reason in html
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "failed", "stopped", "diverged"])
-def test_a_study_of_which_nothing_came_has_a_page(tmp_path: Path, state: Any) -> None:
+def test_a_study_without_results_has_a_page(tmp_path: Path, state: Any) -> None:
     spec = study(seeds=(0,), warmups=(0,))
     records = [replace(each, state=state, curve=(), noise=(), lr=nan) for each in quadratic_records(spec, 1000)]
     html = page_of(tmp_path, spec, records)
@@ -201,7 +201,7 @@ def test_a_study_without_records_has_a_page(tmp_path: Path) -> None:
     assert "No trial has started yet." in page_of(tmp_path, study(), [])
 
 
-def test_losses_below_zero_and_all_alike_have_figures(tmp_path: Path) -> None:
+def test_negative_and_equal_losses_have_figures(tmp_path: Path) -> None:
     spec = study(seeds=(0,), warmups=(0,), target=None)
     for shift, scale in ((-5.0, 1.0), (0.0, 0.0)):
         records = [
@@ -211,7 +211,7 @@ def test_losses_below_zero_and_all_alike_have_figures(tmp_path: Path) -> None:
         assert "sgd-w0-rates.svg" in page_of(tmp_path, spec, records)
 
 
-def test_what_was_stopped_above_the_plot_is_marked_at_its_top(tmp_path: Path) -> None:
+def test_trials_that_were_stopped_above_the_plot_are_marked_at_its_top(tmp_path: Path) -> None:
     spec = study(seeds=(0,), warmups=(0,), target=None)
     records = quadratic_records(spec, 1_000_000)
     for seen, is_above in ((1e-3, False), (4e3, True)):
@@ -220,23 +220,23 @@ def test_what_was_stopped_above_the_plot_is_marked_at_its_top(tmp_path: Path) ->
         assert ("stopped, higher" in html) == is_above
 
 
-def test_a_near_tie_does_not_take_the_map_s_colours(tmp_path: Path) -> None:
+def test_a_near_tie_does_not_take_the_colours_of_the_map(tmp_path: Path) -> None:
     spec = study(seeds=(0,), warmups=(0,), target=None)
     records = valley(16, 0.1, (0.1, 0.101, 0.5, 2.0))
     found = find(replace(spec, batches=(16,)), records).groups[0]
     texts = [text.get_text() for text in draw_map(found, found.main).legends[0].get_texts()]
-    told = [float(text[1:]) for text in texts if text.startswith("+")]
-    assert told[-1] / told[0] == pytest.approx(300, rel=0.05)
+    shown = [float(text[1:]) for text in texts if text.startswith("+")]
+    assert shown[-1] / shown[0] == pytest.approx(300, rel=0.05)
 
 
-def test_other_rules_have_figures_of_their_own(tmp_path: Path) -> None:
+def test_other_rules_have_their_own_figures(tmp_path: Path) -> None:
     spec = study(rules=("none", "adam_sde", "surge"), optimizers=("adamw",), seeds=(0,), warmups=(0,))
     html = page_of(tmp_path, spec, quadratic_records(spec, 1_000_000))
     assert "Loss against learning rate under adam_sde" in html
     assert "adamw-w0-rates-surge.svg" in html
 
 
-def test_terminal_says_what_the_page_says(report: Path) -> None:
+def test_the_terminal_has_the_verdicts_of_the_page(report: Path) -> None:
     spec = study()
     lines = verdict_lines(spec, quadratic_records(spec, WHOLE_SAMPLES, 0.01))
     assert lines[0] == "sgd, no warmup:"
@@ -259,7 +259,7 @@ def test_ticks_are_round_numbers_in_their_range() -> None:
     ]
 
 
-def test_names_of_lines_move_apart() -> None:
+def test_names_of_lines_do_not_overlap() -> None:
     assert spread([1.0, 0.0, 5.0], 0.5) == [1.0, 0.0, 5.0]
     low, high = spread([1.0, 1.1], 0.5)
     assert high - low == pytest.approx(0.5)

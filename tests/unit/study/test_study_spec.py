@@ -1,4 +1,4 @@
-"""A study's YAML: read as it is meant, and refused in one sentence that names the place, the key and the fix."""
+"""Tests of a study's YAML: values are read correctly, and mistakes are refused in one sentence with the place, the key and the fix."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Loads STUDY, beside a job, with more YAML at its end."""
+    """Return a function that loads STUDY, next to a job, with additional YAML at its end."""
     (tmp_path / "job.yaml").write_text(
         "name: job\ndata: {train: /data, validation: /held-out}\nplan: {virtual_workers: 4}\n"
     )
@@ -36,7 +36,7 @@ def load(tmp_path: Path) -> Load:
 
 @pytest.fixture
 def refused(load: Load, tmp_path: Path) -> Refused:
-    """The sentence with which some YAML is refused, without the folder."""
+    """Return a function that returns the message with which YAML is refused, without the folder."""
 
     def sentence(more: str, *overrides: str, text: str = STUDY) -> str:
         with pytest.raises(SpecError) as caught:
@@ -47,7 +47,7 @@ def refused(load: Load, tmp_path: Path) -> Refused:
     return sentence
 
 
-def test_study_is_read_with_its_job(load: Load) -> None:
+def test_a_study_is_loaded_with_its_job(load: Load) -> None:
     study = load(RATES, "seeds=[1, 2]", "target=2.4")
     assert (study.spec.batches, study.spec.rates, study.spec.seeds) == ((32, 64, 128), (1e-3, 3e-3), (1, 2))
     assert (study.spec.metric, study.spec.target) == ("validation_loss", 2.4)
@@ -56,13 +56,13 @@ def test_study_is_read_with_its_job(load: Load) -> None:
     assert study.where(["batches"]).endswith("study.yaml:3")
 
 
-def test_range_of_rates_has_equal_ratios_and_both_ends(load: Load) -> None:
+def test_a_range_of_rates_has_equal_ratios_and_both_ends(load: Load) -> None:
     rates = load("base_lr_range: {low: 1e-4, high: 1e-1, points: 4}\n").spec.rates
     assert rates == pytest.approx((1e-4, 1e-3, 1e-2, 1e-1))
     assert rates[-1] == 1e-1
 
 
-def test_rules_go_with_their_own_optimizers(load: Load) -> None:
+def test_rules_are_combined_with_their_optimizers_only(load: Load) -> None:
     spec = load(RATES + "rules: [sqrt, adascale, adam_sde]\noptimizers: [sgd, adamw]\n").spec
     assert spec.pairs() == (("sgd", "sqrt"), ("sgd", "adascale"), ("adamw", "sqrt"), ("adamw", "adam_sde"))
 
@@ -125,11 +125,11 @@ def test_rules_go_with_their_own_optimizers(load: Load) -> None:
         (RATES + "max_concurrent: 0\n", "study.yaml:5: max_concurrent is 0: it should be greater than 0"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(refused: Refused, more: str, sentence: str) -> None:
+def test_each_mistake_is_refused_in_one_sentence(refused: Refused, more: str, sentence: str) -> None:
     assert refused(more).startswith(sentence)
 
 
-def test_one_batch_has_nothing_to_scale_to(refused: Refused, load: Load) -> None:
+def test_a_study_of_one_batch_needs_no_rule(refused: Refused, load: Load) -> None:
     assert refused(RATES + "rules: [sqrt]\n", "batches=[64]") == (
         "command line: batches has 64 only, and the rule sqrt needs another batch to scale to; "
         "give two batches or more, or remove rules"
@@ -137,13 +137,13 @@ def test_one_batch_has_nothing_to_scale_to(refused: Refused, load: Load) -> None
     assert load(RATES, "batches=[64]").spec.batches == (64,)
 
 
-def test_batch_that_the_job_cannot_divide_is_refused(refused: Refused) -> None:
+def test_a_batch_that_virtual_workers_do_not_divide_is_refused(refused: Refused) -> None:
     assert refused(RATES, "batches=[64, 66]") == (
         "command line: batches has 66, which plan.virtual_workers (4) of job.yaml does not divide; use multiples of it"
     )
 
 
-def test_overrides_are_the_job_s_and_are_checked_as_its_own(load: Load, refused: Refused) -> None:
+def test_overrides_are_checked_as_values_of_the_job(load: Load, refused: Refused) -> None:
     assert (
         load(RATES + "overrides: {plan: {virtual_workers: 8}, schedule.decay: constant}\n").job.spec.schedule.decay
         == "constant"
@@ -155,14 +155,14 @@ def test_overrides_are_the_job_s_and_are_checked_as_its_own(load: Load, refused:
     assert refused(RATES, "overrides.plan.virtual_wokers=8").startswith("command line: unknown key plan.virtual_wokers")
 
 
-def test_the_command_line_is_above_an_override_however_it_is_written(load: Load) -> None:
+def test_the_command_line_takes_precedence_over_overrides_in_any_notation(load: Load) -> None:
     for written in ("{plan: {micro_batch: 1}}", "{plan.micro_batch: 1}"):
         study = load(RATES + f"overrides: {written}\n", "overrides.plan.micro_batch=2")
         assert study.job.spec.plan.micro_batch == 2
         assert study.job.origins["plan.micro_batch"] == "command line"
 
 
-def test_what_a_study_sets_cannot_be_overridden(load: Load, refused: Refused) -> None:
+def test_values_that_the_study_sets_cannot_be_overridden(load: Load, refused: Refused) -> None:
     assert refused(RATES + "overrides: {plan.global_batch: 8}\n") == (
         "study.yaml:5: overrides has plan.global_batch, which the study sets from batches; remove it"
     )
@@ -173,7 +173,7 @@ def test_what_a_study_sets_cannot_be_overridden(load: Load, refused: Refused) ->
     assert load(RATES + "overrides: {plan: {epochs: 2}}\n").job.spec.plan.epochs == 2
 
 
-def test_a_key_of_the_job_s_is_told_where_it_goes(refused: Refused) -> None:
+def test_a_key_of_the_job_is_refused_with_its_place(refused: Refused) -> None:
     assert refused(RATES, "runs=/runs") == (
         "command line: unknown key runs: it is a key of the job; write overrides.runs, or put it below overrides"
     )
@@ -187,19 +187,19 @@ def test_a_key_of_the_job_s_is_told_where_it_goes(refused: Refused) -> None:
     )
 
 
-def test_a_study_is_no_job(tmp_path: Path) -> None:
+def test_a_study_is_refused_as_a_job(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text("name: study\nsamples: 8\n" + STUDY.partition("\n")[2])
     with pytest.raises(SpecError, match="unknown key samples: this is a study's YAML; start it with `undula study`"):
         load_spec(tmp_path / "study.yaml")
 
 
-def test_what_a_trial_cannot_have_is_said_where_the_study_gives_it(load: Load) -> None:
+def test_an_invalid_value_of_a_trial_is_reported_at_its_place_in_the_study(load: Load) -> None:
     study = load(RATES)
     with pytest.raises(SpecError, match=r"study\.yaml:4: schedule\.base_lr is -1\.0"):
         study.job_with({"schedule.base_lr": -1.0})
 
 
-def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> None:
+def test_a_job_without_the_metric_is_refused(refused: Refused, load: Load) -> None:
     without = "overrides: {data.validation: null}\n"
     assert refused(RATES + without).endswith("has no data.validation; add it, or set metric: training_loss")
     assert load(RATES + without + "metric: training_loss\n").job.spec.data.validation is None
@@ -209,21 +209,21 @@ def test_job_that_cannot_be_judged_is_refused(refused: Refused, load: Load) -> N
     )
 
 
-def test_job_that_is_not_there_is_named(refused: Refused) -> None:
+def test_a_missing_job_is_named(refused: Refused) -> None:
     assert refused(RATES, "job=jobs/none.yaml") == (
         'command line: job is "jobs/none.yaml", but jobs/none.yaml does not exist; '
         "set the path of a job's YAML, relative to that of the study"
     )
 
 
-def test_file_that_is_no_study_is_refused(refused: Refused) -> None:
+def test_a_file_that_is_not_a_study_is_refused(refused: Refused) -> None:
     assert (
         refused("", text="") == "study.yaml is empty: a study's YAML is a mapping with the keys name, job, batches, ..."
     )
     assert refused("", text="name: study\njob: job.yaml\n") == "study.yaml: batches is missing; add it"
 
 
-def test_trainings_that_share_nothing_are_refused(refused: Refused) -> None:
+def test_packed_trials_without_shared_resources_are_refused(refused: Refused) -> None:
     assert "workers in job.yaml has no cpus, gpus or resources" in refused(
         RATES + "packed: 2\noverrides: {workers.cpus: 0}\n"
     )

@@ -1,4 +1,4 @@
-"""What a sweep makes of what Tune says: ends of trials, rungs, and how many have room. No Ray."""
+"""Tests of a sweep's handling of the ends of trials, of rungs, and of the number of concurrent trials. They use no Ray."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lo
         ledger.step(StepRow(1, step, 0, 10 * (step + 1), 10, 1, 1.0, 0.1, 0, 1, 0, 0, 0, 100.0 + step))
         ledger.event(ValidationEvent((5.0, 4.0, 1.0, 1.1)[step], 9, step=step + 1))
     ledger.close()
-    heard = (Measurement(30, 3, 1.0), Measurement(40, 4, 1.1))  # by the process that took its place
+    heard = (Measurement(30, 3, 1.0), Measurement(40, 4, 1.1))  # measured by the replacement process
     progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1, heard)})
     ended = SimpleNamespace(trial_id="1", last_result={"state": "complete", "message": ""})
     recorder_of(tmp_path, progress).on_trial_complete(0, [], ended)
@@ -48,17 +48,17 @@ def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lo
     assert progress.records[TRIAL].state == "diverged"
     assert progress.records[TRIAL].message == "its loss went from 0.5 to 1.1"
     recorder.end(replace(worse, state="stopped"))
-    assert progress.records[TRIAL].state == "diverged", "that ASHA saw it first makes it no better"
+    assert progress.records[TRIAL].state == "diverged", "a trial that ASHA stopped can have diverged"
 
 
-def test_a_trial_that_failed_says_by_what(tmp_path: Path) -> None:
+def test_a_failed_trial_has_a_reason(tmp_path: Path) -> None:
     progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1)})
     lost: Any = SimpleNamespace(trial_id="1", status="ERROR", get_error=lambda: "trace\nModuleNotFoundError: x\n")
     recorder_of(tmp_path, progress).on_trial_error(0, [], lost)
     assert progress.records[TRIAL].message.endswith("ModuleNotFoundError: x")
 
 
-def test_a_trial_at_its_last_sample_is_complete_however_it_compares() -> None:
+def test_a_trial_at_its_last_sample_is_complete_whatever_its_loss() -> None:
     other = replace(TRIAL, base_lr=0.2)
     curve = tuple(Measurement(10 * step, step, 1.0) for step in range(1, 10))
     progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "complete", 0.1, curve)})
@@ -81,7 +81,7 @@ def test_a_trial_at_its_last_sample_is_complete_however_it_compares() -> None:
     ("has", "at_once"),
     [({"CPU": 8.0}, 4), ({"CPU": 1.0}, 1), ({}, 1), ({"CPU": 9.0, "GPU": 4.0}, 4)],
 )
-def test_as_many_trials_as_the_cluster_holds_and_always_one(
+def test_as_many_trials_run_as_fit_on_the_cluster_and_at_least_one(
     monkeypatch: pytest.MonkeyPatch, has: dict[str, float], at_once: int
 ) -> None:
     monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: has)

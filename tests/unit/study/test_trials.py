@@ -1,4 +1,4 @@
-"""Trials: when a target was reached, what is read of them, and what is told while they train."""
+"""Tests of trials: the target, the records that are read from their ledgers, and their reports during training."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def record(*losses: float, state: str = "complete", batch: int = 10, lr: float =
     return TrialRecord(replace(TRIAL, batch=batch, base_lr=lr), state, lr, curve(*losses), seconds=2.0)  # type: ignore[arg-type]
 
 
-def test_target_is_reached_on_a_straight_line_between_measurements() -> None:
+def test_the_target_is_reached_by_linear_interpolation_between_measurements() -> None:
     assert reached(curve(3, 2, 0), 1) == 15
     assert record(3, 2, 0).steps_to(1) == 2
     assert reached(curve(3, 2, 1.5), 1) == inf
@@ -60,10 +60,10 @@ def test_a_trial_that_diverged_has_no_steps_to_a_target() -> None:
 
 def test_a_curve_that_ends_far_above_its_beginning_has_diverged() -> None:
     assert record(3, 1, 5).has_diverged
-    assert not record(3, 1, 4).has_diverged, "it learned too little, or too late"
+    assert not record(3, 1, 4).has_diverged, "the rise is small relative to the first loss"
     assert record(-3, -2, -1).has_diverged
     assert not record(-3, -2, -2.9).has_diverged
-    assert not record(0.02, -1, 0.031).has_diverged, "next to what it came down by"
+    assert not record(0.02, -1, 0.031).has_diverged, "the rise is small relative to the decrease"
     assert not record(0, 0).has_diverged
     assert record(3, nan, 1).has_diverged
     assert not record(3, 4, 2).has_diverged
@@ -82,7 +82,7 @@ def row(step: int, loss: float, attempt: int = 1, **values: object) -> StepRow:
 
 
 def written(folder: Path) -> Store:
-    """A run of three steps with a measurement after each, the last of which was made twice."""
+    """Write a run of three steps with a measurement after each, the last of which was made twice."""
     store = Store(str(folder))
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(2, 1, step=0, time=99.0))
@@ -94,7 +94,7 @@ def written(folder: Path) -> Store:
     return store
 
 
-def test_a_trial_that_trains_is_read_from_its_ledger(tmp_path: Path) -> None:
+def test_a_running_trial_is_read_from_its_ledger(tmp_path: Path) -> None:
     found = read_record(written(tmp_path), SPEC, TRIAL)
     assert found.state == "running"
     assert found.curve == (Measurement(10, 1, 4.0), Measurement(20, 2, 3.0), Measurement(30, 3, 1.5))
@@ -102,24 +102,24 @@ def test_a_trial_that_trains_is_read_from_its_ledger(tmp_path: Path) -> None:
     assert (found.seconds, found.worker_seconds) == (4.0, 8.0)
 
 
-def test_training_loss_is_the_mean_since_the_last_place(tmp_path: Path) -> None:
+def test_a_training_loss_is_the_mean_since_the_last_measurement(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(1, 1, step=0))
     for step, loss in enumerate((5.0, 4.0, 3.0, 2.0)):
         ledger.step(row(step, loss))
     for step in (2, 4):
-        ledger.event(LossEvent(99.0, 9, step=step))  # of a group that saw a part of the steps alone
+        ledger.event(LossEvent(99.0, 9, step=step))  # from a group that has only some of the steps
     ledger.close()
     found = read_record(store, replace(SPEC, metric="training_loss"), TRIAL)
     assert [point.loss for point in found.curve] == [4.5, 2.5]
 
 
-def test_a_trial_that_was_not_begun_waits(tmp_path: Path) -> None:
+def test_a_trial_that_has_not_started_waits(tmp_path: Path) -> None:
     assert read_record(Store(str(tmp_path)), SPEC, TRIAL).state == "waiting"
 
 
-def test_what_was_written_of_an_end_is_what_is_read(tmp_path: Path) -> None:
+def test_an_outcome_is_read_as_it_was_written(tmp_path: Path) -> None:
     store = written(tmp_path)
     ended = replace(record(3, inf, state="diverged"), noise=((1, 2.0),), message="its loss was inf")
     write_outcome(store, ended, keeps_models=False)
@@ -136,21 +136,21 @@ def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
 
 
 def heard(*messages: object, error: str | None = None) -> list[TrialUpdate]:
-    told: list[TrialUpdate] = []
-    listener = Listener("validation_loss", told.append)
+    updates: list[TrialUpdate] = []
+    listener = Listener("validation_loss", updates.append)
     for message in messages:
         listener(message)  # type: ignore[arg-type]
     listener.ended(error)
-    return told
+    return updates
 
 
 def measured(step: int, loss: float) -> ValidationEvent:
     return ValidationEvent(loss, 9, step=step)
 
 
-def test_a_trial_tells_its_measurements_and_how_it_ended() -> None:
-    told = heard(measured(0, 3.0), CheckpointEvent(1.0, step=1), measured(2, 1.0))
-    assert [(news.step, news.loss, news.is_measured, news.state) for news in told] == [
+def test_a_trial_reports_its_measurements_and_its_end() -> None:
+    updates = heard(measured(0, 3.0), CheckpointEvent(1.0, step=1), measured(2, 1.0))
+    assert [(news.step, news.loss, news.is_measured, news.state) for news in updates] == [
         (0, 3.0, True, "running"),
         (2, 1.0, True, "running"),
         (2, 1.0, False, "complete"),
@@ -163,51 +163,53 @@ def test_a_trial_tells_its_measurements_and_how_it_ended() -> None:
         (
             [measured(0, 3.0), measured(1, 4.0)],
             "complete",
-        ),  # the trial's whole curve tells, of which this may be the end
+        ),  # the whole curve of the trial decides, and this may be only its end
         ([measured(0, 3.0), measured(1, nan), measured(2, 1.0)], "diverged"),
         ([measured(0, 3.0), Status(1, 9, inf, 0.1, 1.0, 1, 1.0), measured(2, 1.0)], "diverged"),
         ([measured(0, 3.0), Status(1, 9, 2.0, 0.1, 1.0, 1, 1.0), measured(2, 1.0)], "complete"),
     ],
 )
-def test_a_loss_that_is_not_finite_is_divergence(messages: list[object], state: str) -> None:
+def test_a_loss_that_is_not_finite_counts_as_divergence(messages: list[object], state: str) -> None:
     ends = [news.state for news in heard(*messages) if news.state != "running"]
     assert ends == [state]
 
 
-def test_a_trial_that_diverged_in_this_process_has_ended_when_its_training_has_left() -> None:
-    told: list[object] = []
-    listener = Listener("validation_loss", told.append, lambda: told.append("leaves"))
+def test_a_diverged_trial_in_this_process_ends_after_its_run_has_stopped() -> None:
+    updates: list[object] = []
+    listener = Listener("validation_loss", updates.append, lambda: updates.append("leaves"))
     for message in (measured(0, 3.0), measured(1, nan), measured(2, 1.0)):
         listener(message)
-    assert told[1:] == ["leaves"]
+    assert updates[1:] == ["leaves"]
     listener.ended(None)
-    assert [news.state for news in told[2:]] == ["diverged"]  # type: ignore[attr-defined]
+    assert [news.state for news in updates[2:]] == ["diverged"]  # type: ignore[attr-defined]
 
 
-def test_an_error_is_a_failure() -> None:
+def test_an_error_counts_as_a_failure() -> None:
     assert heard(measured(0, 3.0), error="KeyError: 'x'")[-1].message == "KeyError: 'x'"
 
 
-def test_time_left_goes_by_the_pace_of_each_batch() -> None:
+def test_the_time_left_follows_the_pace_of_each_batch() -> None:
     done, slow = record(3, 2, 2, 2, 2), replace(record(3, 2, 2, 2, 2, batch=20), seconds=20.0)
     waiting = [record(state="waiting"), record(state="waiting", batch=20)]
     assert seconds_left(SPEC, [done, slow, *waiting]) == pytest.approx(22.0)
     assert seconds_left(SPEC, waiting) is None
 
 
-def test_the_best_rate_is_of_means_over_seeds() -> None:
+def test_the_best_rate_has_the_lowest_mean_loss_over_seeds() -> None:
     pair = [record(3, 2, lr=0.1), record(3, 1, lr=0.2), record(3, inf, lr=0.2, state="diverged")]
     assert best_of(pair) == (0.1, 2)
     assert best_of([record(3, 1, state="stopped")]) is None
-    assert best_of([record(3, 2), record(3, 4.5)]) is None, "on average it ended above where it began"
+    assert best_of([record(3, 2), record(3, 4.5)]) is None, (
+        "the mean of the last losses is above that of the first ones"
+    )
     assert best_of([record(3, 1), record(3, 1, state="stopped"), record(3, 2, lr=0.2)]) == (0.2, 2)
     measured = [
         replace(record(3, loss, lr=lr), trial=replace(TRIAL, rule="surge")) for loss, lr in ((1, 0.3), (2, 0.4))
     ]
-    assert best_of(measured) == (pytest.approx(0.35), 1.5), "a rule that measures gives each seed its own rate"
+    assert best_of(measured) == (pytest.approx(0.35), 1.5), "a measured rule gives each seed its own rate"
 
 
-def test_the_fewest_steps_are_of_means_over_seeds_that_all_get_there() -> None:
+def test_the_fewest_steps_are_means_over_seeds_that_all_reach_the_target() -> None:
     slow, fast, never = record(3, 2, 1, lr=0.1), record(3, 1, 1, lr=0.1), record(3, 2, 2, lr=0.2)
     assert fewest_steps([slow, fast], 1) == pytest.approx((slow.steps_to(1) + fast.steps_to(1)) / 2)
     assert fewest_steps([slow, fast, never, record(3, 0.5, lr=0.2)], 1) == fewest_steps([slow, fast], 1)
@@ -216,7 +218,7 @@ def test_the_fewest_steps_are_of_means_over_seeds_that_all_get_there() -> None:
     assert fewest_steps([slow, record(3, 9, lr=0.1, state="diverged")], 1) is None
 
 
-def test_the_table_fits_and_its_frame_tells_where_it_begins_and_ends() -> None:
+def test_the_table_fits_and_its_frame_marks_its_start_and_end() -> None:
     text = study_table(SPEC, [record(3, 0.5), record(3, state="running", batch=20), record(state="waiting", lr=0.2)])
     lines = text.split("\n")
     assert (lines[0][0], lines[-1][0]) == ("┏", "└")
@@ -224,7 +226,7 @@ def test_the_table_fits_and_its_frame_tells_where_it_begins_and_ends() -> None:
     assert "study: 1 of 3 trials, 1 running" in lines[-1]
 
 
-def test_the_table_has_a_column_for_each_way_in_which_trials_were_lost() -> None:
+def test_the_table_has_a_column_for_each_state_of_lost_trials() -> None:
     spec = replace(SPEC, optimizers=("adamw", "sgd"), rules=("none", "sqrt"), warmups=(0, 1000))
     states = ("complete", "diverged", "diverged", "stopped")
     records = [record(3, 0.5, state=state, lr=0.1 * (at + 1)) for at, state in enumerate(states)]
@@ -246,7 +248,7 @@ def beat(machine: str, process: int, ago_s: float) -> bytes:
     return json.dumps(asdict(Heartbeat(time.time() - ago_s, machine, process))).encode()
 
 
-def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tmp_path: Path) -> None:
+def test_a_killed_driver_of_this_machine_is_detected_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     script = (
         "import sys\n"
@@ -264,10 +266,10 @@ def test_a_driver_that_was_killed_on_this_machine_is_known_to_be_gone_at_once(tm
     assert not has_driver(store)
     for machine in ("elsewhere", ""):
         store.write(HEARTBEAT_FILE, beat(machine, driver.pid, 0))
-        assert has_driver(store), "nothing is known of the processes of another machine or container"
+        assert has_driver(store), "processes of another machine or container are not checked"
 
 
-def test_a_driver_is_there_while_it_writes_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_counts_as_running_while_it_writes_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
     store = Store(str(tmp_path))
     assert not has_driver(store)
@@ -277,20 +279,20 @@ def test_a_driver_is_there_while_it_writes_heartbeats(tmp_path: Path, monkeypatc
         until = time.monotonic() + 20
         while not has_driver(store) and time.monotonic() < until:
             time.sleep(0.005)
-        assert has_driver(store), "heartbeats are written again and again"
+        assert has_driver(store), "heartbeats are written regularly"
     assert not has_driver(store)
     store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
-    assert not has_driver(store), "a driver that was killed writes no more"
+    assert not has_driver(store), "a killed driver writes no heartbeats"
     refuse_another_driver(store)
     store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 0))
-    refuse_another_driver(store)  # the driver was killed a moment ago
+    refuse_another_driver(store)  # the driver has just been killed
     with keep_heartbeat(store), pytest.raises(RunError, match="is being trained by another driver"):
         refuse_another_driver(store)
     store.write(HEARTBEAT_FILE, b"{")
     assert not has_driver(store)
 
 
-def test_rows_have_no_number_that_json_lacks() -> None:
+def test_rows_have_only_numbers_that_json_supports() -> None:
     row = trial_row(record(3, inf, state="diverged"), 1.0)
     assert (row["last_loss"], row["best_loss"], row["steps_to_target"], row["state"]) == (None, 3, None, "diverged")
     assert trial_row(record(3, 9, state="diverged"), 1.0)["last_loss"] == 9

@@ -1,4 +1,4 @@
-"""The follower of a hub hands on every message once, in order. No Ray: the hub is an object of this process."""
+"""Tests that the follower of a hub hands on every message once and in order. The hub is a local object, without Ray."""
 
 import threading
 from typing import Any
@@ -12,7 +12,7 @@ from undula.telemetry.messages import Line, Message
 
 
 class LocalHub(Hub):
-    """A hub that is called as an actor's handle is."""
+    """Hub with the interface of an actor handle."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -43,7 +43,7 @@ def test_messages_are_handed_on_while_the_block_runs(hub: LocalHub) -> None:
     assert handed == [Line(0, "first"), Line(0, "second")]
 
 
-def test_messages_of_the_last_moment_are_handed_on_although_the_next_read_is_far(hub: LocalHub) -> None:
+def test_the_last_messages_are_handed_on_without_waiting_for_the_next_read(hub: LocalHub) -> None:
     handed: list[Message] = []
     with HubFollower(hub, handed.extend, interval_s=1000):
         hub.publish(Line(0, "last"))

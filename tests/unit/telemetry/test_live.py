@@ -1,4 +1,4 @@
-"""The live view: one line a second, events on their own, rewritten in place only on a terminal."""
+"""Tests of the live view: one status line per second, which is rewritten only on a terminal, and a line for each event."""
 
 import io
 
@@ -18,16 +18,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_status_says_where_the_run_stands() -> None:
+def test_a_status_has_the_progress_of_the_run() -> None:
     assert status_line(status(120)) == "step 120/400  loss 2.4131  lr 2.10e-03  1,812 samples/s  2 workers  0:41 left"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (10935, "3:02:15")])
-def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
+def test_durations_are_formatted_like_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
-def test_of_several_statuses_the_last_is_shown_and_of_other_messages_all() -> None:
+def test_the_last_status_and_all_other_messages_are_shown() -> None:
     crash = CrashEvent("failure", "a worker died", time=0)
     lines = message_lines([status(1), crash, Line(1, "hello"), status(2)])
     assert [line.split("  ")[-1] for line in lines[:2]] == [crash.message, "rank 1: hello"]
@@ -35,7 +35,7 @@ def test_of_several_statuses_the_last_is_shown_and_of_other_messages_all() -> No
     assert len(lines) == 3
 
 
-def test_plain_lines_where_nobody_can_rewrite_one() -> None:
+def test_lines_are_not_rewritten_outside_a_terminal() -> None:
     out = io.StringIO()
     screen = LiveScreen(out)
     for line in ("step 1", "event", "step 2"):
@@ -44,7 +44,7 @@ def test_plain_lines_where_nobody_can_rewrite_one() -> None:
     assert out.getvalue() == "step 1\nevent\nstep 2\n"
 
 
-def test_on_a_terminal_an_event_stands_above_the_status() -> None:
+def test_an_event_is_printed_above_the_status_on_a_terminal() -> None:
     out = Terminal()
     screen = LiveScreen(out)
     for line in ("step 1", "event", "step 2"):
@@ -54,7 +54,7 @@ def test_on_a_terminal_an_event_stands_above_the_status() -> None:
     assert shown == "step 1<event\nstep 1<step 2\n"
 
 
-def test_on_a_terminal_a_table_is_drawn_over_the_last_one() -> None:
+def test_a_table_is_drawn_over_the_last_one_on_a_terminal() -> None:
     out = Terminal()
     screen = LiveScreen(out)
     for line in ("┏━┓", "┃1┃", "└─┘", "event", "┏━┓", "┃2┃", "┗━┛", "report"):

@@ -1,4 +1,4 @@
-"""TensorBoard's files: what is added is there after a flush, and storage that takes nothing holds nobody up."""
+"""Tests of the TensorBoard files: a flush writes all values, and a failing storage blocks nothing."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def steps_in(folder: Path) -> list[int]:
     return [point.step for point in found.Scalars("loss/train")]
 
 
-def test_everything_is_there_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_values_are_written_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "FILE_BYTES", 2000)
     written = TensorBoardWriter(Store(str(tmp_path)), attempt=1, start=0)
     for step in range(200):
@@ -28,11 +28,11 @@ def test_everything_is_there_in_files_of_bounded_size(tmp_path: Path, monkeypatc
     files = list((tmp_path / "tensorboard").iterdir())
     assert len(files) > 3
     assert max(file.stat().st_size for file in files) < 2200
-    assert len(written._files) == 1  # what storage has is not kept in memory
+    assert len(written._files) == 1  # values that are stored are not kept in memory
     assert steps_in(tmp_path) == list(range(200))
 
 
-def test_a_later_attempt_replaces_the_steps_from_its_own_on(tmp_path: Path) -> None:
+def test_a_later_attempt_replaces_the_steps_from_its_start_on(tmp_path: Path) -> None:
     for attempt, steps in ((1, range(10)), (2, range(6, 12))):
         written = TensorBoardWriter(Store(str(tmp_path)), attempt, start=steps.start)
         for step in steps:
@@ -41,7 +41,7 @@ def test_a_later_attempt_replaces_the_steps_from_its_own_on(tmp_path: Path) -> N
     assert steps_in(tmp_path) == list(range(12))
 
 
-def test_storage_that_takes_nothing_for_a_while_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_failure_of_the_storage_loses_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = TensorBoardWriter(Store(str(tmp_path)), attempt=1, start=0)
 
     def full(*_: object) -> None:

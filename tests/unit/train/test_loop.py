@@ -1,4 +1,4 @@
-"""The loop in one process, without Ray: what a step insists on, and what it records."""
+"""Tests of the training loop in one process, without Ray: the rules for a step, and the values that it records."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # as Ray gives each worker one
+    monkeypatch.chdir(tmp_path)  # Ray also gives each worker its own folder
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def train(job: Job, after_backward: Callable[[Step, int], None] = lambda step, n
         step.update()
 
 
-def test_an_epoch_is_trained_and_every_sample_seen_once(job: Job) -> None:
+def test_an_epoch_uses_every_sample_once(job: Job) -> None:
     seen: list[float] = []
     for _, model, step in steps_of(job):
         for batch in step.batches():
@@ -65,7 +65,7 @@ def test_values_are_averaged_over_samples_whether_logged_before_or_after_backwar
     assert [json.loads(text) for text in logged] == [{"number": 1.5}] * 4
 
 
-def test_a_step_that_leaves_its_batches_early_is_refused(job: Job) -> None:
+def test_a_step_that_does_not_use_all_its_batches_is_refused(job: Job) -> None:
     steps = steps_of(job)
     _, model, step = next(steps)
     for batch in step.batches():
@@ -76,7 +76,7 @@ def test_a_step_that_leaves_its_batches_early_is_refused(job: Job) -> None:
     steps.close()
 
 
-def test_batches_of_a_step_come_once(job: Job) -> None:
+def test_the_batches_of_a_step_can_be_used_once(job: Job) -> None:
     steps = steps_of(job)
     _, model, step = next(steps)
     for batch in step.batches():
@@ -86,8 +86,8 @@ def test_batches_of_a_step_come_once(job: Job) -> None:
     steps.close()
 
 
-def test_a_group_that_is_lost_before_its_first_commit_leaves_what_a_fresh_start_has(job: Job) -> None:
-    """AdamW's state, asked for before there is one, would have counted a step."""
+def test_a_group_lost_before_its_first_commit_leaves_the_state_of_a_fresh_start(job: Job) -> None:
+    """Reading the state of AdamW before its first step must not count as a step."""
     worker = WorkerState()
     run = cpu_run(job, worker=worker)
     model = run.model(nn.Linear(1, 1))
@@ -99,7 +99,7 @@ def test_a_group_that_is_lost_before_its_first_commit_leaves_what_a_fresh_start_
     steps.close()
 
 
-def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
+def test_a_finished_run_holds_no_model(job: Job) -> None:
     worker = WorkerState()
     steps = steps_of(job, worker)
     run, model, step = next(steps)
@@ -114,11 +114,11 @@ def test_a_run_that_has_ended_holds_no_model(job: Job) -> None:
     worker.held = None
     held = weakref.ref(model)
     del model, step, steps
-    gc.collect()  # as a worker does when it joins the next group: torch leaves cycles
+    gc.collect()  # a worker does the same when it joins the next group, because torch leaves reference cycles
     assert held() is None
 
 
-def test_a_rank_that_computes_after_its_group_has_ended_ends_with_the_next_batch(job: Job) -> None:
+def test_a_rank_that_outlives_its_group_ends_at_the_next_batch(job: Job) -> None:
     worker = WorkerState()
     steps = steps_of(job, worker)
     _, model, step = next(steps)
@@ -131,7 +131,7 @@ def test_a_rank_that_computes_after_its_group_has_ended_ends_with_the_next_batch
     steps.close()
 
 
-def test_a_run_does_not_go_on_with_other_data(job: Job, tmp_path: Path) -> None:
+def test_a_run_does_not_continue_with_other_data(job: Job, tmp_path: Path) -> None:
     steps = steps_of(job)
     for (_, model, step), _ in zip(steps, range(3), strict=False):
         for batch in step.batches():

@@ -1,4 +1,4 @@
-"""The gradient noise scale as a run measures it: right, the same at any number of ranks, and still there after a resume."""
+"""Tests of the gradient noise scale that a run measures: it is correct, independent of the ranks, and survives a resume."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from undula.train.run import Run
 def one_step(
     meter: NoiseScaleMeter, module: nn.Module, shares: list[Tensor], index: int = 0, scale: float = 1.0
 ) -> StepNorms:
-    """A step over micro-batches of some samples each, with gradients that add up, as the loop takes it."""
+    """Take a step over micro-batches of the given sizes, with accumulated gradients, as the training loop does."""
     samples = sum(map(len, shares))
     module.zero_grad()
     meter.begin_step(index, 1, trainable(module))
@@ -47,7 +47,7 @@ def one_step(
 
 
 class Quadratic(nn.Module):
-    """Mean of |x - target|^2 / 2: the gradient of a sample is x - target, whose covariance is the targets'."""
+    """Model with the loss mean |x - target|^2 / 2. The gradient of a sample is x - target and has the covariance of the targets."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -58,7 +58,7 @@ class Quadratic(nn.Module):
 
 
 def test_a_quadratic_with_gaussian_targets_has_the_noise_scale_of_its_covariance() -> None:
-    """At x = 1, with targets around 0 of deviation 3 in each of 60 coordinates: tr(Sigma) / |G|^2 = 60 * 3^2 / 60 = 9 samples."""
+    """At x = 1, with targets of deviation 3 around 0 in 60 coordinates, tr(Sigma) / |G|^2 = 60 * 3^2 / 60 = 9 samples."""
     torch.manual_seed(0)
     module = Quadratic(60)
     meter = NoiseScaleMeter(every_steps=1)
@@ -70,8 +70,8 @@ def test_a_quadratic_with_gaussian_targets_has_the_noise_scale_of_its_covariance
     assert found[99] == pytest.approx(9.0, rel=0.2)
 
 
-def test_norms_are_those_of_the_micro_batches_and_of_their_mean() -> None:
-    """Weights that are used twice, a layer that a micro-batch does not use, uneven shares, gradients as a sum over virtual workers."""
+def test_norms_are_those_of_the_micro_batches_and_their_mean() -> None:
+    """The model has tied weights and a layer that one micro-batch does not use. Shares are uneven, and gradients are summed."""
     torch.manual_seed(0)
     shared = nn.Linear(3, 3)
     module = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 1))
@@ -100,7 +100,7 @@ class _Loss(nn.Module):
         return self.network["body"](x).square().mean()  # type: ignore[no-any-return]
 
 
-def test_steps_between_measurements_cost_nothing_and_change_nothing() -> None:
+def test_steps_between_measurements_have_no_cost_and_no_effect() -> None:
     module = Quadratic(3)
     meter = NoiseScaleMeter(every_steps=3)
     kept = []
@@ -114,7 +114,7 @@ def test_steps_between_measurements_cost_nothing_and_change_nothing() -> None:
 
 
 def measuring(folder: Path, rule: Any, deterministic: bool = False, **plan: Any) -> Job:
-    """Over samples in no order: where the stored order says what they are, micro-batches differ by more than chance."""
+    """Return a job with random samples. If samples were stored by kind, micro-batches would differ by more than chance."""
     job = numbers_job(folder, epochs=3, **plan)
     table = pa.table({"x": np.random.default_rng(0).normal(0.3, 1.0, 48).astype(np.float32)})
     write_shards(Store(str(folder / "data")), [table], table.schema, 48, num_shards=2, row_group_bytes=64)
@@ -123,7 +123,7 @@ def measuring(folder: Path, rule: Any, deterministic: bool = False, **plan: Any)
 
 
 def steps_of(job: Job, rank: int = 0, world_size: int = 1, worker: WorkerState | None = None) -> Iterator[Run]:
-    """Trains; gives the run after each step."""
+    """Train, and yield the run after each step."""
     run = cpu_run(job, rank, world_size, worker)
     model = run.model(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9))
@@ -140,8 +140,8 @@ def context_of(run: Run) -> TrainContext:
     return run._loop._context
 
 
-def told(job: Job) -> list[tuple[float, float | None]]:
-    """(learning rate, noise scale) of each step, from the ledger."""
+def recorded_rates(job: Job) -> list[tuple[float, float | None]]:
+    """Return (learning rate, noise scale) of each step, from the ledger."""
     rows = read_ledger(Store(job.run_url)).steps.to_pylist()
     return [(row["lr"], json.loads(row["logged"]).get("noise_scale")) for row in rows]
 
@@ -153,33 +153,37 @@ def _train(rank: int, world_size: int, job: Job) -> list[float]:
 
 
 @pytest.mark.parametrize(("rule", "deterministic"), [("noise_scale", True), ("adascale", False), ("surge", False)])
-def test_a_run_that_follows_the_noise_is_the_same_on_any_ranks(tmp_path: Path, rule: str, deterministic: bool) -> None:
+def test_a_run_with_a_measured_rule_is_the_same_at_any_world_size(
+    tmp_path: Path, rule: str, deterministic: bool
+) -> None:
     job = measuring(tmp_path, rule, deterministic)
     (alone,) = on_ranks(1, _train, job)
-    series = told(job)
-    assert len({lr for lr, _ in series}) == 12  # it follows
+    series = recorded_rates(job)
+    assert len({lr for lr, _ in series}) == 12  # the rate follows the noise scale
     assert sum(noise is not None for _, noise in series) > 6
     for world_size in (2, 3):
         its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
         for found in on_ranks(world_size, _train, its_own):
             assert found == (alone if deterministic else pytest.approx(alone, rel=1e-4))
         if deterministic:
-            assert told(its_own) == series
+            assert recorded_rates(its_own) == series
 
 
-def test_a_run_that_follows_the_noise_is_the_same_with_horovod(tmp_path: Path) -> None:
+def test_a_run_with_a_measured_rule_is_the_same_with_horovod(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
     job = measuring(tmp_path, "noise_scale")
     (alone,) = on_ranks(1, _train, job)
     with_horovod = replace(job, engine="horovod", run_url=f"{tmp_path}/horovod")
     for found in on_horovod_ranks(2, _train, with_horovod):
         assert found == pytest.approx(alone, rel=1e-4)
-    assert [lr for lr, _ in told(with_horovod)] == pytest.approx([lr for lr, _ in told(job)], rel=1e-4)
+    assert [lr for lr, _ in recorded_rates(with_horovod)] == pytest.approx(
+        [lr for lr, _ in recorded_rates(job)], rel=1e-4
+    )
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("through_memory", [True, False])
-def test_what_was_measured_outlives_its_group(
+def test_measurements_survive_their_worker_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_memory: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,7 +193,7 @@ def test_what_was_measured_outlives_its_group(
         pass
     worker = WorkerState()
     steps = steps_of(job, worker=worker)
-    for _ in range(6 if through_memory else 7):  # a checkpoint is taken every two steps, and the last of them is of six
+    for _ in range(6 if through_memory else 7):  # a checkpoint is taken every two steps; the last one has step 6
         run = next(steps)
     if through_memory:
         run.hand_over()
@@ -199,17 +203,17 @@ def test_what_was_measured_outlives_its_group(
     steps.close()
     for _ in steps_of(job, worker=worker):
         pass
-    assert told(job) == told(whole)
+    assert recorded_rates(job) == recorded_rates(whole)
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_run_that_measures_nothing_has_nothing_more_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = numbers_job(tmp_path)
     for run in steps_of(job):
         held = context_of(run).live.held()
         assert not [name for name in (*held.pieces, *held.values) if not name.startswith(("model.", "optimizer."))]
-    assert {noise for _, noise in told(job)} == {None}
+    assert {noise for _, noise in recorded_rates(job)} == {None}
 
 
 def test_a_sharded_model_is_refused() -> None:

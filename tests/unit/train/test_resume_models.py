@@ -1,4 +1,4 @@
-"""A run resumes whatever its model and its optimizer keep as state."""
+"""Tests that a run resumes with any state of its model and optimizer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ class HalfUsed(nn.Module):
 
 
 def trained(job: Job, stop: int | None = None) -> list[Tensor]:
-    """The weights of a run after its last step, or after it was left before step `stop`."""
+    """Return the weights of a run at its end or before step `stop`."""
     run = cpu_run(job)
     model = run.model(HalfUsed())
     run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
@@ -49,7 +49,7 @@ def test_a_run_with_a_layer_that_never_receives_a_gradient_resumes(tmp_path: Pat
 
 
 def grown(job: Job, stop: int | None = None) -> list[Tensor]:
-    """The weights of a run whose script unfreezes a layer before step 2 and hands it to the optimizer in a group of its own."""
+    """Return the weights of a run whose script unfreezes a layer before step 2 and adds it to the optimizer as a group."""
     run = cpu_run(job)
     model = run.model(nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).requires_grad_(False))
     optimizer = run.optimizer(torch.optim.AdamW(model[1].requires_grad_(True).parameters(), lr=run.base_lr))  # type: ignore[index]
@@ -67,7 +67,7 @@ def grown(job: Job, stop: int | None = None) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_a_group_that_is_added_during_training_follows_the_schedule_after_a_resume_too(tmp_path: Path) -> None:
+def test_a_group_added_during_training_follows_the_schedule_after_a_resume(tmp_path: Path) -> None:
     whole = grown(numbers_job(tmp_path / "whole"))
     job = numbers_job(tmp_path / "resumed")
     grown(job, stop=3)

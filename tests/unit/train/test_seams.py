@@ -1,4 +1,4 @@
-"""The seams that large models need: an engine, a private piece of state and a field of the step reduction are added from outside."""
+"""Tests of the extension points: an engine, a private piece of state and a field of the step reduction are added from outside."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from undula.train.step_reduction import MEAN, LocalStep, StepReducer, StepTotals
 
 
 class DoublingEngine(DataParallelEngine):
-    """Doubles gradients and halves them again."""
+    """Engine that doubles gradients and halves them again."""
 
     capabilities = replace(DATA_PARALLEL, name="doubling")
 
@@ -41,7 +41,7 @@ class DoublingEngine(DataParallelEngine):
 
 
 class CountingEngine(DataParallelEngine):
-    """Counts the micro-batches of each virtual worker, in rows that only the rank of the virtual worker has."""
+    """Engine that counts the micro-batches of each virtual worker. Only the rank of a virtual worker has its row."""
 
     def __init__(self, layout: Layout, virtual_workers: int):
         super().__init__(layout)
@@ -74,7 +74,7 @@ class TotalsWithWeight(StepTotals):
 
 
 def trained(run: Run) -> Iterator[Step]:
-    """Trains; gives each step after its update."""
+    """Train, and yield each step after its update."""
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9))
     for step in run.steps():
@@ -91,7 +91,7 @@ def _losses(rank: int, world_size: int, job: Job, is_doubling: bool) -> list[flo
     return read_ledger(Store(job.run_url)).steps["loss"].to_pylist()
 
 
-def test_an_engine_from_outside_trains_a_run(tmp_path: Path) -> None:
+def test_an_engine_defined_outside_the_package_trains_a_run(tmp_path: Path) -> None:
     job = numbers_job(tmp_path)
     (alone,) = on_ranks(1, _losses, job, False)
     its_own = replace(job, run_url=f"{tmp_path}/doubling")
@@ -99,7 +99,7 @@ def test_an_engine_from_outside_trains_a_run(tmp_path: Path) -> None:
 
 
 def _counts(rank: int, world_size: int, job: Job, steps: int, held: Any) -> tuple[list[list[int]], Any]:
-    """The rows that a rank has after so many steps of its group, and the state that it leaves."""
+    """Return the rows of a rank after a number of steps of its group, and the state that it leaves."""
     engines: list[CountingEngine] = []
 
     def counting(module: nn.Module, layout: Layout) -> CountingEngine:
@@ -120,8 +120,8 @@ def _counts(rank: int, world_size: int, job: Job, steps: int, held: Any) -> tupl
     return rows, (meta, data)
 
 
-def test_a_private_piece_moves_with_its_virtual_workers_and_its_loss_is_noticed(tmp_path: Path) -> None:
-    """Growth loses nothing. When a rank is lost with its rows, the run starts over, as nothing else has all of the state."""
+def test_a_private_piece_moves_with_its_virtual_workers_and_its_loss_is_detected(tmp_path: Path) -> None:
+    """Growth loses nothing. If a rank is lost with its rows, the run starts over, because no other copy of the state is complete."""
     checkpoint = CheckpointSpec(every_steps=100, snapshot_every_steps=0)
     job = replace(numbers_job(tmp_path, epochs=3), checkpoint=checkpoint)
     held: list[Any] = []
@@ -139,5 +139,5 @@ def _weights(rank: int, world_size: int) -> float:
     return totals.weight
 
 
-def test_a_new_field_of_the_step_is_reduced() -> None:
+def test_a_new_field_of_the_step_reduction_is_reduced() -> None:
     assert on_ranks(3, _weights) == [2.0] * 3

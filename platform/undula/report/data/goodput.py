@@ -72,7 +72,7 @@ def allocations(ledger: Ledger, events: Sequence[Event]) -> Iterator[Allocation]
 
 
 def _ready_workers(waiting: WaitingEvent) -> tuple[WorkerPlace, ...]:
-    """Return the workers that were ready. An older ledger records only their number, which gives as many empty entries."""
+    """Return the workers that were ready. An older ledger records only their number, so their entries are empty."""
     unknown: WorkerPlace = {}
     return waiting.workers or (unknown,) * waiting.ready
 
