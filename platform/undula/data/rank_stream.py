@@ -17,7 +17,7 @@ import ray.data
 from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction, SampleMap
-from undula.data.read import WindowDatasource, WindowRead, window_read
+from undula.data.read import RateLimit, WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.spec import DataSpec
 from undula.plan.keys import key64
@@ -28,8 +28,6 @@ CHUNK_WINDOWS = 1024
 """Maximum number of windows in one execution of Ray Data. An execution is only planned when the previous one ends."""
 CLOSE_WITHIN_S = 10.0
 """Maximum time in seconds to wait for the read-ahead thread to end."""
-STEP_INTERVAL_S = 0.05
-"""Minimum time in seconds between two steps of Ray Data's scheduling loop."""
 T = TypeVar("T")
 
 
@@ -202,7 +200,8 @@ class _ReadAhead(Generic[T]):
         deadline = time.monotonic() + CLOSE_WITHIN_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             with suppress(Empty):  # unblocks a thread that waits for space in the queue
-                self._ready.get(timeout=0.05)
+                self._ready.get_nowait()
+            self._thread.join(timeout=0.05)
         if not self._thread.is_alive():
             self._items.close()
 
@@ -238,28 +237,6 @@ def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None,
                     missing -= parts[-1].num_rows
                     rest = rest.slice(parts[-1].num_rows)
                 yield need.block(parts)
-
-
-class RateLimit:
-    """Callback that limits Ray Data's scheduling loop to twenty steps per second.
-
-    The loop only blocks while tasks run. When all rows are read and wait for training to take them, no task runs, and the loop would
-    take a whole core of the training process (Ray 2.60, StreamingExecutor.run). The methods are those of Ray Data's
-    `ExecutionCallback`; this class does not derive from it because it is private.
-    """
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def before_execution_starts(self, executor: object) -> None: ...
-
-    def on_execution_step(self, executor: object) -> None:
-        time.sleep(max(STEP_INTERVAL_S - (time.monotonic() - self._last), 0.0))
-        self._last = time.monotonic()
-
-    def after_execution_succeeds(self, executor: object) -> None: ...
-
-    def after_execution_fails(self, executor: object, error: Exception) -> None: ...
 
 
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:

@@ -1,8 +1,8 @@
 """Reader of the row groups of a shard, from a disk or with range requests from S3. It reads only the version in the manifest.
 
-Every request to S3 is conditional on the ETag in the manifest, so that a changed object is refused and versions are never mixed. Ranges with
-small gaps are joined, large ranges are split into parts that are fetched in parallel, and requests are retried when the store is busy or
-the connection breaks.
+Every request to S3 is conditional on the ETag in the manifest, so that a changed object is refused and versions are never mixed. Ranges
+with small gaps are joined, large ranges are split into parts that are fetched in parallel, and requests are retried when the store is busy
+or the connection breaks.
 """
 
 import mmap

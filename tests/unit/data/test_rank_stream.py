@@ -49,10 +49,10 @@ def streams_from(manifest: Manifest, plan: Plan, world_size: int, start: int) ->
 
 
 def uninterrupted(manifest: Manifest, plan: Plan) -> Iterator[list[int]]:
-    for step in range(plan.total_steps):
-        shape = plan.step(step)
-        order = EpochOrder(plan, manifest.row_counts, shape.epoch)
-        yield order.step_ids(shape.step_in_epoch).tolist()
+    for epoch in range(plan.spec.epochs):
+        order = EpochOrder(plan, manifest.row_counts, epoch)
+        for step in range(plan.steps_per_epoch):
+            yield order.step_ids(step).tolist()
 
 
 @st.composite

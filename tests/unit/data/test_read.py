@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from ray import cloudpickle
 
 from undula.data.manifest import Manifest
-from undula.data.read import ID_COLUMN, WindowDatasource, WindowRead, window_read
+from undula.data.read import ID_COLUMN, RateLimit, WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.write import array_column, array_field, write_shards
 from undula.errors import ManifestError, StorageError
@@ -191,3 +194,18 @@ def test_missing_shard_is_named(store: Store) -> None:
     store.delete(name)
     with pytest.raises((ManifestError, StorageError), match=f"{store.url}/{name}"):
         first()
+
+
+def test_processes_of_read_tasks_do_not_import_torch(tmp_path: Path) -> None:
+    """It would take each of them seconds and 200 MiB."""
+    manifest = write(Store(str(tmp_path)))
+    tasks = WindowDatasource(list(reads(manifest, order(manifest), 0)), task_bytes=500).get_read_tasks(1)
+    script = """
+import pickle, sys
+tasks, _ = pickle.load(sys.stdin.buffer)
+assert sum(table.num_rows for task in tasks for table in task()) > 0
+assert "torch" not in sys.modules
+"""
+    sent = cloudpickle.dumps((tasks, RateLimit))
+    done = subprocess.run([sys.executable, "-c", script], input=sent, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
