@@ -2,7 +2,7 @@
 
 This is necessary because neither gloo nor the rendezvous through a store can be aborted. One end of each of torch's connections belongs to
 a port on which its process listens. If each rank shuts down the connections that it has accepted, every connection of the group ends,
-whichever rank is lost. Horovod closes its listening sockets once the group runs, so its connections are identified by name.
+whichever rank is lost. Horovod's sockets no longer listen once the group runs, so they are identified by name.
 """
 
 import os

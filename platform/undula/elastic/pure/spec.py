@@ -128,8 +128,8 @@ class HorovodSpec:
             "CYCLE_TIME": self.cycle_time_ms or cycle_time_ms,
             "CACHE_CAPACITY": self.cache_capacity,
             "AUTOTUNE": int(self.autotune),
-            "AUTOTUNE_LOG": self.autotune_log and _of_group(self.autotune_log, group),
-            "TIMELINE": self.timeline and _of_group(self.timeline, group),
+            "AUTOTUNE_LOG": self.autotune_log and _with_group(self.autotune_log, group),
+            "TIMELINE": self.timeline and _with_group(self.timeline, group),
             "TIMELINE_MARK_CYCLES": int(self.timeline_mark_cycles),
             "TORUS_ALLREDUCE": int(self.hierarchical_allreduce),
             "STALL_CHECK_DISABLE": int(self.stall_check_s == 0),
@@ -143,6 +143,7 @@ class HorovodSpec:
         return {f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None}
 
 
-def _of_group(file: str, group: str) -> str:
+def _with_group(file: str, group: str) -> str:
+    """Return the path of a file with `group` added to its name."""
     path = PurePath(file)
     return str(path.with_name(f"{path.stem}-{group}{path.suffix}"))
