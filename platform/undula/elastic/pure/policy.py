@@ -105,7 +105,7 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
     Args:
         view: Present state of the cluster and the group.
         low, high: Minimum and maximum number of workers.
-        grow: Policy for growth: "auto" if a growth must gain more work than its pause costs, "always" or "never".
+        grow: Policy for growth, which is "always", "never", or "auto" if a growth must gain more work than its pause costs.
     """
     group = [slot for slot in view.slots if slot.in_group]
     staying = [slot for slot in group if slot.node not in view.deadlines]

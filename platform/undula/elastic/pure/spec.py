@@ -69,17 +69,17 @@ class HorovodSpec:
     """Maximum seconds for which a rank waits for the others in the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS). Ranks do
     not wait for a rank that is known to be lost."""
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
-    """Maximum MiB of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or the value
-    that autotune finds."""
+    """Maximum MiB of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or the value that
+    autotune finds."""
     cycle_time_ms: Annotated[float, Gt(0)] | None = None
     """Milliseconds between two checks for gradients that are ready on all ranks (HOROVOD_CYCLE_TIME). The default is the value that
-    autotune finds, or 1 with GPUs or fusion_threshold_mib, or otherwise 5, because each check takes time from the cores that train. If
-    this and fusion_threshold_mib are both set, each change of the group needs new processes."""
+    autotune finds; without autotune, it is 1 with GPUs or with fusion_threshold_mib, and otherwise 5, because each check takes time from
+    the cores that train. If this and fusion_threshold_mib are both set, each change of the group needs new processes."""
     cache_capacity: Annotated[int, Ge(0)] | None = None
     """Number of tensors whose descriptions the ranks cache (HOROVOD_CACHE_CAPACITY); by default 1024. 0 disables the cache."""
     autotune: bool = False
-    """Whether Horovod tunes the three values above while it trains (HOROVOD_AUTOTUNE). Each group starts new processes and
-    tunes the values again."""
+    """Whether Horovod tunes the three values above while it trains (HOROVOD_AUTOTUNE). Each group starts new processes and tunes the
+    values again."""
     autotune_log: str | None = None
     """File on the node of rank 0 in which autotune records the values that it tries (HOROVOD_AUTOTUNE_LOG). The group's start time is added
     to the file name."""

@@ -55,7 +55,7 @@ _state: WorkerState | None = None
 
 
 def worker_state() -> WorkerState:
-    """Return the state of this process's worker. The first call creates it, in the ElasticWorker or, under Ray's own controller, elsewhere."""
+    """Return the state of this process's worker, which ElasticWorker and the train function share. The first call creates it."""
     global _state
     _state = _state or WorkerState()
     return _state
@@ -145,7 +145,9 @@ class ElasticWorker(RayTrainWorker):
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
-            self._state.has_ended = True  # stops a function that computes, which aborting its collectives would not stop
+            self._state.has_ended = (
+                True  # stops a function that computes, which aborting its collectives would not stop
+            )
             thread.join(PROMPT_END_S)
             abort_collectives(self._state)  # another rank may be waiting for this one
             thread.join(timeout_s)

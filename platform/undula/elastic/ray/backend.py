@@ -69,7 +69,7 @@ class InProcessGroup(AbstractContextManager[None]):
                 timeout=timedelta(seconds=_rendezvous.timeout_s),
             )
         except Exception:
-            worker_state().is_sound = True  # the cause is another rank, which did not join
+            worker_state().is_sound = True  # another rank did not join, so this process is not at fault
             raise
 
     def __exit__(

@@ -73,8 +73,10 @@ class Refusals:
     _asked_at: float = float("-inf")
 
     def __call__(self, since: float) -> dict[str, str]:
-        """Return the types that were refused since a time, each with the reason. The call does not wait for the head, so the result may be
-        out of date by a few calls."""
+        """Return the types that were refused since a time, each with the reason.
+
+        The call does not wait for the head, so newer refusals appear only in a later call.
+        """
         if time.monotonic() - self._asked_at >= REFUSALS_INTERVAL_S and self._background(self._ask):
             self._asked_at = time.monotonic()
         return {name: reason for name, (refused, reason) in self.last.items() if refused >= since}

@@ -74,7 +74,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         self._job = secrets.token_hex(4)  # identifies a submission: a run holds no workers between two submissions
 
     def with_ready_workers(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
-        """Return a sink that adds the places of the ready workers to each WaitingEvent, so that the cost of their idle time can be computed.
+        """Return a sink that adds the places of the ready workers to each WaitingEvent, so that the cost of their idle time is known.
 
         Only the thread that sends such an event changes the pool, so these workers are the ones that the event counts.
         """

@@ -101,7 +101,7 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def is_bug(error: BaseException) -> bool:
-    """Return whether another attempt would fail alike: a worker raised a UsageError, or raised one of BUGS while no worker died."""
+    """Return whether another attempt would fail in the same way: a worker raised a UsageError, or one of BUGS while no worker died."""
     failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
     if any(isinstance(failure, UsageError) for failure in failures):
         return True

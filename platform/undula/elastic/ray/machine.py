@@ -27,7 +27,9 @@ def machine_resources(num_cpus: int) -> dict[str, float]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
         return {str(name): float(amount) for name, amount in json.loads(done.stdout.splitlines()[-1]).items()}
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"Ray did not detect the resources of this machine within {LIMIT_S:g} s; try again") from None
+        raise ClusterError(
+            f"Ray did not detect the resources of this machine within {LIMIT_S:g} s; try again"
+        ) from None
     except subprocess.CalledProcessError as error:
         why = " ".join(str(error.stderr).strip().splitlines()[-1:])
         raise ClusterError(f"Ray cannot detect the resources of this machine: {why}") from None

@@ -125,8 +125,8 @@ class PoolPolicy(ScalingPolicy):
     def _needs_state(self) -> bool:
         """Return whether to wait for the run's state before a group starts.
 
-        If no ready worker holds the state, but the memory of a node that stays may hold it, the run waits up to START_S for a worker on such a
-        node. If a worker is exporting its state because its node will be removed, the run waits until the export has ended.
+        If no ready worker holds the state, but the memory of a node that stays may hold it, the run waits up to START_S for a worker on
+        such a node. If a worker is exporting its state because its node will be removed, the run waits until the export has ended.
         """
         pool = self.pool
         holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}

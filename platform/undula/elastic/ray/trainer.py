@@ -41,8 +41,8 @@ class ElasticTrainer(DataParallelTrainer):
     """Base class of the trainers. It takes the arguments of Ray's own trainers and the following ones.
 
     Args:
-        on_event: Function that the controller's process calls with each event, such as a resize or a crash. It must be picklable. By default,
-            events go to the logger "undula".
+        on_event: Function that the controller's process calls with each event, such as a resize or a crash. It must be picklable. By
+            default, events go to the logger "undula".
         grow, hang_limit_s: Values of these fields of WorkersSpec.
         prepare: Function that each worker's process calls before it joins its first group, while other workers train.
         fleet: Policy for the nodes that the run requests, as in WorkersSpec. A deadline needs `work`.
@@ -84,7 +84,9 @@ class ElasticTrainer(DataParallelTrainer):
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool itself observes draining nodes
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
-        options["scheduling_strategy"] = "DEFAULT"  # a trial of Ray Tune would otherwise place it in the trial's placement group
+        options["scheduling_strategy"] = (
+            "DEFAULT"  # a trial of Ray Tune would otherwise place it in the trial's placement group
+        )
         controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
         pool = self._pool(controller_arguments["train_fn_ref"])
         pool.tick()  # starts the first workers while the controller's process starts
