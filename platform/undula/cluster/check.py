@@ -31,7 +31,7 @@ SECRET = re.compile(
 )
 """Pattern of a secret that is written out in the file. A secret that a node reads from a file or command does not match."""
 OWN_IDENTITY = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}
-"""Field of a node's configuration with the identity that its programs use for requests to the cloud, by provider."""
+"""Field of a node's configuration that sets the identity of its programs for requests to the cloud, by provider."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ def node_types(config: Mapping[str, Any]) -> list[NodeType]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return `value`, or an empty mapping if it is not a mapping: no schema covers the content of a node's configuration."""
+    """Return `value`, or an empty mapping if it is not a mapping, because no schema covers the content of a node's configuration."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _most_nodes(config: Mapping[str, Any]) -> int:
-    """Return the maximum number of worker nodes; the default is Ray's."""
+    """Return the maximum number of worker nodes. The default is the same as Ray's."""
     return int(config.get("max_workers", 2))
 
 
@@ -122,30 +122,30 @@ def check_cluster(
     """Check a configuration and return its problems.
 
     Args:
-        config: configuration of the cluster that matches Ray's schema.
-        workers: resources that the workers of a job need; None without a job.
-        buckets: names of the S3 buckets that the job reads and writes.
-        region_of: function that returns the region of a bucket, or raises SpecError if it is not known.
+        config: Configuration of the cluster that matches Ray's schema.
+        workers: Resources that the workers of a job need; None without a job.
+        buckets: Names of the S3 buckets that the job reads and writes.
+        region_of: Function that returns the region of a bucket, or raises SpecError if it is not known.
     """
     types = node_types(config)
     provider = config["provider"]["type"]
-    findings = [*_on_ports(config), *_on_starting(config), *_on_secrets(config)]
+    findings = [*_check_ports(config), *_check_starting(config), *_check_secrets(config)]
     if not types:
         message = "available_node_types is missing, so Ray would launch nodes of its default types, which this check does not cover; add it"
         return [Finding("error", message), *findings]
-    findings = [*_on_spot(types, provider), *_on_labels(types), *findings, *_on_notices(config, types)]
+    findings = [*_check_spot(types, provider), *_check_labels(types), *findings, *_check_notices(config, types)]
     if provider == "aws":
-        findings += _on_metadata(config)
+        findings += _check_metadata(config)
     if provider in OWN_IDENTITY:
-        findings += [*_on_identity(config, OWN_IDENTITY[provider]), *_on_zones(config["provider"])]
+        findings += [*_check_identity(config, OWN_IDENTITY[provider]), *_check_zones(config["provider"])]
     if workers is not None:
-        findings += [*_on_fit(types, workers), *_on_room(types, workers, _most_nodes(config))]
+        findings += [*_check_fit(types, workers), *_check_room(types, workers, _most_nodes(config))]
     if provider == "aws":
-        findings += _on_buckets(config["provider"], buckets, region_of)
+        findings += _check_buckets(config["provider"], buckets, region_of)
     return findings
 
 
-def _on_spot(types: Sequence[NodeType], provider: str | None) -> Iterator[Finding]:
+def _check_spot(types: Sequence[NodeType], provider: str | None) -> Iterator[Finding]:
     spot = [each for each in types if each.is_spot and not each.is_head and each.max_workers]
     fallback = [each for each in types if not each.is_spot and not each.is_head and each.max_workers]
     for head in (each for each in types if each.is_head and each.is_spot):
@@ -188,10 +188,10 @@ LABELLED_FOR = {
     MACHINE: "Undula does not know the price of its nodes",
     TYPE: "Undula cannot request another type when this one is not available",
 }
-"""Consequence of a missing label, by label."""
+"""Consequence of each missing label, for messages."""
 
 
-def _on_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
+def _check_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
     for each in types:
         wanted = {MARKET: SPOT if each.is_spot else ON_DEMAND, MACHINE: each.machine, TYPE: each.name}
         for label, value in wanted.items():
@@ -209,7 +209,7 @@ def _on_labels(types: Sequence[NodeType]) -> Iterator[Finding]:
                 )
 
 
-def _on_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
+def _check_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
     """Check the identities that the head and the workers use for requests to the cloud."""
     head_type = config.get("head_node_type")
     nodes = {name: each.get("node_config", {}).get(field) for name, each in config["available_node_types"].items()}
@@ -229,7 +229,7 @@ def _on_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
         )
 
 
-def _on_ports(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_ports(config: Mapping[str, Any]) -> Iterator[Finding]:
     for rule in map(_mapping, config["provider"].get("security_group", {}).get("IpPermissions", [])):
         found = [_mapping(each) for key in ("IpRanges", "Ipv6Ranges") for each in rule.get(key) or ()]
         ranges = [each.get("CidrIp") or each.get("CidrIpv6") for each in found]
@@ -251,7 +251,7 @@ def _is_wide(network: Any) -> bool:
     return found.prefixlen < WIDE_BITS[found.version]
 
 
-def _on_starting(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_starting(config: Mapping[str, Any]) -> Iterator[Finding]:
     for key in START_COMMANDS:
         if not config.get(key):
             yield Finding(
@@ -273,7 +273,7 @@ def _on_starting(config: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _on_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
     copied = "Ray copies this file to the head and into its log; remove the secret and give the nodes an identity"
     for secret in ("aws_credentials", "gcp_credentials"):
         if secret in config["provider"]:
@@ -284,7 +284,7 @@ def _on_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value of the file; entries of a mapping as NAME=VALUE."""
+    """Yield all strings in a value of the file. Entries of a mapping are yielded as NAME=VALUE."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from [f"{name}={each}"] if isinstance(each, str) else _texts(each)
@@ -295,12 +295,12 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
 
 
-def _on_metadata(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_metadata(config: Mapping[str, Any]) -> Iterator[Finding]:
     for name, each in config["available_node_types"].items():
         if _mapping(each["node_config"].get("MetadataOptions")).get("HttpTokens") != "required":
             yield Finding(
                 "warning",
-                f"available_node_types.{name}: a program on the node that is made to fetch a URL can leak the node's credentials; "
+                f"available_node_types.{name}: a program on the node that is tricked into fetching a URL can leak the node's credentials; "
                 "set MetadataOptions: {HttpTokens: required}",
             )
 
@@ -309,7 +309,7 @@ def _short(command: str) -> str:
     return command if len(command) <= 60 else f"{command[:57]}..."
 
 
-def _on_notices(config: Mapping[str, Any], types: Sequence[NodeType]) -> Iterator[Finding]:
+def _check_notices(config: Mapping[str, Any], types: Sequence[NodeType]) -> Iterator[Finding]:
     commands = [command for key in WORKERS_COMMANDS for command in config.get(key, [])]
     if any(each.is_spot for each in types) and not any(map(_starts_watcher, commands)):
         yield Finding(
@@ -319,7 +319,7 @@ def _on_notices(config: Mapping[str, Any], types: Sequence[NodeType]) -> Iterato
 
 
 def _starts_watcher(command: str) -> bool:
-    """Whether a command starts the spot watcher. Copying its service file or enabling it for the next boot does not count."""
+    """Return whether a command starts the spot watcher. Commands that copy its service file or enable it for the next boot do not count."""
     for part in re.split(r"[;&|\n]", command):
         is_started = "systemctl" in part and re.search(r"\b(re)?start\b|--now\b", part)
         if "spot watch" in part or ("undula-spot-watch" in part and is_started):
@@ -327,7 +327,7 @@ def _starts_watcher(command: str) -> bool:
     return False
 
 
-def _on_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding]:
+def _check_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding]:
     needs = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
     for each in types:
         if not each.is_head and not workers_that_fit(each.resources, needs):
@@ -339,10 +339,10 @@ def _on_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding
             )
 
 
-def _on_room(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -> Iterator[Finding]:
+def _check_room(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -> Iterator[Finding]:
     """Check that the cluster can have as many nodes as the job needs.
 
-    The check is skipped if a type has no resources in the configuration, as Ray only detects them later.
+    The check is skipped if a type has no resources in the configuration, because Ray detects them only later.
     """
     needs = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
     if any(not each.resources for each in types):
@@ -365,7 +365,7 @@ def _on_room(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -
 
 
 def _room(types: Sequence[NodeType], needs: Mapping[str, float], most_nodes: int) -> int:
-    """Return how many workers fit on the head and on the maximum number of worker nodes, counting the largest types first."""
+    """Return the number of workers that fit on the head and on the maximum number of worker nodes, counting the largest types first."""
     room = sum(workers_that_fit(each.resources, needs) for each in types if each.is_head)
     fits = {each.name: workers_that_fit(each.resources, needs) for each in types}
     for each in sorted(types, key=lambda each: -fits[each.name]):
@@ -375,7 +375,7 @@ def _room(types: Sequence[NodeType], needs: Mapping[str, float], most_nodes: int
     return room
 
 
-def _on_zones(provider: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_zones(provider: Mapping[str, Any]) -> Iterator[Finding]:
     region = provider.get("region") or ""
     for zone in (provider.get("availability_zone") or "").split(","):
         if zone and not zone.strip().startswith(region):
@@ -384,7 +384,7 @@ def _on_zones(provider: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _on_buckets(
+def _check_buckets(
     provider: Mapping[str, Any], buckets: Sequence[str], region_of: Callable[[str], str]
 ) -> Iterator[Finding]:
     region = provider.get("region", "")
@@ -399,7 +399,7 @@ def _on_buckets(
         if found != region:
             yield Finding(
                 "error",
-                f"s3://{bucket} is in {found} but the cluster in {region}, so all traffic between them costs money; use a bucket in "
+                f"s3://{bucket} is in {found} but the cluster is in {region}, so all traffic between them costs money; use a bucket in "
                 f"{region}",
             )
 

@@ -1,4 +1,4 @@
-"""Checks of `undula doctor`: they judge the facts of an examination, and each problem comes with its fix."""
+"""Checks of `undula doctor`. They evaluate the facts of an examination and report each problem with a fix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -12,30 +12,30 @@ Problems = Iterator[tuple[Verdict, str]]
 SKEW_WARN_S = 0.5
 """Clock skew in seconds that causes a warning."""
 SKEW_FAIL_S = 5.0
-"""Clock skew in seconds that fails the check. The deadline of a notice is a wall-clock time and the shortest notice is 30 s; with this much
-less, there may be no time for a step and a save."""
+"""Clock skew in seconds that fails the check. The deadline of a notice is a wall-clock time, and the shortest notice is 30 s. If the
+skew reduces it by this much, the time that remains may be too short for a step and a checkpoint."""
 DISK_WARN_BYTES = 10 * 2**30
-"""Free disk space in bytes that causes a warning. A checkpoint of 350 M parameters with AdamW has 4 GiB, and the previous one is only
-deleted when the next is complete."""
+"""Free disk space in bytes that causes a warning. A checkpoint of 350 M parameters with AdamW takes 4 GiB, and the previous checkpoint is
+deleted only when the next one is complete."""
 DISK_FAIL_BYTES = 2**30
 """Free disk space in bytes that fails the check."""
 DISK_FAIL_SHARE = 0.05
 """Fraction of free disk space that fails the check: below it, Ray does not spill objects (local_fs_capacity_threshold)."""
 MEMORY_WARN_BYTES = 2 * 2**30
-"""Free shared memory in bytes that causes a warning. Snapshots use at most half of it for two slots: 512 MiB of state each, which is AdamW
-with 45 M parameters."""
+"""Free shared memory in bytes that causes a warning. Snapshots use at most half of it for two slots. Each slot then has 512 MiB, the
+state of 45 M parameters with AdamW."""
 MEMORY_FAIL_BYTES = 128 * 2**20
 """Free shared memory in bytes that fails the check. Docker's default of 64 MiB is too small for NCCL's buffers and Ray's objects."""
 STORE_WARN_BYTES_PER_S = 10 * 2**20
-"""Storage rate in bytes per second that causes a warning: 1 GiB of checkpoint then takes most of AWS's notice of 2 minutes."""
+"""Storage rate in bytes per second that causes a warning. At this rate, a checkpoint of 1 GiB takes most of AWS's notice of 2 minutes."""
 GRADIENT_BYTES = 4 * 100_000_000
 """Size in bytes of the float32 gradients of 100 M parameters."""
 OPEN_PORTS = "allow the cluster's nodes to reach each other on all TCP ports (a rule of their security group with the group as its source)"
 MAY_BE_MISSING = {
-    "undula": "`undula run` ships it with the job, but scripts that are run without it and the spot watcher need it installed",
+    "undula": "install it if you start the spot watcher there or run scripts without `undula run`, which ships it with the job",
     "horovod": "run `undula build-horovod` on these nodes, or do not use engine: horovod",
 }
-"""Packages that only some jobs need, with the text that says which."""
+"""Packages that only some jobs need, each with the advice for a node that lacks it."""
 UNMEASURED = "not measured, or not on all nodes, because no time was left; fix the problems that took the time and run the doctor again"
 NAMED = 4
 """Maximum number of nodes or pairs that a check lists one by one."""
@@ -43,7 +43,7 @@ NAMED = 4
 
 @dataclass(frozen=True)
 class Result:
-    """Line of the doctor's output."""
+    """Result of a check, which is one line of the doctor's output."""
 
     check: str
     verdict: Verdict
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of the doctor."""
+    """Check of the doctor."""
 
     problems: Callable[[Facts], Problems]
     """Function that yields the problems, each with its fix."""
@@ -61,7 +61,7 @@ class Check:
 
 
 def judge(facts: Facts) -> list[Result]:
-    """Run all checks, in the order in which a user should fix their problems."""
+    """Run all checks and return their results, in the order in which a user should fix the problems."""
     results = []
     for name, check in CHECKS.items():
         problems = [Result(name, verdict, message) for verdict, message in check.problems(facts)]
@@ -74,7 +74,7 @@ def judge(facts: Facts) -> list[Result]:
 
 def _unresponsive_nodes(facts: Facts) -> Problems:
     fix = (
-        "check that it is up (`ray list nodes`) and look at its raylet's log (in /tmp/ray/session_latest/logs on the node), or "
+        "check that it is up (`ray list nodes`) and read its raylet's log (in /tmp/ray/session_latest/logs on the node), or "
         "terminate the machine so that Ray replaces it"
     )
     for id, reason in facts.unresponsive.items():
@@ -125,13 +125,14 @@ def _different_versions(facts: Facts) -> Problems:
 
 
 def _differ(facts: Facts, versions: Mapping[str, str]) -> bool:
-    """Whether versions differ. Builds of a version count on worker nodes only: a head without GPUs can have torch for CPUs."""
+    """Return whether versions differ. Builds of the same version may differ between the head and the worker nodes, because a head without
+    GPUs can have torch for CPUs."""
     builds = {version for id, version in versions.items() if facts.node(id).trains}
     return len(builds) > 1 or len({version.partition("+")[0] for version in versions.values()}) > 1
 
 
 def _versions(facts: Facts) -> str:
-    """List the versions, preferably those of a worker node."""
+    """Return the packages with their versions, if possible those of a worker node."""
     first = {package: max(found, key=lambda id: facts.node(id).trains) for package, found, _ in _packages(facts)}
     return ", ".join(f"{package} {facts.reports[id].versions[package]}" for package, id in first.items())
 
@@ -225,7 +226,10 @@ def _unfit_storage(facts: Facts) -> Problems:
         if min(write, read) < STORE_WARN_BYTES_PER_S:
             rates = f"{facts.node(id).name} writes {_rate(write)} and reads {_rate(read)} at {facts.runs}"
             fix = "use a bucket in the cluster's region, or a faster disk"
-            yield "warn", f"{rates}, so a checkpoint of 1 GiB hardly fits into the time of a notice; {fix}"
+            yield (
+                "warn",
+                f"{rates}, so a checkpoint of 1 GiB may not be complete before the deadline of a notice; {fix}",
+            )
 
 
 def _rates(facts: Facts) -> dict[str, tuple[float, float]]:
@@ -322,13 +326,13 @@ def _count(things: Sized, one: str, many: str) -> str:
 
 
 def _names(facts: Facts, ids: Sequence[str]) -> str:
-    """Name the first nodes and count the rest."""
+    """Return the names of the first nodes and the number of the others."""
     more = len(ids) - NAMED
     return ", ".join(facts.node(id).name for id in ids[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _by_value(found: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    """Group nodes by value. The value with the fewest nodes comes first, as it is probably the wrong one."""
+    """Group nodes by value. The value with the fewest nodes comes first, because it is probably the wrong one."""
     ids: dict[str, list[str]] = {}
     for id, value in found.items():
         ids.setdefault(value, []).append(id)

@@ -1,5 +1,5 @@
-"""Examination of a running cluster by a probe on every node. All requests run in parallel with a time limit, so a node that hangs costs
-seconds only."""
+"""Examination of a running cluster by a probe on each node. The nodes are queried in parallel and with a time limit, so a node that hangs
+delays the examination by a few seconds only."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ from undula.errors import ClusterError
 from undula.plan.fleet import MARKET, SPOT
 
 LIMIT_S = 50.0
-"""Time limit in seconds for all requests together. Users skip an examination that takes longer."""
+"""Time limit in seconds for all requests together, because users would skip an examination that takes longer."""
 CONNECT_TIMEOUT_S = 10.0
 """Time limit in seconds for a TCP connection to the head."""
 CONNECT_LIMIT_S = 30.0
@@ -48,17 +48,17 @@ MEET_LIMIT_S = 12.0
 PROBE: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 8}
 """Options of a probe. It takes no CPUs, so a busy cluster can be examined as well."""
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable that Ray sets in submitted jobs, which ship their packages themselves."""
+"""Environment variable that Ray sets in submitted jobs. Such a job already ships its packages."""
 T = TypeVar("T")
 
 
 def examine(address: str, runs: str, log: Callable[[str], None]) -> Facts:
-    """Connect to a cluster and collect its facts. The examination leaves nothing behind.
+    """Connect to a cluster and collect its facts. The examination removes everything that it creates.
 
     Args:
-        address: address of the head, HOST:PORT; `auto` for the cluster of this machine.
-        runs: absolute path or URL of the run directories.
-        log: function that shows which measurement is running.
+        address: Address of the head, HOST:PORT; `auto` for the cluster of this machine.
+        runs: Absolute path or URL of the run directories.
+        log: Function that shows which measurement is running.
 
     Raises:
         ClusterError: The cluster cannot be reached.
@@ -98,12 +98,12 @@ def _within(limit_s: float, do: Callable[[], T], late: str) -> T:
 
 def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
     """Connect and return the dashboard's HOST:PORT, which is empty if there is none, and Ray's records of the nodes that are alive."""
-    if re.fullmatch(r"[^/]+:\d+", address):  # if nothing listens, Ray takes a minute to report it
+    if re.fullmatch(r"[^/]+:\d+", address):  # if nothing listens there, Ray takes a minute to report it
         try:
             socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
         except OSError as error:
             raise ClusterError(
-                f"cannot connect to the Ray cluster {address}: {error}; check that it is up and the address"
+                f"cannot connect to the Ray cluster {address}: {error}; check the address and that the cluster is up"
             ) from None
     package = str(Path(undula.__file__).parent)
     environment = None if _IN_JOB in os.environ else {"py_modules": [package]}
@@ -124,10 +124,10 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class Budget:
-    """Time that is left for requests.
+    """Time budget for the requests of an examination.
 
     Attributes:
-        unmeasured: checks that are incomplete because no time was left.
+        unmeasured: Checks that are incomplete because no time was left.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
@@ -139,8 +139,8 @@ class Budget:
         """Return the time in seconds for a request, or None if it is too short to expect an answer.
 
         Args:
-            check: name of the check that needs the request; None for a request that is sent in any case.
-            limit_s: time in seconds after which a missing answer is a problem of the node.
+            check: Name of the check that needs the request; None for a request that is sent in any case.
+            limit_s: Time in seconds after which a missing answer is a problem of the node.
         """
         left_s = self._deadline - self._clock()
         if check is None:
@@ -151,7 +151,7 @@ class Budget:
         return min(limit_s, left_s)
 
     def is_cut(self, check: str | None, granted_s: float, limit_s: float) -> bool:
-        """Whether the granted time was shorter than the limit, so that a missing answer says nothing about the node."""
+        """Return whether the granted time was shorter than the limit, so that a missing answer does not indicate a problem of the node."""
         if check is None or granted_s >= limit_s:
             return False
         self.unmeasured.add(check)
@@ -159,7 +159,7 @@ class Budget:
 
 
 class _Examination:
-    """Requests of an examination, in order. A node that hangs or dies is left out of the requests that follow."""
+    """Requests of an examination, in their order. A node that hangs or dies is left out of later requests."""
 
     def __init__(self, alive: list[dict[str, Any]], runs: str, log: Callable[[str], None]):
         self._runs, self._log = runs, log
@@ -173,7 +173,7 @@ class _Examination:
         }
 
     def facts(self, dashboard: str) -> Facts:
-        self._log(f"asking {_count(len(self._nodes), 'node')} ...")
+        self._log(f"examining {_count(len(self._nodes), 'node')} ...")
         arguments = {id: (session, self._runs) for id, session in self._sessions.items()}
         reports, problems = self._ask("report", arguments, REPORT_LIMIT_S)
         self._unresponsive.update(problems)
@@ -214,10 +214,10 @@ class _Examination:
         """Call a method of several probes in parallel.
 
         Args:
-            method: name of the method.
-            arguments: arguments by node id.
-            limit_s: time limit in seconds.
-            check: name of the check that needs the answers; None if the request is sent in any case.
+            method: Name of the method.
+            arguments: Arguments by node id.
+            limit_s: Time limit in seconds.
+            check: Name of the check that needs the answers; None if the request is sent in any case.
 
         Returns:
             The answers and the problems by node id; both are empty if no time is left for the check.
@@ -269,11 +269,11 @@ class _Examination:
             FailedConnection(id, peer, problem)
             for id, found in answers.items()
             for peer, problem in found.items()
-            if peer not in self._unresponsive  # that node is reported already
+            if peer not in self._unresponsive  # that node is already reported
         )
 
     def _storage(self) -> dict[str, Stored]:
-        """Test that all nodes see a file that one node, the head if it answers, has written."""
+        """Test the storage from all nodes, and whether they see a file that one node has written. This node is the head if it answers."""
         self._log(f"writing to {self._runs} ...")
         folder = f"{self._runs}/.undula-doctor-{secrets.token_hex(4)}"
         ours = secrets.token_bytes(32)
@@ -293,7 +293,11 @@ class _Examination:
         return {}
 
     def _all_reduce(self, with_gpus: list[str]) -> AllReduce | None:
-        """Measure an all-reduce between the nodes with GPUs, or between all worker nodes if there are none. None if no time was left."""
+        """Measure an all-reduce between the nodes with GPUs, or between all worker nodes if no node has GPUs.
+
+        Returns:
+            The measurement; None if no time was left.
+        """
         training = [id for id, node in self._nodes.items() if node.trains and id not in self._unresponsive]
         with_gpus = [id for id in with_gpus if id in training]
         ids = with_gpus or training

@@ -1,4 +1,4 @@
-"""Results of examining a cluster, as plain values. Probes on the nodes collect them, and the doctor judges them."""
+"""Results of examining a cluster, as plain values. Probes on the nodes collect them, and the doctor evaluates them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class NodeReport:
     """Software, GPUs, disks and spot notices of a node, as its probe reports them."""
 
     versions: Mapping[str, str | None]
-    """Version of each package; None if it is not installed."""
+    """Version of each package; None for a package that is not installed."""
     gpus_seen: int
     """Number of GPUs that torch sees."""
     cuda: str | None
@@ -76,7 +76,7 @@ class Gpu:
     problem: str | None = None
     """Reason why the multiplication failed; None if it succeeded."""
     is_full: bool = False
-    """Whether it failed only because the GPU has no free memory, which says nothing about its health."""
+    """Whether the multiplication failed only because the GPU has no free memory, which does not indicate a defect."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class FailedConnection:
     target: str
     """Id of the node that was not reached."""
     problem: str
+    """Reason why the connection failed."""
 
 
 @dataclass(frozen=True)
@@ -152,5 +153,5 @@ class Facts:
     """Checks that are incomplete because no time was left for them."""
 
     def node(self, id: str) -> NodeFacts:
-        """Return the node with an id."""
+        """Return the node with this id."""
         return next(node for node in self.nodes if node.id == id)

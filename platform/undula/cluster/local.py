@@ -1,4 +1,4 @@
-"""Ray cluster on this machine that lives as long as a `with` block. It has its own token and leaves nothing behind."""
+"""Ray cluster on this machine that exists during a `with` block. It has its own token, and its files are deleted at the end."""
 
 import ctypes
 import os
@@ -50,11 +50,11 @@ def local_cluster(
     """Start a cluster of one node and stop it at the end of the block.
 
     Args:
-        num_cpus: number of logical CPUs.
-        env: additional environment variables of the cluster and its jobs.
-        python: interpreter of the cluster and its jobs.
-        object_store_bytes: size of the object store in bytes; by default Ray's choice.
-        autoscaling: configuration of Ray's autoscaler, if it shall add nodes.
+        num_cpus: Number of logical CPUs.
+        env: Additional environment variables of the cluster and its jobs.
+        python: Interpreter of the cluster and its jobs.
+        object_store_bytes: Size of the object store in bytes; by default Ray's choice.
+        autoscaling: Path of a configuration for Ray's autoscaler; by default, no autoscaler runs.
 
     Raises:
         ClusterError: The cluster did not start.
@@ -69,7 +69,7 @@ def local_cluster(
     bin_folder = str(Path(python).parent)
     settings = {
         "RAY_worker_niceness": "0",  # by default, Ray gives workers the lowest priority on the machine
-        # Read tasks fill and free the same tens of MiB; by default, Arrow's allocator returns them in between and causes page faults.
+        # Read tasks repeatedly allocate tens of MiB. By default, Arrow's allocator returns freed memory, which causes page faults.
         "MIMALLOC_PURGE_DELAY": "10000",
         "RAY_prestart_worker_first_driver": "0",  # prestarted processes do not have a job's runtime environment
     }
@@ -116,13 +116,13 @@ def _ray_start(
 
 
 def cluster_at_hand() -> str | None:
-    """Return the job API's URL of the cluster that RAY_API_SERVER_ADDRESS names or that runs on this machine, or None without a cluster."""
+    """Return the job API's URL of the cluster that RAY_API_SERVER_ADDRESS names or that runs on this machine; None if there is none."""
     named = os.environ.get("RAY_API_SERVER_ADDRESS")
     return named or (DEFAULT_DASHBOARD if job_api_answers(DEFAULT_DASHBOARD) else None)
 
 
 def job_api_answers(dashboard: str) -> bool:
-    """Whether a Ray dashboard answers at this URL, even if it rejects the request."""
+    """Return whether a Ray dashboard answers at this URL, even if it rejects the request."""
     try:
         with urllib.request.urlopen(f"{dashboard}/api/version", timeout=2) as response:
             return b"ray_version" in response.read()
@@ -143,7 +143,7 @@ def _await_jobs(cluster: LocalCluster, process: "subprocess.Popen[bytes]", log: 
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Stop the cluster: `ray start --block` ends its children on SIGTERM, then its process group gets SIGKILL."""
+    """Stop the cluster. SIGTERM makes `ray start --block` end its children; then the rest of its process group gets SIGKILL."""
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -155,7 +155,10 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _before_exec() -> None:
-    """End with the parent, and run as a batch process: Ray's daemons wake a thousand times per second and must not preempt training."""
+    """Make the new process end with its parent and run as a batch process.
+
+    Ray's daemons wake up a thousand times per second and must not preempt training.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

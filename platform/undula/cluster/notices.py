@@ -27,12 +27,13 @@ FILE_POLL_S = 1.0
 GCP_NOTICE_S = 30.0
 """Seconds between Google Cloud's notice and the end of the machine (Spot VMs, preemption process)."""
 GCP_WAIT_S = 3
-"""Seconds for which Google's server holds a request back. The watcher notices nothing else meanwhile, such as a signal."""
+"""Seconds for which Google's server delays its answer while the value does not change. Meanwhile the watcher does not react to anything
+else, such as a signal."""
 LAST_S = 1e11
 """Latest valid deadline in seconds since the epoch, in the year 5138."""
 TOKEN_TTL_S = 21600
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opener without a proxy: a proxy would answer with the metadata of another machine."""
+"""Opener without a proxy, because a proxy would return the metadata of another machine."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Notice:
 
 
 class Unreadable(Exception):
-    """Error that the source did not answer as its cloud documents; the message describes the answer."""
+    """Error that a source did not answer as its cloud documents. The message describes the problem."""
 
 
 class Source(Protocol):
@@ -65,14 +66,14 @@ class Source(Protocol):
 
 
 class Aws:
-    """The instance metadata service, version 2, with session tokens.
+    """AWS's instance metadata service, version 2, with session tokens.
 
     Source: Amazon EC2 User Guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations" and "Use the Instance
     Metadata Service".
 
     Args:
         url: URL of the service.
-        with_rebalance: whether a rebalance recommendation counts as a notice. It has no deadline, and a preemption may not follow.
+        with_rebalance: Whether a rebalance recommendation counts as a notice. It has no deadline, and a preemption may not follow.
     """
 
     pause_s = AWS_POLL_S
@@ -93,7 +94,7 @@ class Aws:
         return None
 
     def _read(self, path: str) -> bytes | None:
-        """Read a path of the service; None if it does not exist. An expired token is renewed once."""
+        """Read a path of the service and return its content, or None if it does not exist. An expired token is renewed once."""
         for _ in range(2):
             if self._token is None:
                 ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
@@ -111,7 +112,7 @@ class Aws:
 
 
 class Gcp:
-    """The metadata server, which can hold an answer back until the value changes.
+    """Google Cloud's metadata server, which can delay an answer until the value changes.
 
     Source: Compute Engine documentation, "Detect if a VM was preempted" and "Query metadata: wait for change".
     """
@@ -136,7 +137,7 @@ class Gcp:
 
 
 class Azure:
-    """Scheduled events of the instance metadata service.
+    """Scheduled events of Azure's instance metadata service.
 
     Source: Azure documentation, "Scheduled Events for Linux VMs", version 2020-07-01.
     """
@@ -186,7 +187,7 @@ class File:
 
 SOURCES: Mapping[str, Callable[..., Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 VENDORS = {"Amazon EC2": "aws", "Google": "gcp", "Microsoft Corporation": "azure"}
-"""Cloud by the vendor in the machine's firmware."""
+"""Name of the source in SOURCES, by the vendor in the machine's firmware."""
 
 
 def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_rebalance: bool = False) -> Source:
@@ -208,7 +209,7 @@ def source_here(firmware: Path = Path("/sys/class/dmi/id/sys_vendor"), with_reba
 
 
 def source_named(name: str | None, url: str | None = None, with_rebalance: bool = False) -> Source:
-    """Return the source that a user asks for.
+    """Return the source that a user has selected.
 
     Args:
         name: Name of a source in SOURCES, or file:PATH. By default it is the source of the cloud that this machine belongs to.
@@ -216,7 +217,7 @@ def source_named(name: str | None, url: str | None = None, with_rebalance: bool 
         with_rebalance: Whether a rebalance recommendation of AWS counts as a notice.
 
     Raises:
-        SpecError: The name is not that of a source.
+        SpecError: No source has this name.
         ClusterError: No name is given and the machine does not belong to a supported cloud.
     """
     if name is None:
@@ -235,7 +236,7 @@ def ask(
     """Send a request and return the status, body and headers of the answer.
 
     Raises:
-        Unreadable: No answer came.
+        Unreadable: The server did not answer.
     """
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:

@@ -22,7 +22,7 @@ FIXES = {
 """Fix for each key of a price list."""
 
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, date | int) else value)]
-"""Text, which can also be a date or a number in TOML."""
+"""Text; a date or a number in TOML is converted to text."""
 Hourly = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -44,16 +44,16 @@ class ListInFile(BaseModel):
         return self
 
     def named(self, name: str) -> PriceList:
-        """Return the price list with a name."""
+        """Return the content of the table as a price list with this name."""
         return PriceList(name, self.date, self.source, tuple(self.regions), self.on_demand, self.spot)
 
 
 def parse_prices(text: str, file: str) -> tuple[PriceList, ...]:
-    """Parse the price lists of a file, in its order.
+    """Parse the price lists of a file, and return them in the order of the file.
 
     Args:
-        text: content of the file.
-        file: name of the file, for error messages.
+        text: Content of the file.
+        file: Name of the file, for error messages.
 
     Raises:
         SpecError: The text is not TOML, or not a price file.

@@ -1,4 +1,4 @@
-"""Prices of machines: the shipped lists, a file of the user's, and the history of spot prices that AWS keeps."""
+"""Prices of machines from the shipped price lists, the user's price file and AWS's history of spot prices."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _TIMEOUT_S = 10.0
 
 
 def load_prices(path: Path | None = None) -> Prices:
-    """Load the shipped price lists, preceded by those of the user's file: `path`, or the file in UNDULA_PRICES.
+    """Load the shipped price lists, preceded by the lists in the user's file, which is `path` or the file that UNDULA_PRICES names.
 
     Raises:
         SpecError: The file cannot be read, or does not have the form of prices.toml.
@@ -42,7 +42,7 @@ def _read(path: Path) -> str:
 
 
 def with_aws_history(prices: Prices, events: Sequence[Event]) -> Prices:
-    """Add AWS's spot prices for the machines and the time of a run. Notes list the machines for which AWS has none."""
+    """Return `prices` with AWS's spot prices for the machines and the time of a run. Notes name the machine types without such a price."""
     used = {
         machine
         for event in events
@@ -71,17 +71,17 @@ def with_aws_history(prices: Prices, events: Sequence[Event]) -> Prices:
 
 
 def _region(machine: Machine) -> str:
-    """Region of a machine; empty if its labels do not give one."""
-    found = re.match(r"[a-z]+(-gov)?-[a-z]+-\d+", machine.zone or "")  # of us-west-2a and us-west-2-lax-1a
+    """Return the region of a machine, or an empty string if its labels do not give one."""
+    found = re.match(r"[a-z]+(-gov)?-[a-z]+-\d+", machine.zone or "")  # us-west-2 in us-west-2a and us-west-2-lax-1a
     return machine.region or (found[0] if found else "")
 
 
 def spot_history(region: str | None, machines: Iterable[Machine], began: float, ended: float) -> dict[Machine, float]:
-    """Mean spot prices in a region over a period, in US dollars per hour; for a machine of unknown zone, the mean over all zones.
+    """Return mean spot prices in a region over a period, in US dollars per hour. If the zone of a machine is unknown, average all zones.
 
     Args:
-        region: Region; by default the one of AWS's own settings.
-        machines: Machines to look up. The result has only those for which AWS has prices.
+        region: Name of the region; by default the region in AWS's own settings.
+        machines: Machines to look up. The result lacks the machines for which AWS has no prices.
         began: Start of the period in seconds since the epoch.
         ended: End of the period in seconds since the epoch.
 
@@ -123,11 +123,11 @@ def spot_history(region: str | None, machines: Iterable[Machine], began: float, 
 
 
 def mean_price(changes: Sequence[tuple[float, float]], began: float, ended: float) -> float:
-    """Mean over a period of a price that changed at certain times.
+    """Return the mean of a price over a period.
 
     Args:
-        changes: Times in seconds since the epoch, each with the price from then on; at least one. AWS also returns the last change
-            before `began`; without it, the first price is assumed to hold from `began`.
+        changes: Times of at least one change in seconds since the epoch, each with the new price. AWS also returns the last change
+            before `began`; without it, the first price is assumed to be valid from `began` on.
         began: Start of the period in seconds since the epoch.
         ended: End of the period in seconds since the epoch, after `began`.
     """

@@ -1,4 +1,4 @@
-"""Actor that runs on each node during an examination: it reports the node's state and tests connections, storage and torch."""
+"""Actor that runs on each node during an examination. It reports the node's state and tests connections, storage and torch."""
 
 import os
 import platform
@@ -20,26 +20,26 @@ from undula.storage import open_store
 
 PACKAGES = ("ray", "torch", "undula", "pyarrow", "horovod")
 OUR_BUILD = re.compile(r"/horovod-[^/]*-([0-9a-f]{8})-torch-[^/]*/")
-"""Pattern of the path of a wheel from `undula build-horovod`, which pip records for installed packages (PEP 610)."""
+"""Pattern of the path of a wheel from `undula build-horovod`. pip records this path when it installs the wheel (PEP 610)."""
 LEFT = "left"
 """Name of the file that one node writes and all nodes must see."""
 STORED_BYTES = 16 * 2**20
-"""Size in bytes of the file that measures the storage: large enough for a rate, and cheap."""
+"""Size in bytes of the file that measures the storage; large enough to measure a rate, but cheap."""
 CONNECT_TIMEOUT_S = 3.0
 CONNECTIONS_AT_ONCE = 32
 
 
 class Probe:
-    """Probe of one node. Its methods can run concurrently, so that one that hangs does not block the others."""
+    """Probe of one node. Its methods can run concurrently, so that a method that hangs does not block the others."""
 
     def report(self, session: str, runs: str) -> NodeReport:
         """Report the software, GPUs, disks and spot notices of this node.
 
         Args:
             session: Ray's session directory on this node.
-            runs: path or URL of the run directories.
+            runs: Path or URL of the run directories.
         """
-        # The module imports torch, which takes seconds. The driver imports this module too but does not need torch.
+        # worker_check imports torch, which takes seconds. The driver imports this module too, but does not need torch.
         from undula.cluster.worker_check import gpus_seen
 
         versions = {"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
@@ -84,7 +84,7 @@ class Probe:
             return int(listener.getsockname()[1])
 
     def leave(self, url: str, ours: bytes) -> str | None:
-        """Write the file that all nodes must see. Returns the problem, or None on success."""
+        """Write the file that all nodes must see. Return the problem, or None on success."""
         try:
             open_store(url).write(LEFT, ours)
         except StorageError as error:
@@ -96,8 +96,8 @@ class Probe:
 
         Args:
             url: URL of a folder that only this examination uses.
-            name: name of the file.
-            ours: expected content of the other node's file.
+            name: Name of the file.
+            ours: Expected content of the other node's file.
         """
         data = os.urandom(STORED_BYTES)
         try:
@@ -135,7 +135,7 @@ def _version(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed.
 
     A Horovod from `undula build-horovod` has the digest of its patch in the version, such as 0.28.1+undula.a392a507. Ranks with different
-    builds of Horovod must not meet.
+    builds of Horovod must not train together.
     """
     try:
         found = distribution(package)

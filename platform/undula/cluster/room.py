@@ -20,16 +20,16 @@ def refuse_what_never_fits(
     fix: str,
     share: int = 1,
 ) -> None:
-    """Refuse a job whose workers do not fit on a local cluster, as no node will ever join it.
+    """Refuse a job whose workers do not fit on a local cluster, because no other node will join the cluster.
 
     Args:
-        workers: resources that each worker of the job needs.
-        origins: place where each of the job's values was set, by dotted key.
-        num_cpus: number of CPUs that the node is started with. Ray detects the other resources of this machine.
-        num_workers: number of workers that must fit on the node.
-        node: name of the node in the message, such as "this machine".
-        fix: another fix for the message, after the one that changes the job.
-        share: number of trainings that share the resources of one worker.
+        workers: Resources that each worker of the job needs.
+        origins: Place where each of the job's values was set, by dotted key.
+        num_cpus: Number of CPUs that the node is started with. Ray detects the other resources of this machine.
+        num_workers: Number of workers that must fit on the node.
+        node: Name of the node in the message, such as "this machine".
+        fix: Alternative fix, which the message names after the change to the job.
+        share: Number of trainings that share the resources of one worker.
 
     Raises:
         SpecError: A resource is missing. The message names the key, the requested and the existing amount, and the fix.
@@ -37,7 +37,7 @@ def refuse_what_never_fits(
     per_worker = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
     per_worker = {name: amount / share for name, amount in per_worker.items() if amount > 0}
     offered: Mapping[str, float] = {"CPU": num_cpus}
-    if per_worker.keys() - offered.keys():  # only if needed, as Ray takes a second to detect other resources
+    if per_worker.keys() - offered.keys():  # Ray takes a second to detect other resources
         offered = machine_resources(num_cpus)
     if missing := shortage(offered, per_worker, num_workers):
         raise SpecError(_sentence(missing, origins, num_workers, node, fix, share))

@@ -1,4 +1,4 @@
-"""The spot watcher: it reads the notices of its machine and asks Ray to drain the machine's nodes before they end."""
+"""Spot watcher, which reads the notices of its machine and asks Ray to drain the machine's nodes before they end."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from undula.errors import ClusterError
 RETRY_S = 1.0
 """Time in seconds between attempts to reach Ray."""
 HEAD_GONE_S = 15.0
-"""Time in seconds without an answer after which the head, and its jobs, count as gone."""
+"""Time in seconds without an answer after which the head and its jobs count as lost."""
 
 
 def watch(
@@ -24,14 +24,14 @@ def watch(
 ) -> None:
     """Poll a source for notices until the watch ends, and pass the first notice on to Ray.
 
-    A notice with a deadline is also passed on after one without a deadline. Each change of state is logged once. While Ray does not accept
-    a notice whose deadline lies ahead, the source is not polled, as a poll would take part of the remaining time.
+    If that notice has no deadline, the first notice with a deadline is passed on as well. Each change of state is logged once. As long as
+    Ray has not accepted a notice with a future deadline, the source is not polled, because a poll would take part of the remaining time.
 
     Args:
-        source: source of notices.
-        drain: function that asks Ray to drain nodes and returns their ids, or raises ClusterError if Ray does not accept the request.
-        log: function that shows a line.
-        is_over: function that waits for a number of seconds and returns whether the watch ends.
+        source: Source of notices.
+        drain: Function that asks Ray to drain nodes and returns their ids, or raises ClusterError if Ray does not accept the request.
+        log: Function that shows a line.
+        is_over: Function that waits for a number of seconds and returns whether the watch ends.
     """
     state: object = None
     pending, accepted, pause_s = None, None, 0.0
@@ -77,12 +77,12 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
     """Ask Ray to drain this machine's nodes, or one of them, and return their ids.
 
     Args:
-        notice: notice to pass on.
-        address: address of the cluster's head; `auto` for the cluster that this machine is a node of.
-        node: id of the only node to drain, for a machine with nodes of several clusters.
+        notice: Notice to pass on.
+        address: Address of the cluster's head; `auto` for the cluster that this machine is a node of.
+        node: Id of the only node to drain, for a machine with nodes of several clusters; None for all nodes of this machine.
 
     Raises:
-        ClusterError: Ray does not run here or does not accept the request.
+        ClusterError: Ray does not run on this machine, or does not accept the request.
     """
     head = Head(address, os.environ)
     try:
@@ -97,13 +97,13 @@ def drain_here(notice: Notice, address: str, node: str | None) -> list[str]:
 
 
 def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], None]) -> None:
-    """Ask Ray to drain this machine's nodes, and wait until they are gone, the notice is over, or the head stops answering.
+    """Ask Ray to drain this machine's nodes, and wait until they have ended, the notice is over or the head stops answering.
 
     Args:
-        notice_s: time in seconds until this machine ends.
-        address: address of the cluster's head.
-        node: id of the only node to drain; None for all nodes of this machine.
-        log: function that shows a line.
+        notice_s: Time in seconds until this machine ends.
+        address: Address of the cluster's head.
+        node: Id of the only node to drain; None for all nodes of this machine.
+        log: Function that shows a line.
     """
     deadline = time.time() + notice_s
     nodes: list[str] = []
@@ -126,7 +126,7 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
             if str(error) != problem:
                 problem = str(error)
                 log(f"{problem}; trying again")
-            time.sleep(RETRY_S)  # paces the attempts
+            time.sleep(RETRY_S)  # limits the rate of attempts
         finally:
             head.close()
 
@@ -151,7 +151,7 @@ class SourceOrSignal:
         return self._signalled or self._source.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a signal, at most `seconds`. Returns False, as a signal does not end the watch."""
+        """Wait for a signal, at most `seconds`. Return False, because a signal does not end the watch."""
         self.wake.wait(seconds)
         self.wake.clear()
         return False

@@ -15,11 +15,11 @@ SIDE = 512
 SMALL_TIMES = 50
 """Number of all-reduces of one number."""
 LARGE_BYTES = 32 * 2**20
-"""Size in bytes of the large tensor; larger than a gradient bucket of DDP (25 MiB), so that bandwidth dominates."""
+"""Size in bytes of the large tensor, which is larger than a gradient bucket of DDP (25 MiB), so that bandwidth dominates."""
 LARGE_TIMES = 5
 """Maximum number of all-reduces of the large tensor."""
 LARGE_LIMIT_S = 4.0
-"""Time limit in seconds for all of them; over a slow network there are fewer."""
+"""Time limit in seconds for all of them together, which reduces their number on a slow network."""
 
 
 def gpus_seen() -> tuple[int, str | None]:

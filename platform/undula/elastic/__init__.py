@@ -1,1 +1,1 @@
-"""Workers that come and go: trainers on Ray Train. All private API of Ray is used here and nowhere else."""
+"""Trainers on Ray Train whose workers can join and leave during a run. No other package uses Ray's private API."""

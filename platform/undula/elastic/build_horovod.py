@@ -1,7 +1,7 @@
-"""`undula build-horovod`: builds Horovod once against the installed torch, and installs it.
+"""Command `undula build-horovod`, which builds Horovod once against the installed torch and installs it.
 
 The package index offers Horovod 0.28.1 only as a source distribution, which does not compile with the headers of current versions of
-torch. The patch file beside this module has the changes that it needs and explains each of them.
+torch. The patch file next to this module contains the necessary changes and explains each of them.
 """
 
 import os
@@ -25,8 +25,8 @@ from undula.errors import ClusterError
 VERSION = "0.28.1"
 PATCH = Path(__file__).with_name(f"horovod-{VERSION}.patch")
 PATCH_COMMANDS = (("git", "apply"), ("patch", "--strip=1", "--fuzz=0", "--batch"))
-"""Commands that apply a patch from their input to the working directory, in order of preference. A machine may have only one of them:
-git does not depend on patch."""
+"""Commands that apply a patch from stdin to the working directory, in order of preference. A machine may have only one of them, because git
+does not depend on patch."""
 DEFAULT_BUILD_ENV = {
     "HOROVOD_WITH_PYTORCH": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -34,7 +34,7 @@ DEFAULT_BUILD_ENV = {
     "HOROVOD_WITHOUT_MPI": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_CPU_OPERATIONS": "GLOO",
-    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the 2.8 of the bundled gloo
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 rejects version 2.8, which the bundled gloo asks for
     "MAKEFLAGS": f"-j{os.cpu_count()}",
 }
 """Environment variables of the build; the user's environment takes precedence over them."""
@@ -44,7 +44,7 @@ REQUIRED_TOOLS = {
     "make": ("MAKE", "make"),
     "git or patch": ("", "git", "patch"),
 }
-"""Programs that the build needs: for each, the environment variable that may name it, and the names to look for."""
+"""Programs that the build needs. Each has the environment variable that can name it, followed by the names to search for."""
 FAILURE_PATTERNS = (
     r"fatal error: .*",
     r"CMake Error[^\n]*\n[^\n]*",
@@ -55,13 +55,13 @@ FAILURE_PATTERNS = (
     r"(?m)^ERROR: .*",
     r"(?m)^ *error: (?!subprocess-exited).*",
 )
-"""Patterns of log lines that give the reason of a failed build, the most telling first."""
+"""Patterns of log lines that give the reason for a failed build, the most specific first."""
 
 
 def build_horovod(cache: Path) -> None:
-    """Install Horovod into this Python from a wheel in `cache`, which is built first if it is not there.
+    """Install Horovod into this Python from a wheel in `cache`. If the cache does not have the wheel, build it first.
 
-    Environment variables that begin with HOROVOD_ are passed to the build: HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
+    Environment variables that begin with HOROVOD_ are passed to the build, such as HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
 
     Raises:
         ClusterError: A tool that the build needs is missing, or the build failed.
@@ -79,7 +79,7 @@ def build_horovod(cache: Path) -> None:
 
 
 def build_name(env: Mapping[str, str]) -> str:
-    """Name of the cache folder of a build; builds that cannot replace each other have different names."""
+    """Return the name of a build's cache folder. Builds that cannot replace each other have different names."""
     choices = "".join(f"-{name[8:].lower()}-{env[name].lower()}" for name in sorted(env) if name.startswith("HOROVOD_"))
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
     changes = sha256(PATCH.read_bytes()).hexdigest()[:8]
@@ -87,23 +87,23 @@ def build_name(env: Mapping[str, str]) -> str:
 
 
 def apply_patch(source: Path) -> None:
-    """Apply our changes to an unpacked source distribution.
+    """Apply PATCH to an unpacked source distribution.
 
     Raises:
-        ClusterError: The source is not the one that the patch was made for.
+        ClusterError: The patch does not apply, because it was made for another source.
     """
     command = next(command for command in PATCH_COMMANDS if shutil.which(command[0]))
     done = subprocess.run(command, input=PATCH.read_text(), cwd=source, capture_output=True, text=True)
     if done.returncode:
         reason = " ".join((done.stderr + done.stdout).split())
         raise ClusterError(
-            f"{PATCH.name} does not apply to the source that the package index has of Horovod {VERSION} ({reason}): "
-            f"let pip use the source distribution that pypi.org has"
+            f"{PATCH.name} does not apply to the package index's source distribution of Horovod {VERSION} ({reason}): "
+            "configure pip to use the source distribution from pypi.org"
         )
 
 
 def failure_reason(log: str) -> str:
-    """The line of a failed build's log that gives the reason."""
+    """Return the line of a failed build's log that gives the reason."""
     found = next((match[0] for pattern in FAILURE_PATTERNS if (match := re.search(pattern, log))), "no reason given")
     return " ".join(found.split())
 
@@ -117,12 +117,12 @@ def _check_tools() -> None:
     if missing:
         raise ClusterError(
             f"building Horovod needs {' and '.join(missing)}, which this machine lacks: "
-            "on Debian, apt-get install g++ cmake make patch"
+            "install them, on Debian with `apt-get install g++ cmake make patch`"
         )
 
 
 def _build_wheel(folder: Path) -> Path:
-    """Path of a wheel that was built from the package index's source; it appears in `folder` only when it is complete."""
+    """Build a wheel from the package index's source and return its path. The wheel appears in `folder` only once it is complete."""
     with tempfile.TemporaryDirectory() as scratch:
         download = ("--no-deps", "--no-binary=:all:", f"--dest={scratch}", f"horovod=={VERSION}")
         _pip(folder, "download", "--quiet", *download)
@@ -142,13 +142,13 @@ def _build_wheel(folder: Path) -> Path:
 
 @contextmanager
 def _spinner(activity: str) -> Iterator[None]:
-    """Show on a terminal that a long activity is in progress."""
+    """Show a spinner on the terminal during a long activity."""
     with Console(stderr=True).status(f"{activity} ..."):
         yield
 
 
 def _pip(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-    """Run pip; if it fails, its output goes to a log in `folder`."""
+    """Run pip. If it fails, write its output to a log in `folder` and raise ClusterError."""
     command = (sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments)
     done = subprocess.run(command, env={**(env or {}), **os.environ}, capture_output=True, text=True)
     if done.returncode:

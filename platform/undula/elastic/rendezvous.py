@@ -1,8 +1,8 @@
-"""The rendezvous of Horovod's ranks: the key-value server for its HTTPStore (horovod/common/gloo/http_store.cc), protected by a secret.
+"""Rendezvous of Horovod's ranks: a key-value server for its HTTPStore (horovod/common/gloo/http_store.cc), protected by a secret.
 
-Horovod's client reads an address and a port from two variables and requests http://ADDRESS:PORT/SCOPE/KEY. If the address is set to
-HOST:REAL_PORT/SECRET, the secret becomes the first part of each path. Horovod's own server (horovod/runner/http/http_server.py) accepts
-unauthenticated requests.
+This server replaces Horovod's own (horovod/runner/http/http_server.py), which accepts unauthenticated requests. Horovod's client reads an
+address and a port from two variables and requests http://ADDRESS:PORT/SCOPE/KEY. If the address is set to HOST:REAL_PORT/SECRET, the
+secret becomes the first part of each path.
 """
 
 import hmac
@@ -17,15 +17,15 @@ MAX_VALUE_BYTES = 2**16
 
 
 class RendezvousServer(ThreadingHTTPServer):
-    """Serves one group after another in a thread. A group can neither see nor change the values of another one.
+    """Server that runs in a thread and serves one group after another. A group can neither read nor change the values of another group.
 
     Args:
-        host: address of this node; the server listens on no other.
-        key: secret that enters the secret of each group, together with fresh random bytes.
+        host: Address of this node. The server listens on no other address.
+        key: Secret that enters the secret of each group, together with fresh random bytes.
     """
 
     daemon_threads = True
-    request_queue_size = 128  # all ranks connect at once, and anew for each request
+    request_queue_size = 128  # all ranks connect at the same time, and again for each request
 
     def __init__(self, host: str, key: str | bytes | None = None):
         super().__init__((host, 0), _Handler)
@@ -35,12 +35,12 @@ class RendezvousServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), name="horovod-rendezvous", daemon=True).start()
 
     def server_bind(self) -> None:
-        """Bind without the lookup of the host's name in the base class, which can take seconds."""
+        """Bind the socket without the base class's lookup of the host name, which can take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def begin_group(self) -> dict[str, str]:
-        """Begin a group with an empty store and a new secret; the variables by which its ranks find the server."""
+        """Begin a group with an empty store and a new secret, and return the environment variables with which its ranks find the server."""
         self._secret = hmac.digest(self._key, secrets.token_bytes(32), "sha256").hex()
         self.values = {}
         host, port = self.server_address[:2]
@@ -50,7 +50,7 @@ class RendezvousServer(ThreadingHTTPServer):
         }
 
     def admits(self, path: str) -> bool:
-        """Whether a path begins with the secret of the current group."""
+        """Return whether a path begins with the secret of the current group."""
         _, first, *_ = [*path.split("/"), ""]
         return bool(self._secret) and secrets.compare_digest(first.partition(":")[0].encode(), self._secret.encode())
 
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status)
 
     def do_DELETE(self) -> None:
-        """Delete a value, once a rank has met the others."""
+        """Delete a value. A rank requests this after it has connected to the others."""
         if self.server.admits(self.path):
             self.server.values.pop(self.path, None)
         self._answer(HTTPStatus.OK)

@@ -1,8 +1,8 @@
-"""Shuts down the TCP connections of collectives, so that threads that wait for a lost rank raise.
+"""Shutdown of the TCP connections of collectives, so that threads that wait for a lost rank raise an exception.
 
-This is needed because neither gloo nor the rendezvous of a store has an abort. Torch's sockets listen on one side: if each rank shuts down
-the connections that it has accepted, every connection of the group ends, whichever rank is lost. Horovod's sockets no longer listen once
-the group runs; they are identified by name.
+This is necessary because neither gloo nor the rendezvous through a store can be aborted. One end of each of torch's connections belongs to
+a port on which its process listens. If each rank shuts down the connections that it has accepted, every connection of the group ends,
+whichever rank is lost. Horovod's sockets no longer listen once the group runs, so they are identified by name.
 """
 
 import os
@@ -15,31 +15,31 @@ OPEN_FILES = Path("/proc/self/fd")
 
 
 def listening_ports() -> frozenset[int]:
-    """TCP ports on which this process listens."""
+    """Return the TCP ports on which this process listens."""
     return frozenset(each.getsockname()[1] for _, each in _stream_sockets() if _listens(each))
 
 
 def cut_connections(ports: frozenset[int]) -> None:
-    """Shut down the connections that this process has accepted on these ports, so that their readers raise."""
+    """Shut down the connections that this process has accepted on these ports, so that threads that read from them raise."""
     for _, each in _stream_sockets():
         if each.getsockname()[1] in ports and not _listens(each):  # gloo ends the process when a listening socket fails
             _cut(each)
 
 
 def open_sockets() -> frozenset[str]:
-    """Names of this process's TCP sockets; a name is unique while its socket is open."""
+    """Return the names of this process's TCP sockets. A name is unique while its socket is open."""
     return frozenset(name for name, _ in _stream_sockets())
 
 
 def cut_sockets(names: frozenset[str]) -> None:
-    """Shut down the connections of the sockets with these names, as far as they are open."""
+    """Shut down the connections of those sockets with these names that are still open."""
     for name, each in _stream_sockets():
         if name in names and not _listens(each):
             _cut(each)
 
 
 def _cut(each: socket.socket) -> None:
-    with suppress(OSError):  # the connection has ended already
+    with suppress(OSError):  # the connection has already ended
         each.shutdown(socket.SHUT_RDWR)
 
 
@@ -49,7 +49,7 @@ def _listens(each: socket.socket) -> bool:
 
 def _stream_sockets() -> Iterator[tuple[str, socket.socket]]:
     for file in OPEN_FILES.iterdir() if OPEN_FILES.is_dir() else []:
-        with suppress(OSError):  # the file was closed meanwhile, or is not a socket
+        with suppress(OSError):  # the file was closed in the meantime, or is not a socket
             if not (name := str(file.readlink())).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(file.name))) as found:

@@ -1,4 +1,4 @@
-"""The train function of a job, as Ray Train runs it on every worker: makes the Run, calls the script, and shows what it prints."""
+"""Train function of a job, which Ray Train runs on every worker: it creates the Run, calls the script and forwards its output."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ from undula.train.tracebacks import is_of_collective, keep_traceback
 
 @dataclass(frozen=True)
 class JobWorker:
-    """The train loop of a job, for Ray Train's `train_loop_per_worker`."""
+    """Train function of a job, for Ray Train's argument `train_loop_per_worker`."""
 
     train: Callable[[Run], None]
     job: Job
@@ -56,9 +56,9 @@ class JobWorker:
                 worker.is_sound = is_of_collective(error) or isinstance(error, StorageError)
                 keep_traceback(error)
                 if run is not None:
-                    with suppress(Exception):  # a GPU in error gives nothing back
+                    with suppress(Exception):  # the state cannot be copied from a GPU that has failed
                         run.hand_over()
-                traceback.clear_frames(error.__traceback__)  # the script's variables have the model too
+                traceback.clear_frames(error.__traceback__)  # the script's variables also keep the model in memory
                 raise
             finally:
                 if run is not None:
@@ -66,14 +66,14 @@ class JobWorker:
 
 
 def open_data(job: Job) -> None:
-    """Read a window of a job's data, so that connections and memory are there by the time that the first batch is asked for."""
-    with suppress(UndulaError, OSError):  # the run itself will report it
+    """Read a window of a job's data, so that connections are open and memory is allocated before the first batch is needed."""
+    with suppress(UndulaError, OSError):  # the run reports the error when it reads the data itself
         data = load_data(job.data)
         rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)
 
 
 def _replicas(worker: WorkerState) -> ReplicaClient | None:
-    """The client of the controller's replica store, where the controller has one."""
+    """Return a client of the controller's replica store, or None if the controller has no replica store."""
     if worker.controller is None:
         return None
     context = ray.train.get_context()
@@ -83,7 +83,7 @@ def _replicas(worker: WorkerState) -> ReplicaClient | None:
 
 
 def _leave_batch_scheduling() -> None:
-    """Take precedence over Ray's daemons where these run as batch processes, as undula.cluster.local starts them."""
+    """Give this process precedence over Ray's daemons, which are batch processes in a cluster that undula.cluster.local has started."""
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_BATCH:
-        for thread in psutil.Process().threads():  # including those of the collectives
+        for thread in psutil.Process().threads():  # the threads that run collectives need it as well
             os.sched_setscheduler(thread.id, os.SCHED_OTHER, os.sched_param(0))

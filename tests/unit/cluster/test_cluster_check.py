@@ -264,7 +264,7 @@ def test_commands_that_read_a_secret_on_the_node_contain_none(config: dict[str, 
 def test_a_bucket_in_another_region_is_an_error_and_one_in_an_unknown_region_a_warning(config: dict[str, Any]) -> None:
     far, unknown = found(config, WORKERS, "near", "far", "secret")
     assert (far.severity, unknown.severity) == ("error", "warning")
-    assert "s3://far is in eu-west-1 but the cluster in us-west-2" in far.message
+    assert "s3://far is in eu-west-1 but the cluster is in us-west-2" in far.message
     assert "access denied" in unknown.message
 
 

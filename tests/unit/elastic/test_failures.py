@@ -111,9 +111,9 @@ def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
     assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
     assert summary(failed(RayActorError())).startswith("rank 0: ")
     broken = raised(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
-    assert summary(failed(broken)) == "rank 0: a collective broke because another rank is gone"
+    assert summary(failed(broken)) == "rank 0: a collective failed because another rank was lost"
     assert summary(failed(broken, mistyped(), broken)) == (
-        "rank 1: KeyError: 'lable' at col.py:3; ranks 0, 2: a collective broke because another rank is gone"
+        "rank 1: KeyError: 'lable' at col.py:3; ranks 0, 2: a collective failed because another rank was lost"
     )
     story = whole_story(failed(RayActorError(), mistyped()))
     assert story.startswith("rank 1:\nTraceback (most recent call last)")
@@ -137,7 +137,7 @@ def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
             OutOfMemoryError("Task was killed due to the node running low on memory."),
             "out of memory: Ray ended the process",
         ),
-        (RayError("The actor died because its node has died. Node Id: 12"), "its node is gone"),
+        (RayError("The actor died because its node has died. Node Id: 12"), "its node was lost"),
         (
             RayError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"),
             "its process crashed",

@@ -1,1 +1,1 @@
-"""Pure decisions about nodes and workers: each takes a view of the cluster and the time, and uses neither Ray nor torch."""
+"""Decisions about nodes and workers. They depend only on the observed cluster and the time, and use neither Ray nor torch."""

@@ -1,4 +1,4 @@
-"""The fleet of a run: which nodes it requests from the cluster's autoscaler, which it uses, and which it gives back."""
+"""Manager of a run's fleet, which decides which nodes the run requests from the cluster's autoscaler, uses and gives back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,40 +22,43 @@ from undula.state.events import Event, FleetEvent, IdleEvent, OverdueEvent, Refu
 DECISION_INTERVAL_S = 1.0
 """Seconds between two decisions."""
 UNUSED_S = 60.0
-"""Seconds for which a node may have unused room before an event reports it."""
+"""Seconds for which a node may have unused room for workers before an event reports it."""
 KEPT_STEPS = 500
 """Number of steps after which older measurements of the pace lose half of their weight."""
 MEASURED_STEPS = 10
-"""Number of steps without which the pace is unknown."""
+"""Minimum number of measured steps; with fewer, the pace is unknown."""
 HURRIES_BELOW, HURRIES_UNTIL = 2.0, 4.0
-"""Spare time below which a run begins to hurry, and above which it stops, as multiples of the time of a changeover."""
+"""Spare time below which a run begins to hurry, and spare time at which it stops hurrying, as multiples of the changeover time. A run that
+hurries replaces all spot nodes by on-demand nodes."""
 REFUSED_AGAIN_S = 600.0
-"""Seconds between two events about the same refused type of nodes."""
+"""Minimum seconds between two events about the same refused node type."""
 AVOID_S = 60.0
-"""Seconds for which the run does not request a type of nodes again after the cloud refused it."""
+"""Seconds after a refusal by the cloud during which the run does not request that node type."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The size of a job and its start, from which the policy computes whether it will meet its deadline."""
+    """Size and start time of a job, from which the policy computes whether the job will meet its deadline."""
 
     total_steps: int
+    """Number of steps of the whole job."""
     began: float
     """Time of the job's first submission in seconds since the epoch."""
 
 
 @dataclass
 class Pace:
-    """The worker-seconds that a step takes, as an average over the groups' steps that gives old ones less and less weight."""
+    """Average number of worker-seconds per step. The older a measurement is, the less weight it has."""
 
     worker_s: float = 0.0
-    """Measured seconds, summed over workers."""
+    """Measured time in seconds, summed over workers."""
     steps: float = 0.0
-    """Number of steps in that time."""
+    """Number of steps that were measured."""
     done: int = 0
     """Number of steps that the run has committed."""
     _last: tuple[float | None, int] | None = None
-    """Time of the newest step that was observed, and its number; no time before the group's first step, which may compile."""
+    """Time and number of the newest observed step; None between groups. The time is None until the group's first step has ended, because
+    that step may include compilation."""
 
     def observe(self, step: int, world_size: int, now: float) -> None:
         """Record that a group of `world_size` workers has committed `step` steps."""
@@ -70,26 +73,26 @@ class Pace:
         self.done = step
 
     def pause(self) -> None:
-        """Record that the group has ended, so that the time until the next one does not count."""
+        """Record that the group has ended, so that the time until the next group does not count."""
         self._last = None
 
     def step_s(self, size: int) -> float | None:
-        """Seconds that `size` workers need for a step; None while the pace is unknown."""
+        """Return the seconds that `size` workers need for a step, or None while the pace is unknown."""
         return self.worker_s / self.steps / size if self.steps >= MEASURED_STEPS else None
 
 
 @dataclass
 class FleetManager:
-    """Carries out a FleetSpec: decides from which markets to request nodes, and gives back surplus nodes.
+    """Manager of a run's fleet. It decides, by a FleetSpec, from which markets to request nodes, and gives back surplus nodes.
 
     Args:
-        spec: the policy.
-        size: number of workers of the whole fleet, which is the job's maximum.
-        fewest: smallest number of workers with which the job trains.
-        work: the job's steps and its start.
-        has_gpus: whether workers use GPUs, so that unused room is reported.
-        on_event: receives the fleet's events.
-        refusals: returns the types of nodes that the cloud has refused since a time, each with its reason; see Refusals.
+        spec: Policy for the fleet.
+        size: Number of workers of the whole fleet, which is the job's maximum.
+        fewest: Minimum number of workers with which the job trains.
+        work: Number of steps and start time of the job.
+        has_gpus: Whether workers use GPUs. If they do, unused room on nodes is reported.
+        on_event: Function that receives the fleet's events.
+        refusals: Function that returns the node types that the cloud has refused since a given time, each with the reason; see Refusals.
     """
 
     spec: FleetSpec
@@ -102,27 +105,27 @@ class FleetManager:
     pace: Pace = field(default_factory=Pace)
     wanted: Fleet = field(default_factory=lambda: Fleet(0, 0))
     released: frozenset[str] = frozenset()
-    """Ids of nodes that the run leaves, so that the autoscaler can end them."""
+    """Ids of the nodes that the run gives back, so that the autoscaler can terminate them."""
     labels: Sequence[Mapping[str, str]] = ()
-    """Labels that the autoscaler must find on the node of each wanted worker; one mapping per worker."""
+    """Labels that the node of each wanted worker must have; one mapping per worker."""
     _decided_at: float = float("-inf")
     _short_since: float | None = None
     _hurries: bool = False
     _refused: Mapping[str, str] = field(default_factory=dict)
     _unused_since: dict[str, float] = field(default_factory=dict)
     _spot: int = 0
-    """Number of workers that fit on spot nodes, when last observed."""
+    """Number of workers that fitted on spot nodes at the last decision."""
     _reported: dict[str, float] = field(default_factory=dict)
-    """Time of the last event on each subject: a refused type, an unused node, or a passed deadline."""
+    """Time of the last event about each subject: a refused node type, an unused node or a missed deadline."""
 
     def update(self, nodes: Mapping[str, Node], ready: Mapping[str, int], own: Mapping[str, int], now: float) -> None:
         """Decide which nodes to request and which to give back.
 
         Args:
-            nodes: the nodes that are alive, by id.
-            ready: number of workers that can train on each node.
-            own: number of all of the run's workers on each node.
-            now: current time in seconds since the epoch.
+            nodes: Nodes that are alive, by id.
+            ready: Number of workers on each node that are ready to train.
+            own: Number of workers of this run on each node, including workers that are starting.
+            now: Current time in seconds since the epoch.
         """
         if now - self._decided_at < DECISION_INTERVAL_S:
             return
@@ -139,7 +142,7 @@ class FleetManager:
         self.labels = self._labels(used)
 
     def room(self, market: str | None, workers: Mapping[str | None, int]) -> int:
-        """Number of workers that may still start on nodes of a market, given the numbers of workers by market."""
+        """Return the number of workers that may still start on nodes of a market, given the present number of workers in each market."""
         if self.spec.is_any or market is None:
             return self.size - sum(workers.values())
         return (self.wanted.spot if market == SPOT else self.wanted.on_demand) - workers.get(market, 0)
@@ -171,14 +174,14 @@ class FleetManager:
             spare < (HURRIES_UNTIL if self._hurries else HURRIES_BELOW) and (self._hurries or spot < self.size)
         )
         wanted = by_deadline(self.size, Fleet(expected, on_demand), ready, remaining, self._hurries)
-        if 0 < expected < self.fewest:  # otherwise the spot nodes would be held while nothing trains on them
+        if 0 < expected < self.fewest:  # otherwise the run would hold spot nodes without training on them
             wanted = Fleet(wanted.spot, max(wanted.on_demand, self.fewest - expected))
         work_left_s = None if self.pace.step_s(self.size) is None else remaining.left_s
         return wanted, FleetEvent(wanted.spot, wanted.on_demand, work_left_s, remaining.time_left_s)
 
     def _expected_spot(self, spot: int, now: float) -> int:
-        """Number of workers to expect on spot nodes: the whole fleet as long as missing nodes may still start."""
-        if spot > self._spot:  # a node that has started shows that others may follow
+        """Return the number of workers to expect on spot nodes. As long as missing nodes may still start, this is the whole fleet."""
+        if spot > self._spot:  # after one node has started, more may follow
             self._short_since = None
         self._spot = spot
         self._short_since = None if spot == self.size else self._short_since or now
@@ -186,7 +189,7 @@ class FleetManager:
         return self.size if may_start else spot
 
     def _remaining(self, deadline_s: float, now: float) -> RemainingWork:
-        # While the pace is unknown so is the work: the run counts as behind, because nothing is done, but it does not hurry.
+        # While the pace is unknown, so is the amount of work: the run counts as behind, because no work is done, but does not hurry.
         step_s = self.pace.step_s(self.size) or 1e-9
         return RemainingWork(
             elapsed_s=now - self.work.began,
@@ -202,7 +205,7 @@ class FleetManager:
         self.released = frozenset(nodes)
 
     def _learn_refusals(self, used: Sequence[Node], now: float) -> None:
-        """Learn which types of nodes the cloud refuses, because Ray's autoscaler would request the same type forever."""
+        """Update the refused node types. Without this, Ray's autoscaler would request the same type forever."""
         rooms = {market: sum(node.slots for node in used if market in (None, node.market)) for market in self._counts()}
         if all(rooms[market] >= count for market, count in self._counts().items()):
             self._refused = {}
@@ -212,13 +215,13 @@ class FleetManager:
             self._report(f"refused {name}", RefusalEvent(name, why[:200]), now, again_s=REFUSED_AGAIN_S)
 
     def _counts(self) -> dict[str | None, int]:
-        """Number of wanted workers by market; the market None stands for any."""
+        """Return the number of wanted workers by market; the key None stands for any market."""
         if self.spec.is_any:
             return {None: self.size}
         return {SPOT: self.wanted.spot, ON_DEMAND: self.wanted.on_demand}
 
     def _report_unused(self, used: Sequence[Node], now: float) -> None:
-        """Report nodes that have had room for more workers for a while."""
+        """Report nodes that have had room for more workers for at least UNUSED_S."""
         unused = {node.id: node.free for node in used if node.free}
         self._unused_since = {node: self._unused_since.get(node, now) for node in unused}
         for node, free in unused.items():
@@ -226,13 +229,13 @@ class FleetManager:
                 self._report(f"unused {node}", IdleEvent(node, free, UNUSED_S, self.size), now)
 
     def _report(self, subject: str, event: Event, now: float, again_s: float = inf) -> None:
-        """Send an event unless one on the same subject was sent less than `again_s` seconds ago."""
+        """Send an event, unless an event about the same subject was sent less than `again_s` seconds ago."""
         if subject not in self._reported or now - self._reported[subject] >= again_s:
             self._reported[subject] = now
             self.on_event(event)
 
     def _labels(self, used: Sequence[Node]) -> list[dict[str, str]]:
-        """Labels of the wanted nodes: existing nodes keep their own type, and all others must be of a type that was not refused."""
+        """Return the labels for each wanted worker. Existing nodes keep their type; other nodes must have a type that was not refused."""
         found: list[dict[str, str]] = []
         for market, count in self._counts().items():
             base = {MARKET: market} if market else {}
@@ -247,7 +250,7 @@ class FleetManager:
 
 
 def _surplus(nodes: list[Node], workers: Mapping[str, int], limit: int) -> list[str]:
-    """Ids of the nodes that are not needed for `limit` workers; nodes on which workers run are needed first."""
+    """Return the ids of the nodes that are not needed for `limit` workers. Nodes with more running workers are kept first."""
     found, room = [], limit
     for node in sorted(nodes, key=lambda node: (-workers.get(node.id, 0), node.id)):
         if room <= 0:

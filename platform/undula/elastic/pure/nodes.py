@@ -1,4 +1,4 @@
-"""A node of the cluster, as the policies see it."""
+"""Nodes of the cluster, and the number of workers that fit on them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,34 +6,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is alive."""
+    """Node that is alive."""
 
     id: str
     slots: int
     """Number of workers that fit on the empty node."""
     free: int
-    """Number of workers that fit beside the current load."""
+    """Number of workers that fit into the node's free resources."""
     deadline: float | None
-    """Time at which the node is removed, in seconds since the epoch: infinity where it is not known, None for a node that stays."""
+    """Time at which the node will be removed, in seconds since the epoch; infinity if the time is unknown, None if the node stays."""
     market: str | None = None
-    """Value of the node's label MARKET."""
+    """Value of the node's label MARKET; None without the label."""
     type: str | None = None
-    """Value of the node's label TYPE."""
+    """Value of the node's label TYPE; None without the label."""
 
 
 def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, float]) -> int:
-    """Number of workers for which a node's resources suffice; of workers that need nothing, one fits."""
+    """Return the number of workers that fit into a node's resources; 1 if a worker needs no resources."""
     needs = {name: amount for name, amount in per_worker.items() if amount > 0}
-    # Ray counts in units of 1e-4, which absorbs the rounding of 0.9 / 0.3.
+    # The added 1e-4, which is Ray's unit of resources, compensates for rounding, such as that of 0.9 / 0.3.
     return int(min((resources.get(name, 0.0) / amount + 1e-4 for name, amount in needs.items()), default=1))
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """The resource that lets the fewest workers fit on a node."""
+    """Resource of which a node has too little for the wanted number of workers."""
 
     resource: str
-    """Name of the resource, as Ray has it."""
+    """Ray's name of the resource."""
     needed: float
     """Amount that one worker needs."""
     offered: float
@@ -43,11 +43,11 @@ class Shortage:
 
 
 def shortage(offered: Mapping[str, float], per_worker: Mapping[str, float], num_workers: int) -> Shortage | None:
-    """What keeps workers from fitting on one node; None where all of them fit.
+    """Return the scarcest resource if not all workers fit on one node, or None if they fit.
 
     Args:
-        offered: Resources of the node, by Ray's names.
-        per_worker: Resources that each worker needs, by Ray's names.
+        offered: Amount of each resource that the node has, by Ray's name of the resource.
+        per_worker: Amount of each resource that a worker needs, by Ray's name of the resource.
         num_workers: Number of workers that must fit.
     """
     num_fitting = workers_that_fit(offered, per_worker)

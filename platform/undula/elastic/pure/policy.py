@@ -1,4 +1,4 @@
-"""The decision when to change the worker group, and to which workers. Pure: a View goes in, and Hold, Resize or Save comes out."""
+"""Policy that decides when to change the worker group, and to which workers. It is a pure function from a View to a Decision."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,24 +7,24 @@ from math import inf
 from undula.recovery.progress import ProgressView
 
 SETTLE_S = 1.0
-"""Seconds after a notice during which the policy waits for more of them, so that they cost one resize together."""
+"""Seconds after a notice during which the policy waits for further notices, so that all of them cause only one resize."""
 EXPECTED_INTERVAL_S = 600.0
-"""Expected seconds until the cluster changes again, before the run has seen any change."""
+"""Expected seconds until the cluster changes, as long as the run has not seen a change."""
 EXPECTED_COST_S = 2.0
-"""Expected pause of a resize in seconds, before one was measured."""
+"""Expected duration in seconds of the pause for a resize, as long as none was measured."""
 LEAVE_S = 5.0
-"""Seconds before the first deadline of its nodes at which a group that becomes too small checkpoints and stops."""
+"""Lead in seconds: a group that becomes too small makes its last checkpoint and stops this long before the first deadline of its nodes."""
 HANG_FACTOR = 10.0
-"""Maximum time without a step before a rank counts as hung, as a multiple of its longest recent step."""
+"""Time without a step after which a rank counts as hung, as a multiple of the longest recent step."""
 HANG_FLOOR_S = 5.0
-"""Smallest value of that time in seconds."""
+"""Minimum of this time in seconds."""
 START_LIMIT_S = 600.0
-"""Maximum seconds without a sign from a rank that starts, validates or saves."""
+"""Maximum seconds without progress for a rank that starts, validates or saves."""
 
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """A worker process that can be in a group."""
+    """Worker process that is in a group or can join one."""
 
     worker: str
     """Id of the worker's actor."""
@@ -35,74 +35,77 @@ class WorkerSlot:
 
 @dataclass(frozen=True)
 class Growth:
-    """Weighs the work that more workers would do until the next change against the work that the pause of a resize costs."""
+    """Comparison of the work that more workers would do until the cluster's next change with the work that the pause for a resize costs."""
 
     interval_s: float = EXPECTED_INTERVAL_S
     """Expected seconds until the cluster changes again."""
     cost_s: float = EXPECTED_COST_S
-    """Expected pause of a resize in seconds."""
+    """Expected duration in seconds of the pause for a resize."""
 
     def pays(self, current: int, wanted: int) -> bool:
+        """Return whether a growth from `current` to `wanted` workers gains more work than its pause costs."""
         return (wanted - current) * self.interval_s > wanted * self.cost_s
 
     def describe(self, current: int, wanted: int) -> str:
+        """Return the reason for a growth, for a message."""
         return (
-            f"{wanted - current} more can train for about {self.interval_s:.0f} s until the next change, "
-            f"at the price of a pause of about {self.cost_s:.1f} s"
+            f"{wanted - current} more can train until the cluster's next change, expected in about {self.interval_s:.0f} s, "
+            f"at the cost of a pause of about {self.cost_s:.1f} s"
         )
 
 
 @dataclass(frozen=True)
 class View:
-    """The cluster and the group, as the policy sees them."""
+    """Everything about the cluster and the group that the policy depends on."""
 
     now: float
     """Current time in seconds since the epoch."""
     slots: Sequence[WorkerSlot]
     """Workers of the group, and workers that are ready to join it."""
     deadlines: Mapping[str, float] = field(default_factory=dict)
-    """Time at which each node with a notice is removed, in seconds since the epoch; infinity where it is not known."""
+    """Time at which each node with a notice will be removed, in seconds since the epoch; infinity if the time is unknown."""
     noticed: float = 0.0
     """Time of the newest of these notices, in seconds since the epoch."""
     growth: Growth = field(default_factory=Growth)
     is_saved: bool = False
-    """Whether a checkpoint was requested since that notice."""
+    """Whether a checkpoint was requested after the newest notice."""
     step_s: float = 0.0
     """Duration of the longest recent step in seconds."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Keep training with the same group."""
+    """Decision to keep training with the same group."""
 
 
 @dataclass(frozen=True)
 class Resize:
-    """End the group at its next step boundary, and continue with these workers."""
+    """Decision to end the group at its next step boundary and to continue with other workers."""
 
     workers: tuple[str, ...]
+    """Ids of the workers in the next group."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Save:
-    """Commit a durable checkpoint at the next step boundary."""
+    """Decision to commit a checkpoint at the next step boundary."""
 
     reason: str
     ends: bool = True
-    """Whether the group ends after the checkpoint and waits for nodes, instead of training on."""
+    """Whether the group ends after the checkpoint and the run waits for nodes, instead of continuing to train."""
 
 
 Decision = Hold | Resize | Save
 
 
 def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
-    """Decide what happens to a group that trains.
+    """Decide whether a group that trains continues, is resized or saves a checkpoint.
 
     Args:
-        view: the cluster and the group.
-        low, high: smallest and largest number of workers.
-        grow: "auto" if growth must pay for its pause, otherwise "always" or "never".
+        view: Present state of the cluster and the group.
+        low, high: Minimum and maximum number of workers.
+        grow: Policy for growth, which is "always", "never", or "auto" if a growth must gain more work than its pause costs.
     """
     group = [slot for slot in view.slots if slot.in_group]
     staying = [slot for slot in group if slot.node not in view.deadlines]
@@ -115,7 +118,7 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
         doomed = f"{len(group) - len(staying)} of {len(group)} workers run on nodes that will be removed"
         if len(wanted) >= low:
             return Resize(wanted, doomed)
-        reason = f"{doomed}, which leaves {len(wanted)} of at least {low}"
+        reason = f"{doomed}, which leaves {len(wanted)}, and the job needs at least {low}"
         last_moment = deadline - LEAVE_S - 3 * view.step_s
         if deadline == inf or view.now >= last_moment:
             return Save(reason)
@@ -127,11 +130,11 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
 
 
 def hang_limit_s(longest_step_s: float, override_s: float | None) -> float:
-    """Maximum seconds without a step before a rank counts as hung.
+    """Return the time without a step, in seconds, after which a rank counts as hung.
 
     Args:
-        longest_step_s: duration of the longest recent step; 0 before the first.
-        override_s: the job's own limit, if it has one.
+        longest_step_s: Duration of the longest recent step in seconds; 0 before the first step.
+        override_s: Limit that the job sets, in seconds; None if it sets none.
     """
     if override_s is not None:
         return override_s
@@ -139,14 +142,14 @@ def hang_limit_s(longest_step_s: float, override_s: float | None) -> float:
 
 
 def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], limit_s: float) -> list[int]:
-    """Ranks that make no step and must be treated as lost.
+    """Return the ranks that make no progress and must be treated as lost.
 
     A rank in a collective waits for other ranks, so it counts as lost only if every rank is in a collective.
 
     Args:
-        ranks: newest progress of each rank; None for a rank that has not reported any.
-        silent_s: seconds for which each rank has not answered a poll.
-        limit_s: result of `hang_limit_s`.
+        ranks: Newest progress of each rank; None for a rank that has not reported any.
+        silent_s: Seconds for which each rank has not answered a poll.
+        limit_s: Result of `hang_limit_s`.
     """
     silent = [rank for rank, seconds in enumerate(silent_s) if seconds > limit_s]
     if silent:
@@ -159,6 +162,6 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
 
 
 def _patience_s(rank: ProgressView, limit_s: float) -> float:
-    """Limit for a rank in its current phase; a first step may compile, and so has the longer one."""
+    """Return the time limit for a rank's current phase. The first step has the longer limit, because it may include compilation."""
     steps = rank.phase in ("compute", "reduce") and rank.longest_step_s > 0
     return limit_s if steps else max(limit_s, START_LIMIT_S)

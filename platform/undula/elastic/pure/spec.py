@@ -1,4 +1,4 @@
-"""The sections of a job's spec for its workers and for Horovod."""
+"""Sections of a job's spec for its workers and for Horovod."""
 
 from dataclasses import field
 from pathlib import PurePath
@@ -12,34 +12,34 @@ from undula.errors import STRICT
 from undula.plan.fleet import FleetSpec
 
 CPU_CYCLE_TIME_MS = 5
-"""Milliseconds between two rounds of Horovod's background thread where workers train on CPUs."""
+"""Milliseconds between two cycles of Horovod's background thread if workers train on CPUs."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class WorkersSpec:
-    """Number of workers, and what each of them needs."""
+    """Number of workers and resources of each worker."""
 
     min: Annotated[int, Gt(0)] = 1
-    """Smallest number of workers to train with; with fewer, the job waits for nodes."""
+    """Minimum number of workers; with fewer, the job waits for nodes."""
     max: Annotated[int, Gt(0)] = 1
-    """Largest number of workers to train with, no more than plan.virtual_workers."""
+    """Maximum number of workers; must not be larger than plan.virtual_workers."""
     cpus: Annotated[float, Ge(0)] = 1.0
     """Number of CPUs that Ray reserves for a worker."""
     gpus: Annotated[float, Ge(0)] = 0.0
     """Number of GPUs that Ray reserves for a worker; workers with GPUs exchange gradients over NCCL."""
     resources: dict[str, float] = field(default_factory=dict)
-    """Amounts of other Ray resources that a worker needs, by name."""
+    """Amounts of other Ray resources that Ray reserves for a worker, by name."""
     fleet: FleetSpec = field(default_factory=FleetSpec)
     """Policy for the nodes that the job requests from the cluster's autoscaler, up to `max`."""
     grow: Literal["auto", "always", "never"] = "auto"
-    """When to add workers to a group that trains: `auto` adds them if the work that they are expected to do until the cluster's next
-    change exceeds the work that is lost in the pause; `always`; or `never`."""
+    """Policy for adding workers to a group that trains. `auto` adds them if the work that they are expected to do until the cluster's next
+    change exceeds the work that is lost in the pause; `always` adds them in any case, and `never` does not add any."""
     hang_limit_s: Annotated[float, Gt(0)] | None = None
-    """Maximum seconds without a step before a worker counts as lost; by default 10 times its longest recent step, and at least 5. While
-    a worker starts, validates or saves, the limit is 600 seconds without a sign, or this value if it is larger."""
+    """Seconds without a step after which a worker counts as lost; by default 10 times the longest recent step, and at least 5. While a
+    worker starts, validates or saves, the limit is 600 seconds without progress, or this value if it is larger."""
     max_failures: Annotated[int, Ge(-1)] = 3
-    """Number of failures that the job survives; -1 for any number. Exceptions of the script count over the whole run, lost workers only
-    until the next committed step. An exception that would come again, such as a KeyError, ends the job at once."""
+    """Number of failures that the job survives; -1 for any number. Exceptions of the script count over the whole run; lost workers count
+    only until the next committed step. An exception that every attempt would raise, such as a KeyError, ends the job at once."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:
@@ -56,49 +56,52 @@ def _as_tuple(value: Any) -> Any:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class HorovodSpec:
-    """Settings of Horovod's rendezvous and of its exchange of gradients.
+    """Settings of Horovod's rendezvous and gradient exchange.
 
-    Each field sets one of the HOROVOD_* variables of Horovod 0.28.1 (horovod/common/operations.cc, gloo/gloo_context.cc,
+    Each field sets an environment variable HOROVOD_* of Horovod 0.28.1 (horovod/common/operations.cc, gloo/gloo_context.cc,
     stall_inspector.cc, parameter_manager.cc).
     """
 
     nics: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
-    """Names of network interfaces, of which each node uses the first that it has (HOROVOD_GLOO_IFACE; NCCL gets all of them in
-    NCCL_SOCKET_IFNAME); by default the interface with the address under which Ray knows the node."""
+    """Names of network interfaces. Each node uses the first of them that it has (HOROVOD_GLOO_IFACE); NCCL gets all of them
+    (NCCL_SOCKET_IFNAME). By default, a node uses the interface with the address under which Ray knows the node."""
     timeout_s: Annotated[int, Gt(0)] = 30
-    """Maximum seconds for which a rank waits for the others, in the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS);
-    nobody waits for a rank that is known to be lost."""
+    """Maximum seconds for which a rank waits for the others in the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS). Ranks do
+    not wait for a rank that is known to be lost."""
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
-    """Maximum MiB of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or what autotune finds."""
+    """Maximum MiB of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or the value that
+    autotune finds."""
     cycle_time_ms: Annotated[float, Gt(0)] | None = None
-    """Milliseconds between two checks for gradients that all ranks have (HOROVOD_CYCLE_TIME); by default 1 with GPUs or with a
-    fusion_threshold_mib, 5 otherwise, because each check takes time from the cores that train, or what autotune finds. If this and
-    fusion_threshold_mib are both set, a change of the group needs new processes."""
+    """Milliseconds between two checks for gradients that are ready on all ranks (HOROVOD_CYCLE_TIME). The default is the value that
+    autotune finds; without autotune, it is 1 with GPUs or with fusion_threshold_mib, and otherwise 5, because each check takes time from
+    the cores that train. If this and fusion_threshold_mib are both set, each change of the group needs new processes."""
     cache_capacity: Annotated[int, Ge(0)] | None = None
-    """Number of tensors whose descriptions the ranks cache (HOROVOD_CACHE_CAPACITY); by default 1024, and 0 for no cache."""
+    """Number of tensors whose descriptions the ranks cache (HOROVOD_CACHE_CAPACITY); by default 1024. 0 disables the cache."""
     autotune: bool = False
-    """Whether Horovod tunes the three values above while it trains (HOROVOD_AUTOTUNE); each group tunes them anew in new processes."""
+    """Whether Horovod tunes the three values above while it trains (HOROVOD_AUTOTUNE). Each group starts new processes and tunes the
+    values again."""
     autotune_log: str | None = None
-    """File on the node of rank 0 to which autotune writes what it tried (HOROVOD_AUTOTUNE_LOG); the group's start time is added to its
-    name."""
+    """File on the node of rank 0 in which autotune records the values that it tries (HOROVOD_AUTOTUNE_LOG). The group's start time is added
+    to the file name."""
     timeline: str | None = None
-    """File on the node of rank 0 for a trace in the format of chrome://tracing (HOROVOD_TIMELINE); the group's start time is added to
-    its name."""
+    """File on the node of rank 0 for a trace in the format of chrome://tracing (HOROVOD_TIMELINE). The group's start time is added to
+    the file name."""
     timeline_mark_cycles: bool = False
     """Whether the timeline shows each check for gradients (HOROVOD_TIMELINE_MARK_CYCLES)."""
     hierarchical_allreduce: bool = False
-    """Whether gradients are summed within each node before they are summed across nodes, over NCCL (HOROVOD_TORUS_ALLREDUCE, because
+    """Whether NCCL sums gradients within each node before it sums them across nodes (HOROVOD_TORUS_ALLREDUCE, because
     HOROVOD_HIERARCHICAL_ALLREDUCE needs MPI)."""
     stall_check_s: Annotated[int, Ge(0)] = 60
-    """Seconds after which Horovod logs the tensors that some ranks have not submitted (HOROVOD_STALL_CHECK_TIME_SECONDS); 0 for never."""
+    """Seconds after which Horovod logs the tensors that some ranks have not submitted (HOROVOD_STALL_CHECK_TIME_SECONDS); 0 disables
+    the check."""
     stall_shutdown_s: Annotated[int, Ge(0)] = 0
-    """Seconds after which Horovod ends such a group (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS), more than stall_check_s; 0 for never, because
-    workers.hang_limit_s already ends hung workers."""
+    """Seconds after which Horovod ends a group in which some ranks have not submitted a tensor (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS); must
+    be larger than stall_check_s. The default 0 disables this, because workers.hang_limit_s already ends hung workers."""
     num_nccl_streams: Annotated[int, Gt(0)] = 1
     """Number of CUDA streams that NCCL uses (HOROVOD_NUM_NCCL_STREAMS)."""
     log_level: Literal["info", "warning", "error", "fatal"] = "warning"
-    """Lowest level of the messages that Horovod writes to the workers' log files (HOROVOD_LOG_LEVEL); lower levels would reveal the
-    rendezvous secret."""
+    """Lowest level of the messages that Horovod writes to the workers' log files (HOROVOD_LOG_LEVEL). Levels below info are not
+    available, because they would reveal the rendezvous secret."""
 
     def __post_init__(self) -> None:
         if self.stall_shutdown_s and not 0 < self.stall_check_s < self.stall_shutdown_s:
@@ -114,8 +117,8 @@ class HorovodSpec:
             )
 
     def variables(self, group: str, has_gpus: bool) -> dict[str, str]:
-        """Environment variables of the workers, without addresses; `group` is added to the names of files."""
-        # A process in which both values are fixed cannot join a second group.
+        """Return the environment variables of the workers, except for addresses. `group` is added to the names of files."""
+        # A process in which both this and the fusion threshold are fixed cannot join a second group.
         is_left_to_horovod = has_gpus or self.autotune or self.fusion_threshold_mib is not None
         cycle_time_ms = None if is_left_to_horovod else CPU_CYCLE_TIME_MS
         scaled = None if self.fusion_threshold_mib is None else int(self.fusion_threshold_mib * 2**20)
@@ -125,8 +128,8 @@ class HorovodSpec:
             "CYCLE_TIME": self.cycle_time_ms or cycle_time_ms,
             "CACHE_CAPACITY": self.cache_capacity,
             "AUTOTUNE": int(self.autotune),
-            "AUTOTUNE_LOG": self.autotune_log and _of_group(self.autotune_log, group),
-            "TIMELINE": self.timeline and _of_group(self.timeline, group),
+            "AUTOTUNE_LOG": self.autotune_log and _with_group(self.autotune_log, group),
+            "TIMELINE": self.timeline and _with_group(self.timeline, group),
             "TIMELINE_MARK_CYCLES": int(self.timeline_mark_cycles),
             "TORUS_ALLREDUCE": int(self.hierarchical_allreduce),
             "STALL_CHECK_DISABLE": int(self.stall_check_s == 0),
@@ -140,6 +143,7 @@ class HorovodSpec:
         return {f"HOROVOD_{name}": str(value) for name, value in values.items() if value is not None}
 
 
-def _of_group(file: str, group: str) -> str:
+def _with_group(file: str, group: str) -> str:
+    """Return the path of a file with `group` added to its name."""
     path = PurePath(file)
     return str(path.with_name(f"{path.stem}-{group}{path.suffix}"))

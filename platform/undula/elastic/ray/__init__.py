@@ -1,1 +1,1 @@
-"""The only package that uses private API of Ray."""
+"""Integration with Ray and Ray Train. This is the only package that uses Ray's private API."""

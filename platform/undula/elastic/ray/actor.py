@@ -1,4 +1,4 @@
-"""The actor of a Ray Train worker, extended to outlive its worker group."""
+"""Actor of a Ray Train worker, extended to outlive its worker group."""
 
 import gc
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
 
 PROMPT_END_S = 0.3
-"""Seconds in which a train function normally ends after it has left the group, or after a collective has failed."""
+"""Seconds within which a train function normally ends after it has left the group or a collective has failed."""
 LATE_IMPORTS = (
     *("ray.tune", "undula.elastic.ray.backend"),
     *(
@@ -32,11 +32,11 @@ LATE_IMPORTS = (
         "undula.state.checkpoint_files",
     ),
 )
-"""Modules that Ray Train, a group's first rendezvous and a run's first checkpoint would otherwise import while ranks wait."""
+"""Modules that Ray Train, a group's first rendezvous and a run's first checkpoint would otherwise import while other ranks wait."""
 PIECE_BYTES = 8 * 2**20
-"""Size of the pieces in which memory is faulted in."""
+"""Size in bytes of the pieces in which memory is faulted in."""
 FAULT_IN_BYTES = 2**30
-"""Maximum memory to fault in, which is also what the heap keeps when it is freed."""
+"""Maximum number of bytes to fault in, which is also the number of freed bytes that the heap keeps."""
 
 
 @dataclass
@@ -48,21 +48,21 @@ class ElasticStatus(WorkerStatus):
     has_left: bool = False
     """Whether the rank has left the group at a step boundary."""
     resident_bytes: int = 0
-    """Resident memory of the process."""
+    """Resident memory of the process in bytes."""
 
 
 _state: WorkerState | None = None
 
 
 def worker_state() -> WorkerState:
-    """The state of the worker that lives in this process: that of its ElasticWorker, or a new one under a controller of Ray's own."""
+    """Return the state of this process's worker, which ElasticWorker and the train function share. The first call creates it."""
     global _state
     _state = _state or WorkerState()
     return _state
 
 
 class ElasticWorker(RayTrainWorker):
-    """A RayTrainWorker that can leave its group and join another one."""
+    """RayTrainWorker that can leave its group and join another one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,13 +71,16 @@ class ElasticWorker(RayTrainWorker):
     def prepare(
         self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str
     ) -> ActorMetadata:
-        """Do what takes time before the first group, while other workers still train: imports, device context, first kernels, memory.
+        """Prepare this process for its first group while other workers train: imports, device context, first kernels and memory.
 
         Args:
-            train_fn_ref: the train function.
-            prepare: the trainer's own preparation.
-            resident_bytes: resident memory of a worker that trains; 0 if it is unknown or lies on the device.
-            home: id of the controller's node.
+            train_fn_ref: Reference to the train function.
+            prepare: Function with the trainer's own preparation.
+            resident_bytes: Resident memory of a worker that trains, in bytes; 0 if it is unknown or if the state is on the device.
+            home: Id of the controller's node.
+
+        Returns:
+            Address and process id of this worker.
         """
         self._state.home = home
         train_fn_ref.get()
@@ -85,14 +88,14 @@ class ElasticWorker(RayTrainWorker):
         if prepare:
             prepare()
         fault_in(resident_bytes - resident_memory())
-        gc.freeze()  # these objects stay, so collections at the start of a group can skip them
+        gc.freeze()  # these objects stay alive, so collections at the start of a group can skip them
         return self.get_metadata()
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         self._state.join_group()
-        self._state.own_ports = listening_ports()  # among them Ray's, whose connections must stay
+        self._state.own_ports = listening_ports()  # these include Ray's ports, whose connections must stay
         super().init_train_context(*arguments, **more)
-        gc.collect()  # frees what the former group's script has left in reference cycles, such as its model
+        gc.collect()  # frees objects of the former group in reference cycles, such as its model
         self._state.controller = get_train_context().controller_actor
 
     def poll_status(self) -> ElasticStatus:
@@ -104,44 +107,47 @@ class ElasticWorker(RayTrainWorker):
         status.has_left = status.progress.phase == "left" and not status.running and status.error is None
         if status.has_left:
             status.running = True  # otherwise the controller would consider the run finished
-        status.preemption_info = None  # the policy handles notices; Ray would train on until the deadline
+        status.preemption_info = None  # the policy handles notices; Ray would train until the deadline
         return status
 
     def set_request(self, request: Request) -> None:
-        """Set what the rank must do at its next step boundary."""
+        """Set the request that the rank carries out at its next step boundary."""
         self._state.request = request
 
     def break_collectives(self) -> None:
-        """Abort the rank's collectives, so that threads that wait in them raise."""
+        """Abort the rank's collectives, so that threads that wait in them raise an exception."""
         abort_collectives(self._state)
 
     def ping(self) -> None:
-        """Do nothing; an answer shows that the process is alive."""
+        """Do nothing. An answer shows that the process is alive."""
 
     def export_state(self, room: float, newest: Age) -> tuple[bytes, np.ndarray[Any, Any]] | str | None:
-        """The state that the last group has left in this process, for the controller to keep because this node will be removed.
+        """Return the state that this process holds, so that the controller can keep it after this node is removed.
 
         Args:
-            room: bytes that the controller has room for.
-            newest: age of the newest complete state that the controller holds.
+            room: Number of bytes for which the controller has room.
+            newest: Age of the newest complete state that the controller holds.
 
         Returns:
-            A snapshot's meta and bytes; None if the controller's state is as new; the reason if the state is too large to send.
+            Metadata and bytes of a snapshot; None if the controller has a state of at least this age or this process has none; a message if
+            the state is too large for the controller.
         """
         held = self._state.held
         if held is None or held.age <= newest:
             return None
         if held.state.bytes > room:
-            return f"its {held.state.bytes / 2**20:.0f} MiB are more than half of the memory that is free on the head"
+            return f"its size of {held.state.bytes / 2**20:.0f} MiB is more than half of the memory that is free on the head"
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
     def leave_group(self, timeout_s: float) -> bool:
-        """End what the group has left running in this process. True if the process can join another group."""
+        """End everything that the group has left running in this process. Return whether the process can join another group."""
         self.shutdown()  # type: ignore[no-untyped-call]
         thread = get_train_context().execution_context.training_thread_runner._thread
         if thread is not None:
-            self._state.has_ended = True  # the function may be computing, where no aborted collective stops it
+            self._state.has_ended = (
+                True  # stops a function that computes, which aborting its collectives would not stop
+            )
             thread.join(PROMPT_END_S)
             abort_collectives(self._state)  # another rank may be waiting for this one
             thread.join(timeout_s)
@@ -150,9 +156,9 @@ class ElasticWorker(RayTrainWorker):
         return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
 
     def kill_process(self, pid: int) -> None:
-        """Send SIGKILL to another worker of this machine; a stopped process does not react to Ray.
+        """Send SIGKILL to another worker on this machine, because a suspended process does not react to Ray.
 
-        A process that has taken over the worker's id in the meantime is left alone.
+        Another process that has received the same process id in the meantime is not killed.
         """
         with suppress(psutil.Error):
             other = psutil.Process(pid)
@@ -161,9 +167,9 @@ class ElasticWorker(RayTrainWorker):
 
 
 def abort_collectives(state: WorkerState) -> None:
-    """Make rendezvous and collectives of this process's groups fail, here and on the ranks that wait for this one.
+    """Make the rendezvous and collectives of this process's groups fail, here and on the ranks that wait for this one.
 
-    Gloo comes first: a thread that an aborted NCCL collective releases must not be able to commit the result over gloo.
+    Gloo's connections are cut first, because a thread that an aborted NCCL collective releases must not be able to commit a step over gloo.
     """
     cut_connections(listening_ports() - state.own_ports)
     cut_sockets(state.collective_sockets)
@@ -172,19 +178,19 @@ def abort_collectives(state: WorkerState) -> None:
 
 
 def resident_memory() -> int:
-    """Resident memory of this process in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def fault_in(num_bytes: int) -> None:
-    """Extend this process's heap by as much as the heap keeps after it is freed (KEEP_HEAP in undula.elastic.ray.pool)."""
+    """Extend this process's heap by memory that the heap keeps after it is freed (see KEEP_HEAP in undula.elastic.ray.pool)."""
     pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
     held = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in pieces]
     del held
 
 
 def warm_up() -> None:
-    """Run one step of a tiny model, in which torch imports modules and CUDA creates its context."""
+    """Run one step of a tiny model, so that torch imports its modules and CUDA creates its context."""
     get_torch_device_manager_by_context()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = torch.nn.Linear(2, 2).to(device)

@@ -1,4 +1,4 @@
-"""The run's standing request to Ray's autoscaler: a node with room for each of its workers."""
+"""Request of a run to Ray's autoscaler for nodes with room for all of its workers. It stays in effect while the run lasts."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinato
 from undula.elastic.ray.capacity import BackgroundCall
 
 REPEAT_S = 20.0
-"""Seconds between two identical requests, which must be repeated because Ray drops them after EXPIRES_S."""
+"""Seconds after which an unchanged request is sent again, because Ray drops it after EXPIRES_S."""
 EXPIRES_S = 180.0
-"""Seconds after which Ray drops a request that was not repeated."""
+"""Seconds after which Ray drops a request that was not sent again."""
 
 
 @dataclass
 class AutoscalerRequest:
-    """Sends the request in the background, so that nothing waits for the autoscaler."""
+    """Sender of the request. It works in the background, so that the controller does not wait for the autoscaler."""
 
     requester: str
     _sent: Sequence[Mapping[str, str]] | None = None
@@ -26,7 +26,7 @@ class AutoscalerRequest:
     _background: BackgroundCall = field(default_factory=BackgroundCall)
 
     def send(self, resources: Mapping[str, float], labels: Sequence[Mapping[str, str]]) -> None:
-        """Request a node with `resources` free for each entry of `labels`, if the request has changed or must be repeated."""
+        """Request a node with `resources` free for each entry of `labels`. An unchanged request is sent again only after REPEAT_S."""
         now = time.monotonic()
         if labels == self._sent and now - self._sent_at < REPEAT_S:
             return

@@ -1,4 +1,4 @@
-"""Torch's process group, created and destroyed in the thread that trains, so that one process can join several groups in turn."""
+"""Torch's process group, which the training thread creates and destroys, so that a process can join one worker group after another."""
 
 import os
 from contextlib import AbstractContextManager, suppress
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from undula.elastic.ray.actor import worker_state
 
 RENDEZVOUS_TIMEOUT_S = 10.0
-"""Maximum seconds for which a rank waits for the others to join."""
+"""Maximum seconds for which a rank waits until all ranks have joined."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Rendezvous:
     port: int
     backend: str
     timeout_s: float
+    """Maximum seconds for which a rank waits for the others in a collective."""
 
     def store(self, rank: int, world_size: int) -> TCPStore:
-        """The key-value store through which the ranks find each other; rank 0 serves it."""
+        """Return the key-value store through which the ranks find each other. Rank 0 serves it."""
         timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         return TCPStore(self.address, self.port, world_size, is_master=rank == 0, timeout=timeout)
 
@@ -41,7 +42,7 @@ _rendezvous: Rendezvous | None = None
 
 
 def set_rendezvous(rendezvous: Rendezvous) -> None:
-    """Use this rendezvous for the next group; runs in each worker before its train function."""
+    """Set the rendezvous of the next group. This function runs in each worker before its train function."""
     global _rendezvous
     _rendezvous = rendezvous
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous.address, str(rendezvous.port)
@@ -49,7 +50,7 @@ def set_rendezvous(rendezvous: Rendezvous) -> None:
 
 
 class InProcessGroup(AbstractContextManager[None]):
-    """Context of the train function, in which the process is a member of the group's process group."""
+    """Context of the train function in which this process is a member of the process group."""
 
     def __enter__(self) -> None:
         assert _rendezvous is not None
@@ -68,13 +69,13 @@ class InProcessGroup(AbstractContextManager[None]):
                 timeout=timedelta(seconds=_rendezvous.timeout_s),
             )
         except Exception:
-            worker_state().is_sound = True  # the fault lies with a rank that did not join
+            worker_state().is_sound = True  # another rank did not join, so this process is not at fault
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # NCCL's orderly shutdown would wait forever for a rank that is lost.
+        # NCCL's regular shutdown would wait forever for a lost rank.
         if error is not None and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
         else:
@@ -85,7 +86,7 @@ class InProcessGroup(AbstractContextManager[None]):
 
 @dataclass
 class ElasticTorchConfig(TorchConfig):
-    """A TorchConfig whose process group exists exactly while the train function runs."""
+    """TorchConfig whose process group exists only while the train function runs."""
 
     @property
     def backend_cls(self) -> type["ElasticTorchBackend"]:
@@ -97,10 +98,11 @@ class ElasticTorchConfig(TorchConfig):
 
 
 class ElasticTorchBackend(_TorchBackend):
-    """Passes the rendezvous to the ranks, whose own threads then create the process group."""
+    """Backend that passes the rendezvous to the ranks. The training threads of the ranks then create the process group."""
 
     share_cuda_visible_devices = False
-    """False, so that each process sees only its own GPUs: it has created a CUDA context before it joins others on its node."""
+    """False, so that each process sees only its own GPUs: it has already created a CUDA context when it joins the other processes on its
+    node."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         gpus = worker_group.get_resources_per_worker().get("GPU", 0)
@@ -109,7 +111,7 @@ class ElasticTorchBackend(_TorchBackend):
         worker_group.execute(set_rendezvous, Rendezvous(address, port, backend, float(backend_config.timeout_s)))
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Do nothing: the train functions' contexts have destroyed their process groups."""
+        """Do nothing, because the contexts of the train functions have already destroyed their process groups."""
 
 
 def _free_address() -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The nodes of the cluster with their room for workers, and the node types that the cloud refuses, as Ray's head knows them."""
+"""Queries to Ray's head for the nodes with their room for workers, and for the node types that the cloud has refused."""
 
 import logging
 import threading
@@ -14,21 +14,22 @@ from undula.elastic.pure.nodes import Node, workers_that_fit
 from undula.plan.fleet import MARKET, TYPE
 
 STATUS_TIMEOUT_S = 5
-"""Maximum seconds to wait for the autoscaler's status."""
+"""Maximum seconds to wait for the status of the autoscaler."""
 REFUSALS_INTERVAL_S = 2.0
-"""Seconds between two requests for that status."""
+"""Minimum seconds between two requests for this status."""
 
 
 @dataclass
 class Labels:
-    """Labels of nodes by id; Ray's head is asked only when a new node appears."""
+    """Cache of node labels, which queries Ray's head only when a new node appears."""
 
     known: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    """Labels of each node, by node id."""
 
     def on(self, nodes: Mapping[str, Node]) -> dict[str, Node]:
-        """The nodes with the market and the type that their labels name."""
+        """Return the nodes with the market and the type from their labels."""
         if not nodes.keys() <= self.known.keys():
-            all_nodes: Any = ray.nodes  # Ray does not annotate it
+            all_nodes: Any = ray.nodes  # Ray does not annotate this function
             self.known = {node["NodeID"]: node["Labels"] for node in all_nodes()}
         labels = {node: self.known.get(node, {}) for node in nodes}
         return {
@@ -38,7 +39,7 @@ class Labels:
 
 
 class BackgroundCall:
-    """Runs one call at a time in a background thread, because a call that opens a connection to the head may take a minute."""
+    """Runner of one call at a time in a background thread, because a call that connects to the head can take a minute."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -47,7 +48,7 @@ class BackgroundCall:
         return BackgroundCall, ()
 
     def __call__(self, call: Callable[[], None]) -> bool:
-        """Start the call unless the previous one is still running; whether it was started."""
+        """Start a call unless the previous one is still running. Return whether it was started."""
         if self._thread and self._thread.is_alive():
             return False
         self._thread = threading.Thread(target=self._run, args=(call,), name="undula-background", daemon=True)
@@ -58,21 +59,24 @@ class BackgroundCall:
     def _run(call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a head that is busy or gone fails in many ways, and the next call tries again
+        except Exception as error:  # a busy or lost head causes many kinds of errors, and the next call tries again
             logging.getLogger("undula").info("the head of the cluster did not answer: %s", error)
 
 
 @dataclass
 class Refusals:
-    """Node types that the cloud refused to the autoscaler, as of the last answer of the head."""
+    """Node types that the cloud has refused to the autoscaler, according to the newest answer of the head."""
 
     last: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """For each type, the time of the refusal in seconds since the epoch, and its reason."""
+    """Time of each type's newest refusal, in seconds since the epoch, and its reason."""
     _background: BackgroundCall = field(default_factory=BackgroundCall)
     _asked_at: float = float("-inf")
 
     def __call__(self, since: float) -> dict[str, str]:
-        """The types refused since then, each with its reason. Newer refusals appear in a later call, as this one does not wait."""
+        """Return the types that were refused since a time, each with the reason.
+
+        The call does not wait for the head, so newer refusals appear only in a later call.
+        """
         if time.monotonic() - self._asked_at >= REFUSALS_INTERVAL_S and self._background(self._ask):
             self._asked_at = time.monotonic()
         return {name: reason for name, (refused, reason) in self.last.items() if refused >= since}
@@ -86,7 +90,7 @@ class Refusals:
 
 
 def alive_nodes(per_worker: Mapping[str, float]) -> dict[str, Node]:
-    """The nodes that are alive, by id, with their room for workers that need `per_worker` resources."""
+    """Return the nodes that are alive, by id, with their room for workers that need `per_worker` resources."""
     state: Any = ray._private.state.state
     free, total = state.available_resources_per_node(), state.total_resources_per_node()
     draining = state.get_draining_nodes()

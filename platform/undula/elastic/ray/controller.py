@@ -1,4 +1,4 @@
-"""Ray Train's controller, extended to keep workers between groups and to poll as soon as a worker calls."""
+"""Ray Train's controller, extended to keep workers between groups and to poll them as soon as one of them requests it."""
 
 import asyncio
 import time
@@ -21,21 +21,21 @@ from undula.recovery.snapshot import parsed
 POLL_INTERVAL_S = 0.25
 """Seconds between two polls of the workers."""
 FAST_POLL_S = 0.02
-"""Seconds between two polls after a worker has called, and while a group ends."""
+"""Seconds between two polls after a worker has called `wake`, and while a group ends."""
 FAST_FOR_S = 1.0
-"""Seconds of fast polling after a call."""
+"""Seconds for which polling is fast after such a call."""
 POLL_TIMEOUT_S = 0.05
-"""Maximum seconds for which a poll waits; the next poll collects later answers."""
+"""Maximum seconds for which a poll waits for answers. The next poll collects the answers that arrive later."""
 
 
 class ElasticController(TrainController):
-    """Ray Train's controller with a pool of workers, which it polls as soon as one of them calls.
+    """Ray Train's controller with a pool of workers. It polls the workers as soon as one of them calls `wake`.
 
     Args:
-        scaling_config: Ray Train's own.
-        grow, hang_limit_s: as in WorkersSpec.
-        pool: the workers.
-        callbacks, arguments: as Ray Train passes them.
+        scaling_config: Ray Train's configuration of the workers.
+        grow, hang_limit_s: Values of these fields of WorkersSpec.
+        pool: Pool of the run's workers.
+        callbacks, arguments: Arguments that Ray Train passes to its own controller.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class ElasticController(TrainController):
         super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
 
     async def wake(self) -> None:
-        """Poll at once, because a worker's state has changed."""
+        """Poll the workers at once. A worker calls this method when its state has changed."""
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
     async def store_replica(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
-        """Keep a replica of a rank's snapshot; False if there is no room for it."""
+        """Store a replica of a rank's snapshot. Return False if there is no room for it."""
         if data.nbytes > self._pool.replicas.room():
             return False
         self._pool.replicas.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
         return True
 
     async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
-        """The share of the replicas that one of `world_size` ranks fetches; together, the ranks fetch all of them."""
+        """Return the share of the replicas that one of `world_size` ranks fetches. Together, the ranks fetch all replicas."""
         found = self._pool.replicas.share(rank, world_size)
         return [(snapshot.as_bytes(), np.frombuffer(snapshot.load_bytes(), np.uint8)) for snapshot in found]
 

@@ -1,4 +1,4 @@
-"""Turns what Ray Train's controller does with its workers into events, and passes events to their sink in a thread."""
+"""Events for changes of Ray Train's controller and its workers, and a queue that passes events to their sink in a thread."""
 
 import logging
 import secrets
@@ -24,23 +24,23 @@ from undula.state.events import CrashEvent, Event, GroupEvent, NoticeEvent, Wait
 
 EventSink = Callable[[Event], None]
 NodeTable = Callable[[], list[dict[str, Any]]]
-"""A function that returns the cluster's nodes in the form of ray.nodes()."""
+"""Function that returns the cluster's nodes in the form of ray.nodes()."""
 LABELS = {
     "machine": (MACHINE,),
     "market": (MARKET, "ray.io/market-type"),
     "region": ("ray.io/availability-region",),
     "zone": ("ray.io/availability-zone",),
 }
-"""For each key of a worker's place, the node labels that may hold its value; the first label that exists counts."""
+"""Node labels that may hold the value of each key of a WorkerPlace. The first label that exists is used."""
 
 
 def log_event(event: Event) -> None:
-    """Write an event to the logger "undula"; the default sink of a trainer."""
+    """Write an event to the logger "undula". This is the default sink of a trainer."""
     logging.getLogger("undula").info("%s: %s", event.kind, event.message)
 
 
 class EventQueue:
-    """Passes events to a sink in order, in a thread of its own, so that slow storage does not delay a decision."""
+    """Queue that passes events to a sink in order. The sink runs in a separate thread, so that slow storage does not delay a decision."""
 
     def __init__(self, sink: EventSink):
         self._sink = sink
@@ -55,7 +55,7 @@ class EventQueue:
 
 
 def machines(nodes: Iterable[Mapping[str, Any]]) -> dict[str, WorkerPlace]:
-    """The machine of each node, by node id, as far as the node's labels describe it."""
+    """Return the machine of each node, by node id, as far as the node's labels describe it."""
     return {str(node["NodeID"]): _machine(node.get("Labels") or {}) for node in nodes}
 
 
@@ -66,17 +66,17 @@ def _machine(labels: Mapping[str, str]) -> WorkerPlace:
 
 
 class ControllerEvents(ControllerCallback, WorkerGroupCallback):
-    """Turns the controller's changes of state into events; runs in the controller's process."""
+    """Callback that turns the controller's changes of state into events. It runs in the controller's process."""
 
     def __init__(self, sink: EventSink, nodes: NodeTable = ray.nodes):
         self._sink = sink
         self._nodes = nodes
-        self._job = secrets.token_hex(4)  # identifies one submission; between two submissions no workers are held
+        self._job = secrets.token_hex(4)  # identifies a submission: a run holds no workers between two submissions
 
     def with_ready_workers(self, ready: Callable[[], list[PooledWorker]]) -> EventSink:
-        """A sink that adds the places of the ready workers to each WaitingEvent, so that their idle time has a price.
+        """Return a sink that adds the places of the ready workers to each WaitingEvent, so that the cost of their idle time is known.
 
-        The thread that sends such an event is the only one that changes the pool, so these are the workers that the event counts.
+        Only the thread that sends such an event changes the pool, so these workers are the ones that the event counts.
         """
 
         def report(event: Event) -> None:

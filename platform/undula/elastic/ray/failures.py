@@ -1,4 +1,4 @@
-"""The decision whether a failed worker group is tried again, and the description of its failure."""
+"""Decision whether to start another worker group after a failure, and descriptions of failures."""
 
 import re
 
@@ -17,33 +17,33 @@ BUGS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
     *(SyntaxError, TypeError, ValueError, UndulaError),
 )
-"""Exceptions that the same code would raise again in another attempt."""
+"""Types of exceptions that the same code would raise again in another attempt."""
 STORAGE_FAILURES = 60
-"""Maximum number of storage failures without a step between them; with the pauses, they last half an hour."""
+"""Maximum number of storage failures without a committed step between them. With the pauses, they take half an hour."""
 LONGEST_PAUSE_S = 30.0
-"""Maximum pause in seconds after a storage failure; the pause doubles with each failure up to this."""
+"""Maximum pause in seconds after a storage failure. The pause doubles with each failure until it reaches this value."""
 
 LOSSES = (
     (
         "NODE_OUT_OF_MEMORY|running low on memory",
         "out of memory: Ray ended the process because its node ran low on memory",
     ),
-    ("node (has )?died|node is dead", "its node is gone"),
+    ("node (has )?died|node is dead", "its node was lost"),
     ("worker process has died", "its process crashed or was killed, perhaps by the system because memory ran out"),
 )
-"""Pattern of Ray's message about a lost worker, and the description that takes its place."""
+"""Patterns of Ray's messages about a lost worker, each with the description that replaces the message."""
 
 
 class NotEnoughWorkersError(WorkerGroupStartupFailedError):
-    """Fewer workers are left than the group needs; nothing has failed, and the run waits for more."""
+    """Error that fewer workers are left than the group needs. It does not count as a failure, and the run waits for more workers."""
 
 
 class RetryUnlessBug(DefaultFailurePolicy):
-    """Tries again up to max_failures times, but not after an error that every attempt would repeat.
+    """Failure policy that retries up to max_failures times, but not after an error that every attempt would repeat.
 
     Exceptions of the user's code count over the whole run. Lost workers count only until the next committed step, because a cluster of
-    spot nodes loses many. Storage failures have a limit of their own once the run has committed a step: a group that trains survives
-    an outage, so a group that starts during one should too.
+    spot nodes loses many workers. Storage failures have a separate limit once the run has committed a step: a group that trains survives
+    an outage of the storage, so a group that starts during an outage should survive it too.
     """
 
     def __init__(self, failure_config: FailureConfig):
@@ -77,41 +77,41 @@ class RetryUnlessBug(DefaultFailurePolicy):
         return FailureDecision.RAISE if limit >= 0 and is_over else FailureDecision.RETRY
 
     def take_pause_s(self) -> float:
-        """Seconds to wait before the next group starts; a second call returns 0."""
+        """Return the seconds to wait before the next group starts. A second call returns 0."""
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s
 
 
 def is_waiting(error: BaseException) -> bool:
-    """Whether the group could not start for lack of workers."""
+    """Return whether the group could not start because too few workers are left."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, NotEnoughWorkersError)
 
 
 def is_exception(error: BaseException) -> bool:
-    """Whether an exception of its own code failed a worker, rather than the loss of another one."""
+    """Return whether a worker failed because its own code raised an exception, and not because another worker was lost."""
     failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
     return any(kept_traceback(failure) is not None and not is_of_collective(failure) for failure in failures)
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether all failures are storage errors, apart from those that follow from the loss of another rank."""
+    """Return whether all failures are storage errors, apart from failures that follow from the loss of another rank."""
     failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
     own = [failure for failure in failures if not is_of_collective(failure)]
     return bool(own) and all(isinstance(failure, StorageError) for failure in own)
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether another attempt would fail in the same way: a worker reported a misuse, or a bug while no worker died."""
+    """Return whether another attempt would fail in the same way: a worker raised a UsageError, or one of BUGS while no worker died."""
     failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
     if any(isinstance(failure, UsageError) for failure in failures):
         return True
-    # Where a worker died, the exceptions of the others may only follow from its death.
+    # If a worker died, the exceptions of the others may be consequences of its death.
     has_died = any(kept_traceback(failure) is None for failure in failures)
     return not has_died and any(isinstance(each, BUGS) and not isinstance(each, StorageError) for each in failures)
 
 
 def summary(error: BaseException) -> str:
-    """The failures of the workers in one line: rank, exception and line of code; ranks that only noticed a lost one come last."""
+    """Return the workers' failures in one line, with rank, exception and line of code. Ranks that only noticed a lost rank come last."""
     if not isinstance(error, WorkerGroupError):
         return _one_line(error)
     failures = sorted(error.worker_failures.items())
@@ -119,12 +119,12 @@ def summary(error: BaseException) -> str:
     parts = [f"rank {rank}: {_one_line(failure)}" for rank, failure in failures if not is_of_collective(failure)]
     if broken:
         ranks = f"rank{'s' * (len(broken) > 1)} {', '.join(broken)}"
-        parts.append(f"{ranks}: a collective broke because another rank is gone")
+        parts.append(f"{ranks}: a collective failed because another rank was lost")
     return "; ".join(parts)
 
 
 def whole_story(error: BaseException) -> str:
-    """The full traceback of the first worker whose own code raised; Ray's description if there is none."""
+    """Return the full traceback of the first worker whose own code raised an exception, or Ray's description if there is none."""
     for rank, failure in sorted(error.worker_failures.items()) if isinstance(error, WorkerGroupError) else []:
         if text := kept_traceback(failure):
             return f"rank {rank}:\n{text}"

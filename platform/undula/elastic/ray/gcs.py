@@ -1,8 +1,8 @@
-"""Queries to a cluster's head about its nodes and actors, and notices to its nodes, through a process of their own.
+"""Client of a cluster's head that runs in a separate process. It queries nodes and actors, and drains nodes.
 
 The process, `python -m undula.elastic.ray.gcs ADDRESS`, reads one command per line from stdin and writes one JSON answer per line to
-stdout. It is needed because Ray reads a cluster's token only once in the life of a process, and waits forever for a head that accepts a
-connection and then stays silent.
+stdout. It is necessary because Ray reads a cluster's token only once in the life of a process, and waits forever for a head that accepts a
+connection but does not answer.
 """
 
 import json
@@ -20,22 +20,22 @@ PREEMPTION = 2
 ALIVE = 0
 """GcsNodeInfo.ALIVE of Ray's gcs.proto."""
 START_LIMIT_S = 30.0
-"""Maximum seconds until the process has imported Ray, which takes 4 s while a job uses all cores."""
+"""Maximum seconds until the process has imported Ray. The import takes 4 s while a job uses all cores."""
 ANSWER_LIMIT_S = 5.0
-"""Default of the maximum seconds for an answer."""
+"""Default time limit for an answer in seconds."""
 HELLO = "hello"
-"""Command that the process answers without the head."""
+"""Command that the process answers without a query to the head."""
 LAST_MS = 10**14
-"""Latest accepted deadline in milliseconds since the epoch; a later one is a mistake, although Ray would accept 64 bits."""
+"""Latest accepted deadline in milliseconds since the epoch. A later one must be a mistake, although Ray accepts any value of 64 bits."""
 
 
 class Head:
-    """The head of a cluster, queried through a process that is replaced after a query without an answer.
+    """Head of a cluster, queried through a separate process. A process that does not answer a query is replaced.
 
     Args:
-        address: address of the head; `auto` for the cluster that this machine belongs to.
-        env: environment of the process, with the cluster's token.
-        limit_s: maximum seconds for an answer.
+        address: Address of the head; `auto` for the cluster that this machine belongs to.
+        env: Environment of the process, with the cluster's token.
+        limit_s: Maximum seconds for an answer.
     """
 
     def __init__(self, address: str, env: Mapping[str, str], limit_s: float = ANSWER_LIMIT_S):
@@ -46,10 +46,10 @@ class Head:
         self._process = self._started()
 
     def ask(self, command: str) -> Any:
-        """The answer of the head to one command.
+        """Send a command to the head and return its answer.
 
         Raises:
-            ClusterError: the head does not answer in time.
+            ClusterError: The head does not answer in time.
         """
         with self._asking:
             if self._process.poll() is not None and not self._is_closed:
@@ -68,11 +68,11 @@ class Head:
         """Give a node notice that it will be removed.
 
         Args:
-            node: id of the node.
-            deadline: time at which it is removed, in seconds since the epoch; None if it is not known.
+            node: Id of the node.
+            deadline: Time at which it is removed, in seconds since the epoch; None if it is not known.
 
         Raises:
-            ClusterError: the cluster does not accept the notice.
+            ClusterError: The cluster does not accept the notice.
         """
         deadline_ms = (deadline or 0.0) * 1e3
         if not 0 <= deadline_ms < LAST_MS:
@@ -97,7 +97,7 @@ class Head:
         )  # fmt: skip
 
     def _line(self, command: str, limit_s: float) -> str:
-        """The answer to a command; empty if the process has ended or does not answer in time."""
+        """Send a command and return the answer, which is empty if the process has ended or does not answer in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         limit = threading.Timer(limit_s, self._process.kill)

@@ -1,4 +1,4 @@
-"""A worker group of Ray Train whose workers come from a pool and return to it."""
+"""Worker group of Ray Train whose workers come from a pool and return to it."""
 
 import time
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from undula.errors import UndulaError
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """Creates worker groups from a pool; takes the place of the class that Ray's controller uses."""
+    """Factory of worker groups from a pool. It replaces the class that Ray's controller uses."""
 
     pool: WorkerPool
 
@@ -34,7 +34,7 @@ class WorkerGroups:
 
 
 class NoPlacementGroup(PlacementGroupHandle):
-    """Stands for the placement group that a pooled group does not need, because its actors hold their own resources."""
+    """Substitute for a placement group, which a pooled group does not need because its actors hold their own resources."""
 
     placement_group: Any = None
 
@@ -59,14 +59,14 @@ class PooledState(WorkerGroupState):
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """Ray Train's worker group with workers from a pool."""
+    """Worker group of Ray Train with workers from a pool."""
 
     def start_from(self, pool: WorkerPool) -> None:
         """Start the group with the first ready workers of a pool.
 
         Raises:
-            NotEnoughWorkersError: too few workers are ready.
-            WorkerGroupStartupFailedError: a worker was lost during the start; the others are in the pool again.
+            NotEnoughWorkersError: Too few workers are ready.
+            WorkerGroupStartupFailedError: A worker was lost during the start. The other workers are back in the pool.
         """
         context = self._worker_group_context
         members = pool.responsive(pool.ready()[: context.num_workers])
@@ -89,7 +89,7 @@ class ElasticWorkerGroup(WorkerGroup):
             raise
 
     def silent_s(self) -> list[float]:
-        """Seconds for which each rank has not answered the current poll."""
+        """Return the seconds for which each rank has not answered the current poll."""
         now = time.monotonic()
         polls = [self._world_rank_to_ongoing_poll.get(rank) for rank in range(len(self.get_workers()))]
         return [now - poll.start_time if poll else 0.0 for poll in polls]
@@ -114,12 +114,12 @@ class ElasticWorkerGroup(WorkerGroup):
 
 
 def actor_id(worker: Worker) -> str:
-    """Id of the worker's actor, which is its id in the pool."""
+    """Return the id of a worker's actor, which is also its id in the pool."""
     return str(worker.actor._actor_id.hex())
 
 
 def _ranked_by_node(workers: list[Worker]) -> list[Worker]:
-    """Give the workers local ranks by node. Ray Train assigns them by address, which several nodes of one machine share."""
+    """Assign local ranks by node and return the workers. Ray Train assigns them by address, which several nodes on one machine share."""
     nodes: dict[str, list[Worker]] = {}
     for worker in workers:
         nodes.setdefault(worker.metadata.node_id, []).append(worker)

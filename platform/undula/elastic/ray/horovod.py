@@ -1,4 +1,4 @@
-"""Horovod beside torch's process group, in the thread that trains: Horovod reduces gradients, and torch's group carries decisions."""
+"""Horovod and torch's process group in the training thread. Horovod reduces gradients; torch's group is for the ranks' decisions."""
 
 import os
 import time
@@ -25,7 +25,7 @@ from undula.recovery.worker_state import WorkerState
 WITHOUT_EFFECT = ("verbose", "ssh_port", "ssh_identity_file", "ssh_str", "placement_group_timeout_s")
 """Arguments of Ray's former HorovodConfig that have no effect here, because Ray starts the workers or because nothing used them."""
 FIXED_PARAMETERS = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME")
-"""Variables that, if both are set, let a process initialize Horovod only once."""
+"""Variables that, if both are set, prevent a process from initializing Horovod more than once."""
 
 _variables: Sequence[dict[str, str]] = ()
 _has_begun = False
@@ -33,14 +33,14 @@ _has_begun = False
 
 
 class HorovodConfig(BackendConfig):
-    """Horovod for `ElasticHorovodTrainer`, with the arguments of Ray's former class.
+    """Configuration of Horovod for `ElasticHorovodTrainer`, with the arguments of Ray's former class.
 
     Args:
-        key: secret that enters the secret of each group's rendezvous, together with fresh random bytes.
-        fields: fields of HorovodSpec, which is the job's `horovod` section. Arguments of Ray's class without effect cause a warning.
+        key: Secret that enters the secret of each group's rendezvous, together with fresh random bytes.
+        fields: Fields of HorovodSpec, the job's `horovod` section. Arguments of Ray's class that have no effect cause a warning.
 
     Raises:
-        pydantic.ValidationError: a field does not exist, or does not accept its value.
+        pydantic.ValidationError: A field does not exist, or does not accept its value.
     """
 
     def __init__(self, *, key: str | bytes | None = None, **fields: Any):
@@ -62,7 +62,7 @@ class HorovodConfig(BackendConfig):
 
 
 class ElasticHorovodBackend(ElasticTorchBackend):
-    """Serves the rendezvous in the controller, and passes its address to the ranks of each group with a new secret."""
+    """Backend that serves the rendezvous in the controller, and passes its address and a new secret to the ranks of each group."""
 
     _server: RendezvousServer | None = None
 
@@ -79,12 +79,16 @@ class ElasticHorovodBackend(ElasticTorchBackend):
 
 
 def node_address() -> str:
-    """Address under which Ray knows this node."""
+    """Return the address under which Ray knows this node."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def places(hosts: Sequence[str]) -> list[dict[str, str]]:
-    """Variables with the place of each rank, given the host of each rank. `CROSS` counts the hosts that have the same local rank."""
+    """Return the environment variables with the position of each rank, given the host of each rank.
+
+    HOROVOD_CROSS_SIZE is the number of hosts that have a rank with the same local rank, and HOROVOD_CROSS_RANK is the index of the rank's
+    host among them.
+    """
     local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     found = []
     for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
@@ -103,7 +107,7 @@ def places(hosts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None) -> None:
-    """Use these variables for the next group; runs in each worker before its train function."""
+    """Set the environment variables of each rank for the next group. This function runs in each worker before its train function."""
     global _variables
     interface = interface_of(node_address(), nics, psutil.net_if_addrs())
     _variables = [{**each, "HOROVOD_GLOO_IFACE": interface} for each in by_rank]
@@ -112,10 +116,10 @@ def use_variables(by_rank: Sequence[dict[str, str]], nics: Sequence[str] | None)
 
 
 def interface_of(address: str, nics: Sequence[str] | None, here: dict[str, Any]) -> str:
-    """Name of the network interface to use: the first of `nics` that this node has, or the interface with this address.
+    """Return the network interface to use: the first of `nics` that this node has or, without `nics`, the one with this address.
 
     Raises:
-        ClusterError: this node has no such interface.
+        ClusterError: This node has no such interface.
     """
     found = [name for name in nics or () if name in here]
     found += [name for name, all_of in here.items() if not nics and address in [each.address for each in all_of]]
@@ -126,10 +130,10 @@ def interface_of(address: str, nics: Sequence[str] | None, here: dict[str, Any])
 
 
 class InHorovodGroup(InProcessGroup):
-    """Context of the train function, in which `hvd.init()` has been called and torch's process group exists as well."""
+    """Context of the train function in which Horovod is initialized and torch's process group exists."""
 
     def __enter__(self) -> None:
-        super().__enter__()  # Horovod ends the process if a rank is missing, so it starts once all ranks have met
+        super().__enter__()  # must come first: Horovod ends the process if a rank is missing
         before = open_sockets()
         begin(_variables[ray.train.get_context().get_world_rank()], worker_state())
         worker_state().collective_sockets = open_sockets() - before
@@ -146,14 +150,19 @@ class InHorovodGroup(InProcessGroup):
 
 
 def begin(variables: Mapping[str, str], state: WorkerState) -> None:
-    """Call `hvd.init()` with these variables in a process that may have been in other groups, unlike other ranks.
+    """Call `hvd.init()` with these variables. This process may have been in other groups before, while other ranks may be new.
 
     An unpatched Horovod 0.28.1 keeps its parameters from one `init` to the next and corrupts them (parameter_manager.cc,
-    BayesianParameter::SetValue): if the cycle time is fixed, a second `init` overwrites the fusion threshold of 128 MiB with the default of
-    the cycle time, which comes to 1 MiB. Ranks with different thresholds fuse different gradients, or write past the smaller buffer.
-    Therefore each process first initializes Horovod in a group of its own that does nothing, so that every rank of a real group has called
-    `init` before. If both parameters are fixed, a second `init` ends the process, and what autotune found persists too, so such a process
-    joins only one group. `undula build-horovod` fixes the first two in Horovod's source; other builds cannot be told apart, so all are
+    BayesianParameter::SetValue). This has three consequences:
+
+    1. If the cycle time is fixed, a second `init` overwrites the fusion threshold of 128 MiB with the default of the cycle time, which
+       results in 1 MiB. Ranks with different thresholds fuse different gradients, or write past the end of the smaller buffer. Therefore
+       each process first initializes Horovod in a group that consists of this process only, so that every rank of a real group has called
+       `init` before.
+    2. If both parameters are fixed, a second `init` ends the process. Such a process joins only one group.
+    3. The values that autotune has found persist. A process with autotune also joins only one group.
+
+    `undula build-horovod` fixes the first two in Horovod's source. Other builds cannot be distinguished from it here, so all builds are
     treated alike.
     """
     global _has_begun
@@ -177,7 +186,7 @@ def _use(variables: Mapping[str, str]) -> None:
 
 
 def import_horovod() -> Any:
-    """The module `horovod.torch`.
+    """Return the module `horovod.torch`.
 
     Raises:
         ClusterError: Horovod is not installed, or was built for another torch.
@@ -192,7 +201,11 @@ def import_horovod() -> Any:
 
 
 def check(spec: HorovodSpec, has_gpus: bool) -> None:
-    """Check that the installed Horovod supports a spec, for workers with or without GPUs.
+    """Check that the installed Horovod supports a spec.
+
+    Args:
+        spec: Settings of Horovod.
+        has_gpus: Whether the workers use GPUs.
 
     Raises:
         ClusterError: Horovod is not installed, or lacks a feature.

@@ -1,4 +1,4 @@
-"""The worker processes of a run, which start while a group trains and stay from one worker group to the next."""
+"""Pool of a run's worker processes. New workers start while a group trains, and all workers stay from one group to the next."""
 
 import time
 from collections import Counter
@@ -25,41 +25,43 @@ from undula.telemetry.hub import UNRECORDED
 OBSERVE_INTERVAL_S = 0.25
 """Seconds between two observations of the cluster's nodes."""
 RETRY_S = 2.0
-"""Seconds between two attempts to start workers on one node, because Ray's head learns of a change with a delay."""
+"""Minimum seconds between two attempts to start workers on a node, because Ray's head learns of a change with a delay."""
 START_TIMEOUT_S = 300.0
-"""Maximum seconds until a worker that starts must be ready."""
+"""Maximum seconds from the start of a worker until it is ready."""
 PING_TIMEOUT_S = 0.5
-"""Maximum seconds without a sign from a worker before its process, or its whole node, counts as gone."""
+"""Seconds without an answer from a worker after which its process or its node counts as lost."""
 MIN_PING_TIMEOUT_S = 0.05
-"""Minimum seconds that every worker has to answer a ping."""
+"""Minimum time in seconds that a worker gets to answer a ping."""
 LEAVE_TIMEOUT_S = 26.0
-"""Maximum seconds for a worker to end what its group left running, which may be a rendezvous that fails."""
+"""Maximum seconds for a worker to end everything that its group has left running, such as a rendezvous that fails."""
 KEEP_HEAP = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
 }
-"""Settings of glibc for workers that train on CPUs: all threads share one heap that keeps its memory. Otherwise each group's train
-function, which runs in a new thread, would fault the memory of its activations in again, which takes as long as its first step."""
+"""Settings of glibc's allocator for workers that train on CPUs: all threads share one heap, which keeps freed memory. Otherwise the train
+function of each group, which runs in a new thread, would cause page faults for all of its activations again, which takes as long as its
+first step."""
 
 
 @dataclass
 class PooledWorker:
-    """A worker process from its start on."""
+    """Worker process in a pool, ready or still starting."""
 
     actor: Any
     node: str
+    """Id of the node on which the worker runs."""
     preparing: Any
     """Reference to the result of `ElasticWorker.prepare`."""
     started: float
-    """Time of its start on the monotonic clock."""
+    """Start time on the monotonic clock, in seconds."""
     metadata: ActorMetadata | None = None
-    """Address and process of the worker; None until it is ready."""
+    """Address and process id of the worker; None until it is ready."""
     in_group: bool = False
     has_trained: bool = False
-    """Whether the worker has been in a group, and so may hold the run's state."""
+    """Whether the worker has been in a group and may therefore hold the run's state."""
     export: Any = None
-    """Reference to the result of `ElasticWorker.export_state`; None unless its node will be removed."""
+    """Reference to the result of `ElasticWorker.export_state`; None unless the state was requested because the node will be removed."""
 
     @property
     def id(self) -> str:
@@ -68,9 +70,9 @@ class PooledWorker:
 
 @dataclass
 class WorkerPool:
-    """Starts as many workers as the fleet wants and the cluster has room for, and keeps them between groups.
+    """Pool that starts as many workers as the fleet wants and the cluster has room for, and keeps them between groups.
 
-    Each worker is an actor that is pinned to its node. It needs no placement group, because a group consists of ready workers only.
+    Each worker is an actor that is pinned to its node. No placement group is necessary, because a group consists of ready workers only.
     """
 
     train_fn_ref: ObjectRefWrapper[Any]
@@ -84,19 +86,19 @@ class WorkerPool:
     """Time at which the notice of each node was first observed, in seconds since the epoch."""
     workers: dict[str, PooledWorker] = field(default_factory=dict)
     worker_bytes: int = 0
-    """Resident memory of a worker that trains, in bytes, as last reported."""
+    """Last reported resident memory of a worker that trains, in bytes; 0 before the first report."""
     trained_on: set[str] = field(default_factory=set)
-    """Ids of nodes on which workers have trained, so that their memory may hold the run's state."""
+    """Ids of the nodes on which workers have trained. The memory of these nodes may hold the run's state."""
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
     failure: RayTaskError | None = None
-    """Exception of the last worker that failed to get ready, most often because it cannot import the script."""
+    """Exception of the last worker that did not become ready, most often because it cannot import the script; None once one is ready."""
     _observed_at: float = float("-inf")
     _labels: Labels = field(default_factory=Labels)
     _tried: dict[str, float] = field(default_factory=dict)
     _sync_actor: Any = None
 
     def tick(self) -> None:
-        """Observe the nodes, then start and drop workers accordingly. Never waits."""
+        """Observe the nodes, then start and drop workers accordingly. This call does not block."""
         now = time.monotonic()
         if now - self._observed_at >= OBSERVE_INTERVAL_S:
             self._observed_at = now
@@ -112,7 +114,7 @@ class WorkerPool:
         self._start_missing(now)
 
     def _observe_nodes(self) -> dict[str, Node]:
-        """The nodes that are alive; a node that the fleet gives back counts as one that will be removed at an unknown time."""
+        """Return the nodes that are alive. A node that the fleet gives back counts as a node that will be removed at an unknown time."""
         nodes = self._labels.on(alive_nodes(self.resources))
         ready = Counter(worker.node for worker in self.workers.values() if worker.metadata)
         self.fleet.update(nodes, ready, Counter(worker.node for worker in self.workers.values()), time.time())
@@ -122,12 +124,16 @@ class WorkerPool:
         }
 
     def _is_state_safe(self, worker: PooledWorker) -> bool:
-        """Whether the run's state survives the loss of a worker whose node will be removed; if it may not, request it from the worker."""
+        """Return whether a worker whose node will be removed is no longer needed to preserve the run's state.
+
+        If no worker on a staying node has trained, the worker must first export its state to the replica store. If the export fails, the
+        result is True, because nothing is left to wait for.
+        """
         staying = (each for each in self.workers.values() if each.node in self.nodes and each.node not in self.notices)
         if not worker.has_trained or any(each.has_trained for each in staying):
             return True
         if worker.export is None:
-            if self.is_exporting:  # one worker after another, because the head's memory is small
+            if self.is_exporting:  # the head has little memory, so only one worker exports at a time
                 return False
             worker.export = worker.actor.export_state.remote(self.replicas.room(), self.replicas.newest_whole)
         done, _ = ray.wait([worker.export], timeout=0)
@@ -146,11 +152,11 @@ class WorkerPool:
 
     @property
     def is_exporting(self) -> bool:
-        """Whether a worker is sending a state of which there may be no other copy."""
+        """Whether a worker is exporting a state that may be the only copy."""
         return any(worker.export and not worker.in_group for worker in self.workers.values())
 
     def ready(self) -> list[PooledWorker]:
-        """Workers that can join a group; the ones that have trained come first, because they hold the state."""
+        """Return the workers that can join a group. Workers that have trained come first, because they hold the state."""
         found = [worker for worker in self.workers.values() if worker.metadata and worker.node not in self.notices]
         return sorted(found, key=lambda worker: (not worker.has_trained, worker.started))
 
@@ -165,13 +171,13 @@ class WorkerPool:
         return sum(worker.metadata is None for worker in self.workers.values())
 
     def worker_slots(self) -> list[WorkerSlot]:
-        """The workers that are ready, as the policy sees them."""
+        """Return the ready workers in the form that the policy uses."""
         return [
             WorkerSlot(worker.id, worker.node, worker.in_group) for worker in self.workers.values() if worker.metadata
         ]
 
     def sync_actor(self) -> Any:
-        """The actor that synchronizes Ray Train's reports; all groups share it."""
+        """Return the actor that synchronizes Ray Train's reports. All groups share it."""
         if self._sync_actor is None:
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
             actor_class: Any = SynchronizationActor
@@ -181,7 +187,7 @@ class WorkerPool:
         return self._sync_actor
 
     def responsive(self, members: Sequence[PooledWorker]) -> list[PooledWorker]:
-        """Members that answer a ping, in the same order. The others are dropped, so that the start of a group cannot block on them."""
+        """Return the members that answer a ping, in the same order. Drop the others, because the start of a group could block on them."""
         present = _accepted({member.actor.ping.remote(): member for member in members}, PING_TIMEOUT_S)
         for member in members:
             if member not in present:
@@ -189,10 +195,10 @@ class WorkerPool:
         return [member for member in members if member in present]
 
     def take_back(self, silent_s: Mapping[str, float]) -> None:
-        """End a group. Workers that answer and can join another group stay; the others are dropped.
+        """End a group. Workers that answer and can join another group stay in the pool; the others are dropped.
 
         Args:
-            silent_s: seconds for which each worker of the group has not answered, by the worker's id.
+            silent_s: Seconds for which each worker of the group has not answered, by worker id.
         """
         members = [self.workers[each] for each in silent_s if each in self.workers]
         timeouts_s = {worker.id: max(PING_TIMEOUT_S - silent_s[worker.id], MIN_PING_TIMEOUT_S) for worker in members}
@@ -205,11 +211,11 @@ class WorkerPool:
                 self.drop(worker.id, "unusable" if worker in responsive else None)
 
     def drop(self, worker: str, cause: Literal["unresponsive", "unusable"] | None = None) -> None:
-        """End a worker's process. Another worker of its machine kills it as well, because Ray cannot end a stopped process.
+        """End a worker's process. Another worker on the same machine kills it as well, because Ray cannot end a suspended process.
 
         Args:
-            worker: id of the worker.
-            cause: cause of the crash to report; None if another event reports the loss.
+            worker: Id of the worker.
+            cause: Cause of the crash to report; None if another event reports the loss.
         """
         gone = self.workers.pop(worker, None)
         if gone is None:
@@ -272,7 +278,7 @@ class WorkerPool:
 
 
 def _responding_in_time(answers: dict[Any, PooledWorker], timeouts_s: Mapping[str, float]) -> list[PooledWorker]:
-    """Workers that answer. The wait ends when the largest time limit among the workers that have not answered is over."""
+    """Return the workers that answer. The wait ends when the time limits of all workers that have not answered are over."""
     began, found = time.monotonic(), []
     while answers:
         left = max(timeouts_s[worker.id] for worker in answers.values()) - (time.monotonic() - began)
@@ -285,7 +291,7 @@ def _responding_in_time(answers: dict[Any, PooledWorker], timeouts_s: Mapping[st
 
 
 def _accepted(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[PooledWorker]:
-    """Workers whose answer arrives in time and is neither False nor an error."""
+    """Return the workers whose answer arrives in time and is neither False nor an error."""
     if not answers:
         return []
     done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=timeout_s)

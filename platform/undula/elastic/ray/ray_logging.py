@@ -1,4 +1,4 @@
-"""Keeps Ray's error messages in Ray's log files: for each node that is removed, a driver would print pages of a raylet's state."""
+"""Suppression of Ray's error messages in a driver, which would print pages about the state of the raylet for each removed node."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import ray._private.worker
 
 
 def stop_error_messages() -> None:
-    """End the thread in which the connected driver prints the cluster's error messages; `log_to_driver=False` does not.
+    """End the thread in which the connected driver prints the cluster's error messages. `log_to_driver=False` does not end it.
 
-    Ray's own disconnect ends it in the same way. The messages stay in the logs of the node's raylet or of the head.
+    Ray ends the thread in the same way when it disconnects. The messages remain in the logs of the node's raylet or of the head.
     """
     worker: Any = ray._private.worker.global_worker
     worker.threads_stopped.set()

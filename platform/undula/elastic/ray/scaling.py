@@ -1,4 +1,4 @@
-"""The scaling policy of Ray Train's controller, which decides by `undula.elastic.pure.policy` from what the pool shows."""
+"""Scaling policy of Ray Train's controller. It applies `undula.elastic.pure.policy` to the state of the worker pool."""
 
 import time
 from dataclasses import dataclass, field
@@ -35,26 +35,26 @@ from undula.recovery.worker_state import Request
 from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, SaveEvent, WaitedFor, WaitingEvent
 
 REPORT_INTERVAL_S = 30.0
-"""Seconds between two events about the same wait."""
+"""Seconds between two events about the same wait, as long as the number of ready workers does not change."""
 START_S = 15.0
-"""Seconds in which workers that start are expected to be ready."""
+"""Seconds within which workers that start are expected to be ready."""
 FIRST_START_PATIENCE_S = 30.0
-"""Maximum seconds for which a job waits at its start for further workers that start, once it has its minimum."""
+"""Maximum seconds for which a job that has its minimum of workers waits at its start for more workers that are starting."""
 
 
 @dataclass
 class GroupView:
-    """State of the group that trains, as the controller knows it."""
+    """Controller's view of the group that trains."""
 
     last: dict[int, ProgressView] = field(default_factory=dict)
     """Newest progress of each rank."""
     leaving: Decision | None = None
-    """Decision for which the group was asked to end; None if it was not asked."""
+    """Decision because of which the group was asked to end; None if it was not asked to end."""
     broken_at: float | None = None
-    """Time on the monotonic clock at which a deadlock of all ranks was broken; None if there was none."""
+    """Time on the monotonic clock at which the collectives were aborted to break a deadlock of all ranks; None without a deadlock."""
 
     def is_stepping(self, world_size: int) -> bool:
-        """Whether all ranks are in their training loop."""
+        """Return whether all ranks are in their training loop."""
         return len(self.last) == world_size and all(rank.step >= 0 for rank in self.last.values())
 
 
@@ -63,16 +63,18 @@ class Wait:
     """State of a wait for workers; times are on the monotonic clock."""
 
     since: float | None = None
+    """Start of the wait; None if the run does not wait."""
     lost_since: float | None = None
-    """Time since which no ready worker holds the state."""
+    """Time since which no ready worker has held the state; None if one holds it."""
     reported_at: float = float("-inf")
+    """Time of the last event about the wait."""
     reported_ready: int = 0
-    """Number of ready workers in the last event."""
+    """Number of ready workers in this event."""
 
 
 @dataclass
 class PoolPolicy(ScalingPolicy):
-    """Answers Ray's controller from the pool and by `undula.elastic.pure.policy`, and lets a group end at a step boundary first."""
+    """Scaling policy that lets a group end at a step boundary before a resize. It decides by `undula.elastic.pure.policy`."""
 
     scaling_config: ScalingConfig
     grow: str
@@ -86,14 +88,14 @@ class PoolPolicy(ScalingPolicy):
     _is_run: bool = False
     """Whether the train function uses a Run, so that it can leave at a step boundary."""
     _reached: int = -1
-    """Step that the former group had reached; -1 once the next group has reported."""
+    """Number of steps that the former group had committed; -1 once the next group has reported."""
     _longest_step_s: float = 0.0
     _changes: int = 0
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
     _noticed: set[str] = field(default_factory=set)
     _saved: float | None = None
-    """Time of the newest notice when a checkpoint was last requested."""
+    """Time of the notice for which a checkpoint was last requested; None before the first request."""
     _request: AutoscalerRequest | None = None
 
     def __post_init__(self) -> None:
@@ -114,16 +116,17 @@ class PoolPolicy(ScalingPolicy):
         if ready >= low and not (is_filling and ready < self.scaling_config.max_workers) and not self._needs_state():
             self._wait.since = None
             return self._resize(min(ready, self.scaling_config.max_workers))
-        self._pause_began = None  # this time is due to the cluster, and not to a resize
+        self._pause_began = None  # the cluster causes this wait, so it does not count as the pause of a resize
         if pool.failure and not pool.preparing and not self._has_run:
             raise pool.failure
         self._report_waiting(ready, low, pool.preparing)
         return NoopDecision()
 
     def _needs_state(self) -> bool:
-        """Whether to wait for the state: no ready worker holds it, but a worker on a node that stays may soon read it from memory.
+        """Return whether to wait for the run's state before a group starts.
 
-        If a worker is sending its state because its node will be removed, the wait lasts until that has ended.
+        If no ready worker holds the state, but the memory of a node that stays may hold it, the run waits up to START_S for a worker on
+        such a node. If a worker is exporting its state because its node will be removed, the run waits until the export has ended.
         """
         pool = self.pool
         holders = pool.trained_on & {node.id for node in pool.nodes.values() if node.deadline is None}
@@ -158,13 +161,13 @@ class PoolPolicy(ScalingPolicy):
         if isinstance(decision, Hold) or not has_begun:
             return NoopDecision()
         self._report_decision(decision, len(statuses))
-        if not self._is_run:  # such a train function cannot save or end at a step boundary
+        if not self._is_run:  # a train function without a Run cannot save or end at a step boundary
             return NoopDecision() if isinstance(decision, Save) else self._resize(len(decision.workers))
         self._request_from_ranks(decision, worker_group_state)
         return NoopDecision()
 
     def _request_from_ranks(self, decision: Resize | Save, state: WorkerGroupState) -> None:
-        """Ask all ranks to save, or to leave the group, at their next step boundary."""
+        """Ask all ranks to save or to leave the group at their next step boundary."""
         if isinstance(decision, Save):
             self._saved = self.pool.newest_notice
             request = Request(decision.ends, saves=True)
@@ -201,7 +204,7 @@ class PoolPolicy(ScalingPolicy):
         )
 
     def _update_measurements(self, statuses: list[ElasticStatus]) -> None:
-        """Update the group's progress and the measurements that decisions use."""
+        """Update the progress of the group, and the measurements on which decisions are based."""
         for rank, status in enumerate(statuses):
             if status.progress:
                 self._is_run = True
@@ -212,7 +215,7 @@ class PoolPolicy(ScalingPolicy):
         if self._pause_began and any(rank.longest_step_s for rank in ranks):
             self._pauses.append(time.monotonic() - self._pause_began)
             self._pause_began = None
-        # Until a new group has made steps, the steps of the former one count.
+        # Until a new group has committed steps, the longest step of the former group counts.
         self._longest_step_s = max((rank.longest_step_s for rank in ranks), default=0.0) or self._longest_step_s
         if self.grow == "never":  # more workers would be idle
             self.pool.fleet.size = max(len(statuses), self.scaling_config.min_workers)
@@ -220,7 +223,7 @@ class PoolPolicy(ScalingPolicy):
             self.pool.fleet.pace.observe(max(rank.step for rank in ranks), len(statuses), time.time())
 
     def _is_stuck(self, state: WorkerGroupState) -> bool:
-        """End the processes of ranks that make no step. True if all ranks wait for each other and could not be freed."""
+        """End the processes of ranks that make no progress. Return True if all ranks wait for each other and could not be released."""
         assert isinstance(state, PooledState)
         ranks = [self._group.last.get(rank) for rank in range(len(state.workers))]
         silent_s = state.group.silent_s()
@@ -231,14 +234,14 @@ class PoolPolicy(ScalingPolicy):
         for rank in lost:
             worker = state.workers[rank]
             if actor_id(worker) not in self.pool.workers:
-                continue  # its process was ended before, and Ray has not noticed yet
+                continue  # its process was already ended, but Ray has not noticed yet
             place = worker.metadata
             self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=limit))
             self.pool.drop(actor_id(worker))
         return False
 
     def _break_deadlock(self, state: WorkerGroupState, limit_s: float) -> bool:
-        """Abort the collectives in which all ranks wait for each other. True if that was tried before and has not helped."""
+        """Abort the collectives in which all ranks wait for each other. Return True if this was tried before and has not helped."""
         if self._group.broken_at is not None:
             return time.monotonic() - self._group.broken_at > limit_s
         self._group.broken_at = time.monotonic()
@@ -254,7 +257,7 @@ class PoolPolicy(ScalingPolicy):
         self.on_event(ResizeEvent(current, len(decision.workers), decision.reason))
 
     def _report_notices(self, state: WorkerGroupState) -> None:
-        """Report nodes that will be removed, also to train functions without a Run, which read ray.train.get_preemption_info()."""
+        """Report nodes that will be removed. Train functions without a Run can read this from ray.train.get_preemption_info()."""
         pool = self.pool
         ranks: dict[str, list[int]] = {}
         for rank, worker in enumerate(state.workers):
@@ -274,10 +277,10 @@ class PoolPolicy(ScalingPolicy):
             worker.actor.mark_preempt.remote(info)
 
     def _report_lost_steps(self, begun: list[int]) -> None:
-        """Report steps that the former group had done and this one repeats.
+        """Report steps that the former group had committed and this group repeats.
 
         Args:
-            begun: step with which each rank has begun.
+            begun: Step at which each rank has begun.
         """
         if not begun:
             return
@@ -288,7 +291,7 @@ class PoolPolicy(ScalingPolicy):
     def _report_waiting(self, ready: int, low: int, preparing: int) -> None:
         now = time.monotonic()
         self._wait.since = self._wait.since or now
-        # A short wait for workers that start is normal.
+        # A short wait for starting workers is normal and not reported.
         is_early = now - self._wait.since < (START_S if preparing else 1.0)
         if is_early or (now - self._wait.reported_at < REPORT_INTERVAL_S and ready == self._wait.reported_ready):
             return
@@ -308,6 +311,6 @@ class PoolPolicy(ScalingPolicy):
 
 
 def elastic_statuses(status: WorkerGroupPollStatus) -> list[ElasticStatus]:
-    """Status of each rank; the one of a rank that has not answered has no progress."""
+    """Return the status of each rank. The status of a rank that has not answered has no progress."""
     statuses = status.worker_statuses.values()
     return [each if isinstance(each, ElasticStatus) else ElasticStatus(**vars(each)) for each in statuses]

@@ -1,4 +1,4 @@
-"""Undula's trainers: Ray Train's own with the same arguments, whose workers come and go and whose controller sends events."""
+"""Trainers with the arguments of Ray Train's own, whose workers can join and leave during a run and whose controller sends events."""
 
 import threading
 from collections.abc import Callable
@@ -38,15 +38,15 @@ from undula.telemetry.hub import UNRECORDED
 
 
 class ElasticTrainer(DataParallelTrainer):
-    """Common base of the trainers, which take the arguments of Ray's own trainers and these.
+    """Base class of the trainers. It takes the arguments of Ray's own trainers and the following ones.
 
     Args:
-        on_event: called in the controller's process with each event, such as a resize or a crash; it must be picklable. By default, events
-            go to the logger "undula".
-        grow, hang_limit_s: as in WorkersSpec.
-        prepare: called in each worker's process before it joins its first group, while other workers train.
-        fleet: as in WorkersSpec; a deadline needs `work`.
-        work: size and start of the job, from which a deadline is computed.
+        on_event: Function that the controller's process calls with each event, such as a resize or a crash. It must be picklable. By
+            default, events go to the logger "undula".
+        grow, hang_limit_s: Values of these fields of WorkersSpec.
+        prepare: Function that each worker's process calls before it joins its first group, while other workers train.
+        fleet: Policy for the nodes that the run requests, as in WorkersSpec. A deadline needs `work`.
+        work: Size and start time of the job, which a deadline needs.
 
     Raises:
         SpecError: `fleet` has a deadline, and `work` is missing.
@@ -75,7 +75,7 @@ class ElasticTrainer(DataParallelTrainer):
             raise SpecError("fleet.deadline needs the job's number of steps and its start; pass work=Work(...)")
 
     def _initialize_and_run_controller(self, **controller_arguments: Any) -> Result:
-        """Run Undula's controller in place of Ray's, without callbacks that would be idle or do what this controller does."""
+        """Run Undula's controller in place of Ray's, without the callbacks that it does not need."""
         kept = [each for each in controller_arguments["callbacks"] if not isinstance(each, self._unneeded_callbacks())]
         controller_arguments["callbacks"] = kept
         controller_arguments["failure_policy"] = RetryUnlessBug(cast(FailureConfig, self.run_config.failure_config))
@@ -84,7 +84,9 @@ class ElasticTrainer(DataParallelTrainer):
         env[ENABLE_PREEMPTION_WATCHER_ENV_VAR] = "0"  # the pool itself observes draining nodes
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         options: dict[str, Any] = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": env}}
-        options["scheduling_strategy"] = "DEFAULT"  # outside of the placement group of a trial of Ray Tune
+        options["scheduling_strategy"] = (
+            "DEFAULT"  # a trial of Ray Tune would otherwise place it in the trial's placement group
+        )
         controller_class = ray.remote(**options, **UNRECORDED)(ElasticController)
         pool = self._pool(controller_arguments["train_fn_ref"])
         pool.tick()  # starts the first workers while the controller's process starts
@@ -120,14 +122,14 @@ class ElasticTrainer(DataParallelTrainer):
         )
 
     def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
-        """Types of the callbacks whose actors would be idle, each at the price of up to 1 % of a core."""
+        """Return the types of the callbacks whose actors would be idle. An idle actor takes up to 1 % of a core."""
         return (PlacementGroupCleanerCallback, *(() if self.datasets else (DatasetsCallback,)))
 
 
 class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
-    """A TorchTrainer whose number of workers varies within `ScalingConfig(num_workers=(min, max))`; a single worker is possible.
+    """TorchTrainer whose number of workers varies within `ScalingConfig(num_workers=(min, max))`; the minimum can be 1.
 
-    Takes the arguments of TorchTrainer, except deprecated ones, and those of ElasticTrainer.
+    It takes the arguments of TorchTrainer, except for deprecated ones, and those of ElasticTrainer.
     """
 
     def __init__(
@@ -157,13 +159,13 @@ class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
 
 
 class ElasticHorovodTrainer(ElasticTrainer):
-    """Ray's former HorovodTrainer with a number of workers within `ScalingConfig(num_workers=(min, max))`; a single worker is possible.
+    """Successor of Ray's former HorovodTrainer. The number of workers varies within `ScalingConfig(num_workers=(min, max))`; it can be 1.
 
-    `hvd.init()` has been called before the train function runs, and calling it again does nothing. Takes the arguments of HorovodTrainer,
-    except those that Ray Train has removed, and those of ElasticTrainer.
+    `hvd.init()` is called before the train function runs, and calling it again has no effect. The class takes the arguments of
+    HorovodTrainer, except for those that Ray Train has removed, and those of ElasticTrainer.
 
     Raises:
-        ClusterError: Horovod is not installed here, or was built without something that `horovod_config` needs.
+        ClusterError: Horovod is not installed here, or was built without a feature that `horovod_config` needs.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ def _import_horovod_and(prepare: Callable[[], None] | None) -> None:
 
 
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:
-    """Ray's ScalingConfig for the workers of a job."""
+    """Return Ray's ScalingConfig for the workers of a job."""
     gpus = {"GPU": workers.gpus} if workers.gpus else {}
     return ScalingConfig(
         num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
@@ -213,7 +215,7 @@ def scaling_config(workers: WorkersSpec) -> ScalingConfig:
 
 
 def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
-    """Ray's RunConfig for a run directory; Ray stores its own files in the folder `ray`."""
+    """Return Ray's RunConfig for a run directory. Ray stores its own files there in the folder `ray`."""
     return RunConfig(
         name="ray",
         storage_path=store.path(),
@@ -231,7 +233,7 @@ def elastic_trainer(
     on_event: EventSink,
     prepare: Callable[[], None],
 ) -> ElasticTrainer:
-    """The trainer of a job: Horovod's if that is configured, otherwise torch's."""
+    """Return the trainer of a job: an ElasticHorovodTrainer if `horovod_config` is given, otherwise an ElasticTorchTrainer."""
     settings: dict[str, Any] = {
         "scaling_config": scaling_config(workers),
         "run_config": run_config(workers, store),
@@ -250,7 +252,7 @@ def elastic_trainer(
 def ray_trainer(
     train_loop_per_worker: Callable[[], Any], workers: WorkersSpec, store: Store, on_event: EventSink
 ) -> TorchTrainer:
-    """Ray Train's own elastic trainer for comparison; it checks for more workers every second."""
+    """Return Ray Train's own elastic trainer, for comparison. It checks for more workers every second."""
     config = run_config(workers, store)
     callbacks: list[Any] = [ControllerEvents(on_event)]
     config.callbacks = callbacks
