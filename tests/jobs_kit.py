@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alone import train_alone
 from small_text import MODEL, PLAN
 
 from undula.cluster.local import LocalCluster
@@ -83,6 +84,10 @@ class Jobs:
 
     def run(self, name: str, *overrides: str) -> Finished:
         return self.finish(self.start(name, *overrides), name)
+
+    def alone(self, name: str, *overrides: str, world_size: int = 1, until: int | None = None) -> Finished:
+        """Train without the cluster, as `train_alone` does."""
+        return Finished(0, "", "", train_alone(self.command(name, *overrides), world_size, until))
 
     def workers(self, count: int) -> tuple[str, str]:
         return (f"workers.min={count}", f"workers.max={count}")

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
+from alone import train_alone
 from chaos_kit import SCHEDULED_STEPS, SCRIPT, command
 
-from undula.testing.chaos import start_driver
 from undula.testing.nodes import Nodes, nodes
 
 
@@ -20,13 +20,7 @@ def spot() -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="session")
-def alone(spot: Nodes, text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def alone(text: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """URL of a run without faults, on one worker."""
     runs = str(tmp_path_factory.mktemp("runs"))
-    while not spot.nodes:
-        spot.add()
-    spot.await_all()
-    settings = (f"plan.max_steps={SCHEDULED_STEPS}", "workers.max=1")
-    driver = start_driver(command(text, runs, "alone", *settings, script=SCRIPT), spot.cluster, print)
-    assert driver.process.wait(240) == 0
-    return f"{runs}/alone"
+    return train_alone(command(text, runs, "alone", f"plan.max_steps={SCHEDULED_STEPS}", script=SCRIPT)).url

@@ -54,10 +54,8 @@ def assert_certified(run: Finished, against: Finished) -> None:
 
 
 @pytest.fixture(scope="module")
-def left_alone(session_jobs: Jobs):
-    done = session_jobs.run("left-alone", *SETTINGS)
-    assert done.status == 0, done.err
-    return done
+def left_alone(session_jobs: Jobs) -> Finished:
+    return session_jobs.alone("left-alone", *SETTINGS)
 
 
 @pytest.mark.soak
@@ -114,11 +112,7 @@ def worker_pid(rank_owner: Jobs) -> int:
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(left_alone, jobs: Jobs) -> None:
     settings = (*SETTINGS, "checkpoint.snapshot_every_steps=0")
-    process = jobs.start("damaged", *settings, "checkpoint.keep=3")
-    store = open_store(f"{jobs.runs}/damaged")
-    await_checkpoint(process, store, 20)
-    os.killpg(process.pid, signal.SIGKILL)  # kills the driver only; Ray ends its workers
-    process.wait()
+    store = jobs.alone("damaged", *settings, until=20).store
     newest = find_commits(store)[0][0]
     victim = f"{newest.folder}/{next(iter(newest.files))}"
     data = bytearray(store.read(victim))
@@ -137,7 +131,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(left_alone, 
 
 
 def test_fresh_starts_over(jobs: Jobs) -> None:
-    assert jobs.run("fresh", "plan.max_steps=10", *jobs.workers(1)).status == 0
+    jobs.alone("fresh", "plan.max_steps=10")
     done = jobs.run("fresh", "plan.max_steps=12", *jobs.workers(1), "--fresh")
     assert done.status == 0, done.err
     assert done.column("step") == list(range(12))

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from alone import train_alone
 from chaos_kit import SCRIPT, command, origins_in, run_through, wrapped
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
 from undula.storage import open_store
-from undula.testing.chaos import start_driver
 from undula.testing.faults import parse_faults
 from undula.testing.nodes import Nodes
 
@@ -45,10 +45,8 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
     # No checkpoint is written before the end, so the state of a lost rank comes from the copy at the controller.
     assert "the memory of the head" in origins_in(f"{tmp_path}/sharded")
 
-    alone_job = command(text, str(tmp_path), "whole", *settings, "workers.max=1", script=SCRIPT)
-    whole = start_driver(alone_job, spot.cluster, print)
-    assert whole.process.wait(240) == 0
-    run, alone = (read_run(open_store(f"{tmp_path}/{name}")) for name in ("sharded", "whole"))
+    whole = train_alone(command(text, str(tmp_path), "whole", *settings, script=SCRIPT))
+    run, alone = read_run(open_store(f"{tmp_path}/sharded")), read_run(whole)
     certificate = certify(run, data_of(run), against=alone, tolerance=2e-4)
     assert certificate.holds, certificate.difference
     assert run.ledger.replaced.num_rows < STEPS / 2

@@ -74,13 +74,14 @@ def test_batch_normalization_and_logged_values_are_the_same_with_each_engine_and
     )
     script = LANGUAGE_MODEL.with_name("image_classifier.py")
     jobs = Jobs(session_jobs.cluster, images, session_jobs.runs, script, settings)
-    alone = jobs.run("images-1", *jobs.workers(1))
-    assert alone.status == 0, alone.err
+    alone = jobs.alone("images-1")
     assert alone.column("step_samples")[-1] == job_json(alone.store)["train_rows"] % 96 != 0
     assert sum(alone.column("step_samples")) == job_json(alone.store)["train_rows"]
     losses = validation_losses(alone)
-    for engine in ("torch", "horovod") if find_spec("horovod") else ("torch",):
-        together = jobs.run(f"images-2-{engine}", f"engine={engine}", *jobs.workers(2))
+    others = [jobs.alone("images-2-torch", world_size=2)]
+    if find_spec("horovod"):
+        others.append(jobs.run("images-2-horovod", "engine=horovod", *jobs.workers(2)))
+    for together in others:
         assert together.status == 0, together.err
         assert together.column("sample_digest") == alone.column("sample_digest")
         # At larger rates, rounding errors grow without bound within these steps.
@@ -130,15 +131,12 @@ def with_script(jobs: Jobs, tmp_path: Path) -> Jobs:
     return replace(jobs, script=script, settings=(*PLAN, "plan.max_steps=5"))
 
 
-def test_output_of_the_training_loop_is_shown(jobs: Jobs, tmp_path: Path) -> None:
-    done = with_script(jobs, tmp_path).run("prints", *jobs.workers(2))
-    assert done.status == 0, done.err
+def test_output_and_errors_of_the_training_loop_are_shown_and_an_error_fails_the_job(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    done = with_script(jobs, tmp_path).run("mistake", "config.forget=true", *jobs.workers(2))
+    assert done.status == 1
     assert "rank 0: hello from the loop" in done.out
     assert "rank 1: hello from the loop" in done.out
     assert "pid=" not in done.out + done.err
-
-
-def test_an_error_in_the_training_loop_is_shown_and_fails_the_job(jobs: Jobs, tmp_path: Path) -> None:
-    done = with_script(jobs, tmp_path).run("mistake", "config.forget=true", "workers.max_failures=0")
-    assert done.status == 1
     assert "UsageError: step 2 ended without step.update()" in done.err

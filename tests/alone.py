@@ -1,0 +1,74 @@
+"""Reference runs: a job trained in forks of this process, without Ray. They have the record and the ledger that every run has."""
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ranks import forks
+
+from undula.storage import Store, open_store
+
+LIMIT_S = 180.0
+
+
+def train_alone(command: Sequence[str], world_size: int = 1, until: int | None = None) -> Store:
+    """Train the job of `python script overrides...` and return its run directory.
+
+    Args:
+        command: Command that would start the job's driver.
+        world_size: Number of ranks.
+        until: Number of steps after which the ranks save a checkpoint and end; by default, they train to the end of the plan.
+    """
+    _, script, *overrides = command
+    with TemporaryDirectory() as folder:
+        ranks = [
+            forks().Process(target=_train, args=(script, overrides, rank, world_size, f"{folder}/store", until))
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(LIMIT_S)
+            rank.kill()
+            assert rank.exitcode == 0, "a rank of the reference run failed; its traceback is above"
+    values = dict(each.split("=", 1) for each in overrides if "=" in each)
+    return open_store(f"{values['runs']}/{values['name']}")
+
+
+def _train(script: str, overrides: list[str], rank: int, world_size: int, rendezvous: str, until: int | None) -> None:
+    import torch
+
+    from undula.config.job import load_spec
+    from undula.driver.launch import job_of, record_job
+    from undula.driver.preflight import check_job
+    from undula.plan.plan import Plan
+    from undula.train.single_process import SingleProcess
+
+    torch.set_num_threads(1)  # as in a worker with one CPU
+    sys.path.insert(0, str(Path(script).parent))
+    defined = runpy.run_path(script)
+    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined["Config"])
+    if rank == 0:
+        job = record_job(
+            loaded, Plan(loaded.spec.plan, check_job(loaded).num_rows), open_store(loaded.spec.run_url)
+        ).job
+    else:
+        job = job_of(loaded, "")
+
+    def train(run: Any) -> None:
+        original = run.steps
+
+        def steps(validate: Any = None) -> Iterator[Any]:
+            for step in original(validate=validate):
+                if until is not None and step.index == until - 1:
+                    process.leave(saves=True)
+                yield step
+
+        run.steps = steps
+        defined["train"](run)
+
+    process = SingleProcess(train, job, lambda message: None, rank, world_size, rendezvous if world_size > 1 else None)
+    process()
