@@ -22,15 +22,15 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Submission:
-    """Script with its arguments, and properties of the job that it trains."""
+    """Script to submit, its arguments, and properties of the job that it trains."""
 
     script: Path
     arguments: tuple[str, ...]
     workers: WorkersSpec
     origins: Mapping[str, str]
-    """Place where each of the job's values was set, by dotted key."""
+    """Origin of each value of the job that was set, by dotted key."""
     continuing: str
-    """Text for a user whose job was interrupted: its directory, and how to continue it."""
+    """Text for a user whose job was interrupted: the directory of the run, and how to continue it."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
 
@@ -79,8 +79,8 @@ def name_in_submission(script: Path, file: Path) -> str:
 def submit_and_follow(submission: Submission, address: str | None, screen: LiveScreen) -> int:
     """Submit a script, show what it prints, and return its exit status.
 
-    The script runs on the cluster at `address` (URL of its job API). By default, it runs on the cluster of this machine or of
-    RAY_API_SERVER_ADDRESS; if there is none, on a new local cluster that lives as long as the job.
+    The script runs on the cluster at `address` (the URL of its job API). By default, it runs on the cluster of this machine or of
+    RAY_API_SERVER_ADDRESS or, if there is none, on a new local cluster that exists as long as the job.
 
     Raises:
         SpecError: A new local cluster would be too small for the job's workers.
@@ -117,6 +117,6 @@ def _follow(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
         raise
     finally:
         screen.close()
-    if status in KILLED:  # a killed driver could not print this itself
+    if status in KILLED:  # a killed driver cannot print this itself
         screen.show(f"the job's driver was killed\n{submission.continuing}")
     return status
