@@ -52,7 +52,8 @@ class JobSpec:
     """Intervals of checkpoints and snapshots, and the number of checkpoints to keep."""
     deterministic: bool = False
     """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
-    Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs 16 bytes of memory per parameter, and time."""
+    Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs time and 16 bytes of memory per
+    parameter."""
     workers: WorkersSpec = field(default_factory=WorkersSpec)
     """Number of workers, and the resources of each."""
     horovod: HorovodSpec = field(default_factory=HorovodSpec)
@@ -79,7 +80,10 @@ class JobSpec:
             raise ValueError(problem)
 
     def _refuse_unmeasurable_noise(self) -> None:
-        """Refuse to measure the gradient noise scale in steps of one micro-batch, because it compares several gradients with their mean."""
+        """Refuse to measure the gradient noise scale if a step has a single micro-batch.
+
+        The measurement compares the gradients of several micro-batches with their mean.
+        """
         plan = self.plan
         if self.schedule.is_measured(plan):
             setting = f"schedule.batch_rule={self.schedule.batch_rule}"
