@@ -16,17 +16,28 @@ if TYPE_CHECKING:
 @click.command(short_help="Train a job on local nodes that come and go.")
 @job_arguments
 @script_option
-@click.option("--trace", type=FILE, metavar="FILE", help="Recorded numbers of spot nodes, which the local nodes follow.")
+@click.option(
+    "--trace", type=FILE, metavar="FILE", help="Recorded numbers of spot nodes, which the local nodes follow."
+)
 @click.option("--speedup", default=60.0, show_default=True, metavar="X", help="Factor by which the trace is sped up.")
 @click.option(
-    "--changes", type=int, metavar="N", help="Use the part of the trace that has N changes and the fewest zeros."
-)
-@click.option("--notice", default=20.0, show_default=True, metavar="S", help="Seconds between a notice and the removal of a node.")
-@click.option(
-    "--no-notice-share", default=0.0, show_default=True, metavar="P", help="Share of nodes that are removed without notice."
+    "--changes", type=int, metavar="N", help="Use the part of the trace with N changes and the fewest counts of zero."
 )
 @click.option(
-    "--faults", type=FILE, metavar="FILE", help="Schedule with one fault per line, such as `at step 40: sigkill worker 1`."
+    "--notice", default=20.0, show_default=True, metavar="S", help="Seconds between a notice and the removal of a node."
+)
+@click.option(
+    "--no-notice-share",
+    default=0.0,
+    show_default=True,
+    metavar="P",
+    help="Share of nodes that are removed without notice.",
+)
+@click.option(
+    "--faults",
+    type=FILE,
+    metavar="FILE",
+    help="Schedule with one fault per line, such as `at step 40: sigkill worker 1`.",
 )
 @click.option(
     "--nodes", type=int, metavar="N", help="Number of nodes at the start of a schedule.  [default: workers.max]"

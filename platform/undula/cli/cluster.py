@@ -15,7 +15,10 @@ def cluster() -> None:
 @cluster.command(short_help="Find mistakes in the configuration of a cluster.")
 @click.argument("config", type=FILE, metavar="CLUSTER.yaml")
 @click.option(
-    "--job", type=FILE, metavar="JOB.yaml", help="Also check that this job's workers fit and its buckets are in the same region."
+    "--job",
+    type=FILE,
+    metavar="JOB.yaml",
+    help="Also check that this job's workers fit and its buckets are in the same region.",
 )
 @json_option
 def check(config: Path, job: Path | None, as_json: bool) -> int:

@@ -129,7 +129,9 @@ def convert(source: str, columns: str | None, shuffle: int | None, out: str, sha
 
     store = open_store(out)
     if open_store(source).path() == store.path():
-        raise SpecError(f"--out {out} is SOURCE itself, and the command would delete it before writing; give another --out")
+        raise SpecError(
+            f"--out {out} is SOURCE itself, and the command would delete it before writing; give another --out"
+        )
     opened = open_source(source, tuple(columns.split(",")) if columns else None)
     if shuffle is not None:
         opened = shuffled(opened, shuffle)

@@ -26,7 +26,9 @@ from undula.state.defaults import DEFAULT_RUNS
     metavar="URL",
     help="Folder of the run directories, like a job's `runs`: a path or an s3:// URL.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the results and the facts on which they are based as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the results and the facts on which they are based as JSON."
+)
 def doctor(cluster: str, runs: str, as_json: bool) -> int:
     """Examine the versions, GPUs, network, clocks, storage and token of a running cluster.
 

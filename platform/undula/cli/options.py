@@ -44,7 +44,10 @@ def job_arguments(command: F) -> F:
 
 
 script_option = click.option(
-    "--script", type=FILE, metavar="FILE", help="Script of the job.  [default: the file beside JOB.yaml with the same name]"
+    "--script",
+    type=FILE,
+    metavar="FILE",
+    help="Script of the job.  [default: the file beside JOB.yaml with the same name]",
 )
 address_option = click.option(
     "--address",

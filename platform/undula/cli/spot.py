@@ -22,7 +22,9 @@ def _node_options(command: F) -> F:
         metavar="ADDRESS",
         help="HOST:PORT of the Ray cluster's head.  [default: RAY_ADDRESS, else the cluster to which this machine belongs]",
     )
-    node = click.option("--node", metavar="ID", help="Id of the Ray node to drain.  [default: all nodes of this machine]")
+    node = click.option(
+        "--node", metavar="ID", help="Id of the Ray node to drain.  [default: all nodes of this machine]"
+    )
     return address(node(command))
 
 

@@ -110,7 +110,9 @@ def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
         found = read_status(store)
     screen.close()
     if found.is_over and not found.has_ended:
-        click.echo("the study's driver has died or is still starting; if it does not start, submit the study again to continue it")
+        click.echo(
+            "the study's driver has died or is still starting; if it does not start, submit the study again to continue it"
+        )
 
 
 @study.command(short_help="Write the report of a study, also of an unfinished one.")

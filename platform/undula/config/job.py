@@ -130,7 +130,7 @@ class LoadedSpec:
         return self.origins.get(key, "default")
 
     def tree(self) -> dict[str, Any]:
-        """Return the resolved spec as plain dicts, lists and scalars. It includes the defaults of the script's settings, and hides secrets."""
+        """Return the resolved spec as plain dicts, lists and scalars, with the defaults of the script's settings and without secrets."""
         tree = as_tree(self.spec)
         if dataclasses.is_dataclass(self.config):
             tree["config"] = as_tree(self.config)
@@ -244,7 +244,9 @@ def script_of(job: Path, given: Path | None = None) -> Path:
     """
     script = given or job.with_suffix(".py")
     if not script.is_file():
-        raise SpecError(f"there is no script {script}; give one with --script, or put it beside {job} under the same name")
+        raise SpecError(
+            f"there is no script {script}; give one with --script, or put it beside {job} under the same name"
+        )
     return script.absolute()
 
 

@@ -32,8 +32,8 @@ def load_file(
     """Load a file as an instance of a dataclass.
 
     Args:
-        owner: A checked dataclass.
-        file: The YAML file.
+        owner: Checked dataclass to load.
+        file: YAML file.
         overrides: Overrides as `key.sub=value`, with the value written as in YAML.
         what: Kind of file, such as "a job's YAML", for messages.
         keys: Required keys of such a file, for messages.
@@ -155,9 +155,9 @@ def refuse_unknown_keys(
     """Refuse the first key of a tree that is not a field of its dataclass.
 
     Args:
-        tree: The tree.
+        tree: Content of the YAML below `path`.
         owner: Dataclass of the tree.
-        path: Keys above the tree.
+        path: Keys above the tree; empty for the whole file.
         where: Origins of the tree's values.
         fix: Callback that returns the fix for an unknown key; None to suggest the closest known key.
 

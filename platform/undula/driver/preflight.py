@@ -40,7 +40,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
         fresh: Whether the run starts over, in which case existing checkpoints are ignored.
 
     Raises:
-        UndulaError: the first mistake that was found.
+        UndulaError: The first mistake that was found.
     """
     data = check_job(loaded)
     store = _run_directory(loaded)
@@ -61,7 +61,7 @@ def check_job(loaded: LoadedSpec) -> Data:
         The training data.
 
     Raises:
-        UndulaError: the first mistake that was found.
+        UndulaError: The first mistake that was found.
     """
     if loaded.spec.engine == "horovod":
         check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus > 0)
@@ -81,7 +81,7 @@ def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, ne
     """Check that the job's settings can train the script's model, and that the newest checkpoint is of that model.
 
     Raises:
-        UndulaError: the first mistake that was found.
+        UndulaError: The first mistake that was found.
     """
     facts = model_facts(train, loaded, plan)
     if facts is None:

@@ -21,7 +21,7 @@ RECONNECT_S = 2.0
 RECONNECTS = 30
 """Maximum number of consecutive failed attempts."""
 LASTING_S = 30.0
-"""Seconds after which the loss of a connection does not count as another failed attempt in a row."""
+"""Minimum duration of a connection in seconds so that its loss starts a new count of failed attempts."""
 LOST = (OSError, RuntimeError, ClientError)
 """Exceptions that Ray's client raises if the job API does not answer: those of requests, its own, and those of aiohttp."""
 STOP_TIMEOUT_S = 5.0
@@ -36,9 +36,9 @@ def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callabl
 
     Args:
         dashboard: URL of the job API.
-        script: path of the script; it can import files beside it.
-        arguments: arguments of the script.
-        show: callback for each line that the job prints.
+        script: Path of the script; it can import files beside it.
+        arguments: Arguments of the script.
+        show: Callback for each line that the job prints.
 
     Returns:
         The exit status of the script.

@@ -81,7 +81,9 @@ class Restorer:
         offers: list[Offer] = [held] if held and held.plan_digest == self.plan_digest else []
         answers = self._exchange(offers)
         newest = _newest_complete(answers)
-        if newest > NEVER and newest[0] >= self.attempt - 1:  # the last group committed it, so no newer one exists
+        if (
+            newest > NEVER and newest[0] >= self.attempt - 1
+        ):  # the previous group committed this state, so no newer one exists
             return self._from_ranks(offers, answers, newest)
         offers += self.find()
         answers = self._exchange(offers)

@@ -162,7 +162,9 @@ class SnapshotWriter:
         self._sources = {name: piece.tensor for name, piece in held.pieces.items()}
         self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held)
         if self._slots and arrangement.places == self._places:
-            return True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
+            return (
+                True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
+            )
         self._places, self._slots = arrangement.places, []
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,7 +176,10 @@ class SnapshotWriter:
             own = sum(file.stat().st_size for file in self._own.glob("*/data"))
             free = min(room.f_bavail * room.f_frsize, available_memory()) + own
             if 2 * arrangement.bytes > FREE_SHARE * free:
-                need, limit = f"two copies of {arrangement.bytes / 2**20:.0f} MiB", f"half of the {free / 2**20:.0f} MiB"
+                need, limit = (
+                    f"two copies of {arrangement.bytes / 2**20:.0f} MiB",
+                    f"half of the {free / 2**20:.0f} MiB",
+                )
                 self.problem = f"{need} would take more than {limit} that are free in {MEMORY}"
                 return False
             newest = max(find_snapshots(self._own, self._plan_digest), key=lambda each: each.age, default=None)

@@ -101,7 +101,9 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
     for name, target in targets.items():
         saved = commit.tensors.get(name)
         if saved is None or tuple(saved["shape"]) != target.shape:
-            raise CheckpointError(f"{commit.folder} is from another model or optimizer: it lacks {name!r} or has it with another shape")
+            raise CheckpointError(
+                f"{commit.folder} is from another model or optimizer: it lacks {name!r} or has it with another shape"
+            )
         for chunk in saved["chunks"]:
             box = tuple(chunk["offsets"]), tuple(chunk["sizes"])
             if overlaps(box, target.box):

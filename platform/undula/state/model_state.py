@@ -40,7 +40,9 @@ def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     Raises:
         UsageError: A checkpoint cannot hold a value of the state.
     """
-    state = _model_state(model)  # first, because fully_shard restores its sharded parameters only when state_dict() is called
+    state = _model_state(
+        model
+    )  # first, because fully_shard restores its sharded parameters only when state_dict() is called
     return {**state, **optimizer_state(optimizer, _parameter_names(model))}
 
 

@@ -69,7 +69,7 @@ def start_hub(store: Store) -> Any:
     """Start the hub of a run on this node, and return its handle. The hub ends with this driver.
 
     Raises:
-        RunError: another job on this cluster trains the run.
+        RunError: Another job on this cluster is training the run.
     """
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node}, **UNRECORDED)(Hub)

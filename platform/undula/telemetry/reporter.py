@@ -39,7 +39,9 @@ class Telemetry:
     """
 
     def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
-        from undula.telemetry.tensorboard import TensorBoardWriter  # only rank 0 needs tensorboardX, which imports boto3
+        from undula.telemetry.tensorboard import (
+            TensorBoardWriter,
+        )  # only rank 0 needs tensorboardX, which imports boto3
 
         self._total_steps = total_steps
         self._publish = publish

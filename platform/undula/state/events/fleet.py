@@ -86,7 +86,7 @@ class IdleEvent(Event):
     idle_s: float
     """Seconds for which it has had that room."""
     most: int
-    """Largest number of workers that the run trains with."""
+    """Maximum number of workers with which the run trains."""
 
     @property
     def message(self) -> str:

@@ -117,7 +117,9 @@ class CrashEvent(Event):
             case "failure":
                 return f"Workers failed ({self.error}); the run continues with a new group."
             case "hang":
-                return f"Rank {self.rank} ({process}) made no step for {self.limit_s or 0:.1f} s; Undula ends its process."
+                return (
+                    f"Rank {self.rank} ({process}) made no step for {self.limit_s or 0:.1f} s; Undula ends its process."
+                )
             case "deadlock":
                 waited = f"All ranks waited for each other for {self.limit_s or 0:.1f} s"
                 return f"{waited}; Undula aborts their collectives, and they form a new group."
@@ -129,7 +131,7 @@ class CrashEvent(Event):
 
 @dataclass(frozen=True)
 class NoticeEvent(Event):
-    """A node that the run trains on will be removed."""
+    """A node on which the run trains will be removed."""
 
     KIND = "notice"
     node: str
@@ -157,9 +159,10 @@ class WaitingEvent(Event):
     """Number of workers that could train now."""
     starting: int = 0
     needed: int = 0
-    """Smallest number of workers that the run trains with."""
+    """Minimum number of workers with which the run trains."""
     waited_for: WaitedFor = "workers"
-    """`workers`: too few are ready. `state`: a node may hold the newest state. `growth`: more are about to be ready."""
+    """Reason for the wait. `workers`: too few workers are ready. `state`: a node may hold the newest state. `growth`: more workers are about
+    to be ready."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray resources of one worker."""
     workers: tuple[WorkerPlace, ...] = ()
