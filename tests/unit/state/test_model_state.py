@@ -213,7 +213,7 @@ def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
     state = stored(model_and_optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     with pytest.raises(
-        CheckpointError, match=r"has 'model\.0\.weight' with shape \(4, 3\), and the model has it with shape"
+        CheckpointError, match=r"has 'model\.0\.weight' with shape \(4, 3\), but the model has it with shape"
     ):
         restored(other, torch.optim.SGD(other.parameters(), lr=0.1), state)
     more = [{"params": [each]} for each in model.parameters()]

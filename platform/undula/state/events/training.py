@@ -168,7 +168,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
     "state_at_risk": "The newest state may be lost when its last node is removed: {detail}.",
     "no_room_for_shards": "The head has no room for the shards of the model, so they are saved to storage.",
-    "no_validation": "data.validation is set, but run.steps() was called without validate=, so nothing is validated; pass validate=.",
+    "no_validation": "Nothing is validated, because data.validation is set but run.steps() was called without validate=; pass validate=.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
 }
 

@@ -161,8 +161,8 @@ class WaitingEvent(Event):
     needed: int = 0
     """Minimum number of workers with which the run trains."""
     waited_for: WaitedFor = "workers"
-    """Reason for the wait. `workers`: too few workers are ready. `state`: a node may hold the newest state. `growth`: more workers are about
-    to be ready."""
+    """Reason for the wait. `workers`: too few workers are ready. `state`: a node may hold the newest state. `growth`: more workers are
+    about to be ready."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray resources of one worker."""
     workers: tuple[WorkerPlace, ...] = ()
