@@ -76,7 +76,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_uninterrupted_run(
 
     again = Jobs(session_jobs.cluster, session_jobs.text, runs).run("killed", *SETTINGS)
     assert again.status == 0
-    assert "is finished: nothing to do" in again.out
+    assert "is finished, so there is nothing to do" in again.out
     assert again.ledger.steps.equals(last.ledger.steps)
 
 

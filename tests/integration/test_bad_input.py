@@ -101,7 +101,7 @@ def test_an_unwritable_run_directory_is_named(text: str, tmp_path: Path) -> None
 
 def test_the_directory_of_a_study_is_refused_as_a_run(text: str, tmp_path: Path) -> None:
     open_store(f"{tmp_path}/bad").write("study.json", b"{}")
-    assert refusal(text, tmp_path).endswith("/bad is a study's directory: give the run another name")
+    assert refusal(text, tmp_path).endswith("/bad is a study's directory; give the run another name")
 
 
 def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused(session_jobs: Jobs, on_one_ran
     same = (f"name={job_json(on_one_rank.store)['name']}", *session_jobs.past_an_epoch())
     sentence = refusal(session_jobs.text, session_jobs.runs, *same, "config.model.width=64")
     assert "config.model.width is 64, and" in sentence
-    assert "was begun with 32: restore it, give another name, or start over with --fresh" in sentence
+    assert "was started with 32; restore it, set another name, or start over with --fresh" in sentence
 
     # The same settings, and a script whose model has changed.
     script = tmp_path / "changed" / "language_model.py"

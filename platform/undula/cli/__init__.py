@@ -1,1 +1,1 @@
-"""The command line: `undula ...`, one file a command, and the command line of a job's own script."""
+"""The command `undula`, with one module per subcommand, and the command line of job scripts."""

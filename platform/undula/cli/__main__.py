@@ -1,4 +1,4 @@
-"""`python -m undula.cli`."""
+"""Entry point of `python -m undula.cli`."""
 
 from undula.cli.main import main
 

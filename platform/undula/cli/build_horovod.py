@@ -1,4 +1,4 @@
-"""`undula build-horovod`."""
+"""Command `undula build-horovod`."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ CACHE = "~/.cache/undula"
 
 @click.command("build-horovod", short_help="Build and install Horovod, for engine: horovod.")
 @click.option(
-    "--cache", type=FILE, default=CACHE, show_default=True, metavar="FOLDER", help="Folder that keeps what was built."
+    "--cache", type=FILE, default=CACHE, show_default=True, metavar="FOLDER", help="Folder that keeps the builds."
 )
 def build_horovod(cache: Path) -> None:
-    """Build Horovod for the torch that is installed, and install it. It takes some minutes the first time.
+    """Build Horovod for the installed torch, and install it. The first build takes a few minutes.
 
-    Variables of the environment that begin with HOROVOD_ go to the build, such as HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
+    Environment variables whose names begin with HOROVOD_ are passed to the build, such as HOROVOD_GPU_OPERATIONS=NCCL for GPUs.
     """
     from undula.elastic.build_horovod import build_horovod as build
 

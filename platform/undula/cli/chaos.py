@@ -1,4 +1,4 @@
-"""`undula chaos`."""
+"""Command `undula chaos`."""
 
 import sys
 from pathlib import Path
@@ -16,32 +16,43 @@ if TYPE_CHECKING:
 @click.command(short_help="Train a job on local nodes that come and go.")
 @job_arguments
 @script_option
-@click.option("--trace", type=FILE, metavar="FILE", help="Recorded counts of spot nodes, which the local nodes follow.")
-@click.option("--speedup", default=60.0, show_default=True, metavar="X", help="Factor by which the trace runs faster.")
 @click.option(
-    "--changes", type=int, metavar="N", help="Take the stretch of the trace with N changes and the fewest zeros."
+    "--trace", type=FILE, metavar="FILE", help="Recorded numbers of spot nodes, which the local nodes follow."
 )
-@click.option("--notice", default=20.0, show_default=True, metavar="S", help="Seconds of notice before a node goes.")
+@click.option("--speedup", default=60.0, show_default=True, metavar="X", help="Factor by which the trace is sped up.")
 @click.option(
-    "--no-notice-share", default=0.0, show_default=True, metavar="P", help="Share of nodes that go without notice."
+    "--changes", type=int, metavar="N", help="Use the part of the trace with N changes and the fewest counts of zero."
 )
 @click.option(
-    "--faults", type=FILE, metavar="FILE", help="Schedule of faults, a line each: `at step 40: sigkill worker 1`."
+    "--notice", default=20.0, show_default=True, metavar="S", help="Seconds between a notice and the removal of a node."
 )
 @click.option(
-    "--nodes", type=int, metavar="N", help="Number of nodes that a schedule begins with.  [default: workers.max]"
+    "--no-notice-share",
+    default=0.0,
+    show_default=True,
+    metavar="P",
+    help="Share of nodes that are removed without notice.",
+)
+@click.option(
+    "--faults",
+    type=FILE,
+    metavar="FILE",
+    help="Schedule with one fault per line, such as `at step 40: sigkill worker 1`.",
+)
+@click.option(
+    "--nodes", type=int, metavar="N", help="Number of nodes at the start of a schedule.  [default: workers.max]"
 )
 @click.option(
     "--limit",
     default=3600.0,
     show_default=True,
     metavar="S",
-    help="Seconds after which a job under a schedule is ended.",
+    help="Seconds after which a job under a schedule is stopped.",
 )
 @click.option(
     "--baseline",
     type=click.Choice(["ray"]),
-    help="Train with Ray Train's own trainer and a checkpoint every 10 steps, to compare.",
+    help="Train with Ray Train's own trainer and a checkpoint every 10 steps, for comparison.",
 )
 @json_option
 def chaos(
@@ -62,7 +73,7 @@ def chaos(
     """Train JOB.yaml on a local cluster whose nodes come and go, and report outages, lost steps and the certificate.
 
     Each node has room for one worker. The nodes follow a recorded trace (--trace) or a schedule of faults (--faults). The run is stored
-    under the job's name with -chaos at the end.
+    under the job's name with the suffix -chaos.
 
     \b
     Example:

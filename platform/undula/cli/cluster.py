@@ -1,4 +1,4 @@
-"""`undula cluster`."""
+"""Command `undula cluster`."""
 
 from pathlib import Path
 
@@ -12,14 +12,17 @@ def cluster() -> None:
     """Check the configuration of a cluster, before `ray up` starts it."""
 
 
-@cluster.command(short_help="Name what is wrong with a cluster.yaml.")
+@cluster.command(short_help="Find mistakes in the configuration of a cluster.")
 @click.argument("config", type=FILE, metavar="CLUSTER.yaml")
 @click.option(
-    "--job", type=FILE, metavar="JOB.yaml", help="Check also that this job's workers fit and its buckets are near."
+    "--job",
+    type=FILE,
+    metavar="JOB.yaml",
+    help="Also check that this job's workers fit and its buckets are in the same region.",
 )
 @json_option
 def check(config: Path, job: Path | None, as_json: bool) -> int:
-    """Name what is wrong with CLUSTER.yaml, a configuration of spot nodes for `ray up`. The exit status is 1 on errors."""
+    """Find mistakes in CLUSTER.yaml, a configuration of spot nodes for `ray up`. The exit status is 1 if there are errors."""
     from undula.cluster.check import check_cluster, load_cluster, region_of
     from undula.config.job import load_spec
 

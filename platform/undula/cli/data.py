@@ -1,4 +1,4 @@
-"""`undula data`."""
+"""Command `undula data`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def _writing_options(row_group_mib: float) -> Callable[[F], F]:
         default=4,
         show_default=True,
         metavar="N",
-        help="Number of Parquet files of a split.",
+        help="Number of Parquet files per split.",
     )
     row_group = click.option(
         "--row-group-mib",
@@ -43,10 +43,10 @@ def _writing_options(row_group_mib: float) -> Callable[[F], F]:
 
 
 _corpus_options = _writing_options(row_group_mib=1.0)
-_if_missing = click.option("--if-missing", is_flag=True, help="Do nothing if the data set is there and whole.")
+_if_missing = click.option("--if-missing", is_flag=True, help="Do nothing if the data set exists and is complete.")
 
 
-@data.command("stdlib-text", short_help="Make a data set of Python's own source, as bytes.")
+@data.command("stdlib-text", short_help="Make a data set of the source of Python's library, as bytes.")
 @_corpus_options
 @_if_missing
 @click.option(
@@ -58,7 +58,7 @@ _if_missing = click.option("--if-missing", is_flag=True, help="Do nothing if the
     help="Number of bytes that a model sees at once.",
 )
 def stdlib_text(out: str, shards: int, row_group_mib: float, if_missing: bool, context: int) -> None:
-    """Make a data set of the source of this Python's standard library, as bytes. It needs no network."""
+    """Make a data set of the source of this Python's standard library, as bytes. This needs no network."""
     from undula.data.corpora import stdlib_text as corpus
 
     _write_corpus(lambda: corpus(context=context), out, shards, row_group_mib, if_missing)
@@ -68,18 +68,18 @@ def stdlib_text(out: str, shards: int, row_group_mib: float, if_missing: bool, c
 @_corpus_options
 @_if_missing
 def digits(out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
-    """Make a data set of scikit-learn's handwritten digits. It needs no network."""
+    """Make a data set of scikit-learn's handwritten digits. This needs no network."""
     from undula.data.corpora import digits as corpus
 
     _write_corpus(corpus, out, shards, row_group_mib, if_missing)
 
 
-@data.command(short_help="Make a data set of CIFAR-10, from its binary archive.")
+@data.command(short_help="Make a data set of CIFAR-10 from its binary archive.")
 @click.option("--archive", type=FILE, required=True, metavar="FILE", help="cifar-10-binary.tar.gz, as published.")
 @_corpus_options
 @_if_missing
 def cifar10(archive: Path, out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
-    """Make a data set of CIFAR-10, from the binary archive that its authors publish."""
+    """Make a data set of CIFAR-10 from the binary archive that its authors publish."""
     from undula.data.corpora import cifar10 as corpus
 
     _write_corpus(lambda: corpus(archive), out, shards, row_group_mib, if_missing)
@@ -90,7 +90,7 @@ def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group
     from undula.data.manifest import load_manifest
 
     if if_missing and is_complete(out):
-        click.echo(f"{out} is there and whole: nothing to do")
+        click.echo(f"{out} exists and is complete; nothing to do")
         return
     corpus = make()
     with _progress(f"writing {out}", corpus.num_rows) as advance:
@@ -99,12 +99,12 @@ def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group
         _print_data_set(load_manifest(f"{out}/{split}"))
 
 
-@data.command(short_help="Write the manifest of Parquet files that are there.")
+@data.command(short_help="Write the manifest of existing Parquet files.")
 @click.argument("url", metavar="URL")
-@click.option("--out", metavar="FOLDER", help="Folder for the manifest, if the files lie where nobody may write.")
-@click.option("--anonymous", is_flag=True, help="Read S3 without credentials, as public buckets allow.")
+@click.option("--out", metavar="FOLDER", help="Folder for the manifest, if the folder of the files is not writable.")
+@click.option("--anonymous", is_flag=True, help="Read S3 without credentials, which public buckets allow.")
 def index(url: str, out: str | None, anonymous: bool) -> None:
-    """Write the manifest of the Parquet files below URL, which makes them a data set."""
+    """Write the manifest of the Parquet files below URL, which turns them into a data set."""
     from undula.data.manifest import index as write_manifest
 
     with _progress(f"reading footers below {url}", None) as advance:
@@ -115,12 +115,12 @@ def index(url: str, out: str | None, anonymous: bool) -> None:
 @data.command(short_help="Write a data set from files of another format.")
 @click.argument("source", metavar="SOURCE")
 @click.option("--columns", metavar="A,B,...", help="Columns to keep.  [default: all]")
-@click.option("--shuffle", type=int, metavar="SEED", help="Shuffle all rows, in an order drawn from SEED.")
+@click.option("--shuffle", type=int, metavar="SEED", help="Shuffle all rows, in an order that depends on SEED.")
 @_writing_options(row_group_mib=4.0)
 def convert(source: str, columns: str | None, shuffle: int | None, out: str, shards: int, row_group_mib: float) -> None:
     """Write a data set from SOURCE, the path or s3:// URL of a file or a folder.
 
-    SOURCE may hold Parquet, CSV, JSON lines, WebDataset tars, or what datasets.save_to_disk wrote.
+    SOURCE can hold Parquet, CSV, JSON lines, WebDataset tars, or the output of datasets.save_to_disk.
     """
     from undula.data.convert import open_source, shuffled
     from undula.data.write import write_shards
@@ -129,7 +129,9 @@ def convert(source: str, columns: str | None, shuffle: int | None, out: str, sha
 
     store = open_store(out)
     if open_store(source).path() == store.path():
-        raise SpecError(f"--out {out} is SOURCE itself, and the data set there is deleted first: give another --out")
+        raise SpecError(
+            f"--out {out} is SOURCE itself, and the command would delete it before writing; give another --out"
+        )
     opened = open_source(source, tuple(columns.split(",")) if columns else None)
     if shuffle is not None:
         opened = shuffled(opened, shuffle)
@@ -139,11 +141,11 @@ def convert(source: str, columns: str | None, shuffle: int | None, out: str, sha
     _print_data_set(manifest)
 
 
-@data.command(short_help="Read a data set and name what would stop or slow a training.")
+@data.command(short_help="Read a data set and report what would stop or slow training.")
 @click.argument("url", metavar="URL")
 @json_option
 def check(url: str, as_json: bool) -> int:
-    """Read every row group of a data set, and name what would stop or slow a training. The exit status is 1 on errors."""
+    """Read every row group of a data set, and report what would stop or slow down training. The exit status is 1 if there are errors."""
     from undula.data.check import check as examine
     from undula.data.manifest import load_manifest
 
@@ -169,7 +171,7 @@ def _print_data_set(manifest: "Manifest") -> None:
 
 @contextmanager
 def _progress(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr; yields what advances it."""
+    """Show a progress bar on stderr, and yield a function that advances it."""
     from rich.console import Console
     from rich.progress import Progress
 

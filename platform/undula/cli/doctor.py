@@ -1,4 +1,4 @@
-"""`undula doctor`."""
+"""Command `undula doctor`."""
 
 import os
 import sys
@@ -24,13 +24,16 @@ from undula.state.defaults import DEFAULT_RUNS
     default=DEFAULT_RUNS,
     show_default=True,
     metavar="URL",
-    help="Folder of the run directories, as a job's `runs`: a path or an s3:// URL.",
+    help="Folder of the run directories, like a job's `runs`: a path or an s3:// URL.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the results and the facts behind them as JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the results and the facts on which they are based as JSON."
+)
 def doctor(cluster: str, runs: str, as_json: bool) -> int:
-    """Examine a running cluster: versions, GPUs, network, clocks, storage, token.
+    """Examine the versions, GPUs, network, clocks, storage and token of a running cluster.
 
-    It takes less than a minute, beside whatever runs there. The exit status is 1 if a check fails, and each failure comes with its fix.
+    This takes less than a minute and can be done while jobs run. Each problem is printed with its fix, and the exit status is 1 if a check
+    fails.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The entry points of a job's script: `main` trains the job, and `study_main` conducts a study of the job."""
+"""Entry points of a job's script: `main` trains the job, and `study_main` conducts a study of the job."""
 
 import argparse
 import runpy
@@ -29,15 +29,15 @@ from undula.train.run import Run
 
 
 def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
-    """Run a job script: read and check its YAML and overrides, train on the Ray cluster at hand, and print where the result is.
+    """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
 
-    The script exits with status 2 and a message of one sentence if the input is wrong, and with status 1 if training fails.
+    The process exits with status 2 and a message of one sentence if the input is wrong, and with status 1 if training fails.
 
     Args:
         train: Training loop of the script. It runs in every worker.
-        config: Dataclass of the script's own settings, which the YAML gives under `config`. Without it they are a mapping.
+        config: Dataclass of the script's own settings, which are under `config` in the YAML. Without it, they are a mapping.
         argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
-            JOB.yaml defaults to the file beside the script that has its name. With --study STUDY.yaml the script conducts a study of
+            JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
     """
     options = _parser().parse_intermixed_args(argv)
@@ -55,7 +55,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         prepared = prepare(loaded, train, options.fresh)
         store = prepared.store
         if prepared.is_finished:
-            print(f"{store.url} is finished: nothing to do. Give --fresh to delete the run and start over")
+            print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
             return
         stack.enter_context(held(store))
         stack.enter_context(connected())
@@ -72,7 +72,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
 
 
 def _refuse_trainer(trainer: TrainerName, spec: JobSpec) -> None:
-    """Refuse settings that Ray Train's own trainer does not know."""
+    """Refuse settings that Ray Train's own trainer does not support."""
     if trainer == "ray" and spec.engine == "horovod":
         raise SpecError("command line: --trainer ray cannot be combined with engine=horovod; remove one of them")
     if trainer == "ray" and not spec.workers.fleet.is_any:
@@ -82,10 +82,10 @@ def _refuse_trainer(trainer: TrainerName, spec: JobSpec) -> None:
 def _fit(
     train: Callable[[Run], None], spec: LaunchSpec, store: Store, hub: Any, trainer: TrainerName
 ) -> Exception | None:
-    """Train, and return the error with which the training failed.
+    """Train, and return the error with which training failed; None if it succeeded.
 
     Raises:
-        SystemExit: the driver was stopped from outside. The ledger has an event that says so.
+        SystemExit: The driver was stopped from outside. An event in the ledger records this.
     """
     ship_modules_beside_the_script()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
@@ -106,7 +106,7 @@ def study_main(argv: Sequence[str] | None = None) -> None:
 
     Args:
         argv: Command line, by default that of this process: STUDY.yaml [--fresh] [key=value ...]. The script must lie beside the job's
-            YAML and have its name.
+            YAML and have the same name.
     """
     study, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     with one_sentence():
@@ -114,19 +114,19 @@ def study_main(argv: Sequence[str] | None = None) -> None:
             raise SpecError("command line: the study is missing; give STUDY.yaml as the first argument")
         overrides = [argument for argument in rest if argument and not argument.startswith("-")]
         script = script_of(load_study(Path(study), overrides).file)
-    sys.path.insert(0, str(script.parent))  # where Python looks when a script is started by its name
+    sys.path.insert(0, str(script.parent))  # as Python does when it runs a script
     sys.argv = [str(script), "--study", study, *(argument for argument in rest if argument)]
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _range(workers: WorkersSpec) -> str:
-    """`2 workers` or `1 to 2 workers`."""
+    """Return the number of workers in words, such as `2 workers` or `1 to 2 workers`."""
     sizes = f"{workers.max}" if workers.min == workers.max else f"{workers.min} to {workers.max}"
     return f"{sizes} worker{'s' if workers.max > 1 else ''}"
 
 
 def _print_result(prepared: Prepared, error: Exception | None) -> None:
-    """Print how the training ended, its last validation loss, and where the run is."""
+    """Print how training ended, the last validation loss, and the run directory."""
     if error:
         print(f"training failed:\n{whole_story(error)}", file=sys.stderr, flush=True)
     store = prepared.store

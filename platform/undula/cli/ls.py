@@ -1,4 +1,4 @@
-"""`undula ls`."""
+"""Command `undula ls`."""
 
 import click
 

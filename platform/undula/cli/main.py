@@ -1,4 +1,4 @@
-"""The `undula` command: a group of commands, each in a module of its own that imports what it needs only when it runs."""
+"""The command `undula`. Each subcommand has a module of its own, which imports heavy modules only when the subcommand runs."""
 
 import signal
 import sys
@@ -23,15 +23,15 @@ from undula.cli.verify import verify
 from undula.errors import one_sentence
 
 MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
-"""Exit statuses: of a mistake in the input, after Ctrl-C, and after SIGTERM."""
+"""Exit statuses after a mistake in the input, after Ctrl-C, and after SIGTERM."""
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Elastic training on Ray: the model that comes out does not depend on which nodes were there.
+    """Elastic training on Ray: nodes may come and go, and the trained model is that of a fixed cluster.
 
     \b
-    To begin with:
+    First steps:
       undula data stdlib-text --out ~/undula/data/stdlib-text
       undula run jobs/language_model.yaml
       undula ls
@@ -43,8 +43,8 @@ for command in (run, data, ls, show, verify, report, study, chaos, cluster, doct
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and end the process: status 2 and one sentence for a mistake, the command's own status otherwise."""
-    # SIGTERM ends a command as Ctrl-C does, so that what it started is stopped.
+    """Run a command and exit: with status 2 and a message of one sentence on a mistake in the input, else with the command's status."""
+    # SIGTERM raises an exception as Ctrl-C does, so that the command stops everything that it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         with one_sentence():

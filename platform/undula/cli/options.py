@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path)
-"""A path; whoever opens it says what is wrong with it."""
+"""Type of an argument that is a path. The code that opens the path reports errors."""
 
 
 class FiniteRange(click.FloatRange):
-    """A finite number within limits. NaN is within any limits of click's own range."""
+    """Type of an argument that is a finite number within limits. click's own type accepts NaN for any limits."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -31,48 +31,51 @@ class FiniteRange(click.FloatRange):
 
 
 class Commands(click.Group):
-    """A group that lists its commands in the order in which they were added."""
+    """Group of commands that lists them in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
 def job_arguments(command: F) -> F:
-    """JOB.yaml and its overrides."""
+    """Add the arguments JOB.yaml and its overrides to a command."""
     overrides = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
     return click.argument("job", type=FILE, metavar="JOB.yaml")(overrides(command))
 
 
 script_option = click.option(
-    "--script", type=FILE, metavar="FILE", help="Script of the job.  [default: beside JOB.yaml, with its name]"
+    "--script",
+    type=FILE,
+    metavar="FILE",
+    help="Script of the job.  [default: the file beside JOB.yaml with the same name]",
 )
 address_option = click.option(
     "--address",
     metavar="URL",
     help="Job API of the cluster, as for `ray job submit`.  [default: RAY_API_SERVER_ADDRESS, else the cluster of this machine, "
-    "else a new one for as long as the job runs]",
+    "else a new local cluster that is stopped after the job]",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
 runs_option = click.option(
     "--runs",
     metavar="URL",
-    help=f"Folder in which a name is looked up: a path or an s3:// URL, as a job's `runs`.  [default: the working directory, else "
+    help=f"Folder in which a name is looked up: a path or an s3:// URL, like a job's `runs`.  [default: the working directory, else "
     f"{DEFAULT_RUNS}]",
 )
 
 
 def print_json(document: object) -> None:
-    """Print a document for programs."""
+    """Print a document as JSON."""
     click.echo(json.dumps(document, indent=1))
 
 
 def print_all_json(items: "Sequence[DataclassInstance]") -> None:
-    """Print dataclasses for programs."""
+    """Print instances of dataclasses as JSON."""
     print_json([asdict(item) for item in items])
 
 
 def counted(count: int, noun: str) -> str:
-    """`no findings`, `1 finding`, `2 findings`."""
+    """Return a number with its noun, such as `no findings`, `1 finding` or `2 findings`."""
     return f"{count or 'no'} {noun}{'s' if count != 1 else ''}"

@@ -1,4 +1,4 @@
-"""The options of `undula show` and `undula report` that choose prices."""
+"""Options of `undula show` and `undula report` that select prices."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,26 +16,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def price_options(command: F) -> F:
-    """`--prices` and `--spot-prices`."""
+    """Add the options `--prices` and `--spot-prices` to a command."""
     file = click.option(
         "--prices",
         type=FILE,
         metavar="FILE",
-        help="Prices of machines in TOML, which come before those that ship.  [default: the file that UNDULA_PRICES names]",
+        help="TOML file with prices of machines, which override the built-in prices.  [default: the file at UNDULA_PRICES]",
     )
     history = click.option(
         "--spot-prices",
         type=click.Choice(["aws"]),
-        help="Ask AWS for the spot prices at the time of the run, with your credentials.  [default: spot prices of the file]",
+        help="Ask AWS for the spot prices at the time of the run, with your credentials.  [default: the spot prices of the files]",
     )
     return file(history(command))
 
 
 def price_finder(prices: Path | None, spot_prices: str | None) -> "PriceFinder":
-    """What finds the prices at the time of a run.
+    """Return a function that finds the prices at the time of a run.
 
     Raises:
-        SpecError: the file holds no prices.
+        SpecError: The file has no prices.
     """
     from undula.cluster.prices import load_prices, with_aws_history
 

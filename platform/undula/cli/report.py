@@ -1,4 +1,4 @@
-"""`undula report`."""
+"""Command `undula report`."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from undula.cli.prices import price_finder, price_options
 def report(run: str, runs: str | None, prices: Path | None, spot_prices: str | None) -> None:
     """Write report.html into a run's directory: one self-contained page with the figures, costs, curves and events.
 
-    RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL. The command prints the path of the page.
+    RUN is a name that `undula ls` lists, or the run's directory as a path or an s3:// URL. The command prints the path of the page.
     """
     from undula.report.render.page import write_report
     from undula.state.locate import locate_run

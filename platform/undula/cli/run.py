@@ -1,4 +1,4 @@
-"""`undula run`."""
+"""Command `undula run`."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from undula.cli.options import address_option, job_arguments, script_option
 def run(
     job: Path, overrides: tuple[str, ...], script: Path | None, address: str | None, fresh: bool, prints: bool
 ) -> int:
-    """Submit the script of JOB.yaml to a Ray cluster, and follow it to its end.
+    """Submit the script of JOB.yaml to a Ray cluster, and follow it until it ends.
 
     KEY.SUB=VALUE overrides a value of the YAML. A job with the name of an earlier run continues that run.
 

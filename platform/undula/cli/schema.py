@@ -1,4 +1,4 @@
-"""`undula schema`."""
+"""Command `undula schema`."""
 
 import click
 
@@ -6,8 +6,8 @@ from undula.cli.options import print_json
 
 
 @click.command(short_help="Print the JSON schema of JOB.yaml, for editors.")
-@click.option("--study", is_flag=True, help="Print that of STUDY.yaml.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print the configuration reference of both in Markdown.")
+@click.option("--study", is_flag=True, help="Print the JSON schema of STUDY.yaml instead.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print the reference of the keys of both in Markdown.")
 def schema(study: bool, as_markdown: bool) -> None:
     """Print the JSON schema of JOB.yaml, which editors use to complete and check its keys."""
     from undula.cli.reference import markdown

@@ -1,4 +1,4 @@
-"""`undula show`."""
+"""Command `undula show`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from undula.cli.prices import price_finder, price_options
 def show(run: str, runs: str | None, prices: Path | None, spot_prices: str | None, as_json: bool) -> None:
     """Show a run in the terminal: its figures, costs, curves and newest events.
 
-    RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL.
+    RUN is a name that `undula ls` lists, or the run's directory as a path or an s3:// URL.
     """
     from undula.report.render.terminal import print_run
     from undula.state.locate import locate_run

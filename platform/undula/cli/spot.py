@@ -1,4 +1,4 @@
-"""`undula spot`."""
+"""Command `undula spot`."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import click
 from undula.cli.options import Commands, FiniteRange
 
 SIGNAL_NOTICE_S = 30.0
-"""Default notice in seconds, where nothing says when the machine goes."""
+"""Default notice in seconds, for a machine whose time of removal is unknown."""
 _SECONDS = FiniteRange(min=0, min_open=True, max=7 * 86400)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,28 +20,30 @@ def _node_options(command: F) -> F:
         "--address",
         default=lambda: os.environ.get("RAY_ADDRESS", "auto"),
         metavar="ADDRESS",
-        help="HOST:PORT of the Ray cluster's head.  [default: RAY_ADDRESS, else the cluster that this machine is a node of]",
+        help="HOST:PORT of the Ray cluster's head.  [default: RAY_ADDRESS, else the cluster to which this machine belongs]",
     )
-    node = click.option("--node", metavar="ID", help="Ray node that goes.  [default: all nodes of this machine]")
+    node = click.option(
+        "--node", metavar="ID", help="Id of the Ray node to drain.  [default: all nodes of this machine]"
+    )
     return address(node(command))
 
 
-@click.group(cls=Commands, short_help="Have Ray drain this machine before its cloud takes it.")
+@click.group(cls=Commands, short_help="Have Ray drain this machine before its cloud removes it.")
 def spot() -> None:
-    """Have Ray drain this machine, a spot node of a cluster, before its cloud takes it."""
+    """Have Ray drain this machine, a spot node of a cluster, before its cloud removes it."""
 
 
 @spot.command(short_help="Drain this machine's nodes when its cloud gives notice.")
 @click.option(
     "--source",
     metavar="SOURCE",
-    help="Where notices come from: aws, gcp, azure or file:PATH.  [default: the cloud that this machine belongs to]",
+    help="Source of notices: aws, gcp, azure or file:PATH.  [default: the cloud of this machine]",
 )
-@click.option("--url", metavar="URL", help="Address of the cloud's metadata server, where it is not the cloud's own.")
+@click.option("--url", metavar="URL", help="URL of the metadata server, if it is not the cloud's own.")
 @click.option(
     "--rebalance",
     is_flag=True,
-    help="Leave also when AWS recommends it. A recommendation has no deadline, and may come to nothing.",
+    help="Also leave when AWS recommends it. A recommendation has no deadline, and AWS may not remove the machine after all.",
 )
 @_node_options
 @click.option(
@@ -55,7 +57,7 @@ def spot() -> None:
 def watch(
     source: str | None, url: str | None, rebalance: bool, address: str, node: str | None, signal_notice: float
 ) -> None:
-    """Watch for the notice of this machine's cloud, and then have Ray drain the machine's nodes. Runs until it is stopped."""
+    """Wait for a notice from this machine's cloud, and then have Ray drain the machine's nodes. The command runs until it is stopped."""
     from undula.cluster.notices import source_named
     from undula.cluster.watcher import SourceOrSignal, drain_here
     from undula.cluster.watcher import watch as watch_source
@@ -72,10 +74,10 @@ def watch(
     default=SIGNAL_NOTICE_S,
     show_default=True,
     metavar="S",
-    help="Seconds until this machine goes. The command ends then, or when the nodes have left.",
+    help="Seconds until this machine is removed. The command ends then, or when the nodes have left.",
 )
 def leave(address: str, node: str | None, notice: float) -> None:
-    """Have Ray drain this machine's nodes now, and wait until they have left. It is meant for a pod's preStop."""
+    """Have Ray drain this machine's nodes now, and wait until they have left. The command is meant for a pod's preStop hook."""
     from undula.cluster.watcher import leave as leave_cluster
 
     leave_cluster(notice, address, node, partial(print, flush=True))

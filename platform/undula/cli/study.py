@@ -1,4 +1,4 @@
-"""`undula study`."""
+"""Command `undula study`."""
 
 import difflib
 import sys
@@ -20,11 +20,11 @@ from undula.cli.options import (
 from undula.errors import SpecError, needs_extra
 
 INTERVAL_S = 5.0
-"""Time in seconds between two looks of `status --follow`."""
+"""Seconds between two refreshes of `status --follow`."""
 
 
 class _RunByDefault(Commands):
-    """A group that takes `study STUDY.yaml ...` for `study run STUDY.yaml ...`."""
+    """Group of commands that runs `study STUDY.yaml ...` as `study run STUDY.yaml ...`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         is_short = bool(args) and args[0] not in (*self.commands, *ctx.help_option_names)
@@ -46,17 +46,17 @@ def study() -> None:
     """
 
 
-@study.command(short_help="Train the trials of a study, and follow them.")
+@study.command(short_help="Train the trials of a study and follow them.")
 @click.argument("file", type=FILE, metavar="STUDY.yaml")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @script_option
 @address_option
 @click.option("--fresh", is_flag=True, help="Delete the study of this name and start over.")
 def run(file: Path, overrides: tuple[str, ...], script: Path | None, address: str | None, fresh: bool) -> int:
-    """Submit a study to a Ray cluster, and follow it to its end. Its report is written there.
+    """Submit a study to a Ray cluster, and follow it until it ends, which writes its report.
 
-    KEY=VALUE overrides a value of STUDY.yaml, and overrides.KEY=VALUE one of its job. A study with the name of an earlier one continues
-    that study.
+    KEY=VALUE overrides a value of STUDY.yaml, and overrides.KEY=VALUE overrides a value of its job. A study with the name of an earlier
+    study continues that study.
     """
     from undula.cluster.local import cluster_at_hand
     from undula.driver.submission import submit_and_follow
@@ -67,7 +67,7 @@ def run(file: Path, overrides: tuple[str, ...], script: Path | None, address: st
 
     _refuse_what_may_be_a_command(file)
     loaded = load_study(file, overrides)
-    # A cluster that is there may see other files than this machine does.
+    # The nodes of an existing cluster may have other files than this machine, so only they can tell whether the study is done.
     if not (address or cluster_at_hand()) and (lines := report_if_done(loaded, fresh)):
         click.echo("\n".join(lines))
         return 0
@@ -82,15 +82,15 @@ def _refuse_what_may_be_a_command(file: Path) -> None:
         raise SpecError(f"there is no file {file}, and no such command of `undula study`: {fix}")
 
 
-@study.command(short_help="Print how far a study is.")
+@study.command(short_help="Show how far a study is.")
 @click.argument("name", metavar="STUDY")
 @runs_option
-@click.option("--follow", is_flag=True, help="Draw it anew every few seconds, until the study has ended.")
-@click.option("--json", "as_json", is_flag=True, help="Print every trial as JSON, for programs.")
+@click.option("--follow", is_flag=True, help="Refresh every few seconds until the study has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print every trial as JSON for programs.")
 def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
-    """Print how far a study is, and whether its driver is there.
+    """Show how far a study is, and whether its driver is alive.
 
-    STUDY is the study's name or its directory: a path or an s3:// URL.
+    STUDY is the study's name, or its directory as a path or an s3:// URL.
     """
     from undula.state.locate import locate_study
     from undula.study.status import read_status
@@ -110,10 +110,12 @@ def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
         found = read_status(store)
     screen.close()
     if found.is_over and not found.has_ended:
-        click.echo("the study's driver is not there, or is still starting: submit the study again to continue it")
+        click.echo(
+            "the study's driver has died or is still starting; if it does not start, submit the study again to continue it"
+        )
 
 
-@study.command(short_help="Write the report of a study, as far as it is.")
+@study.command(short_help="Write the report of a study, also of an unfinished one.")
 @click.argument("name", metavar="STUDY")
 @runs_option
 @click.option(
@@ -123,9 +125,9 @@ def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
     help="Price of a worker per hour.  [default: the study's worker_hour]",
 )
 def report(name: str, runs: str | None, worker_hour: float | None) -> None:
-    """Write the report of a study, as far as it is: a page, its figures and a table of every trial.
+    """Write the report of a study, also of an unfinished one: a page, its figures and a table of all trials.
 
-    STUDY is the study's name or its directory: a path or an s3:// URL.
+    STUDY is the study's name, or its directory as a path or an s3:// URL.
     """
     from undula.state.locate import locate_study
     from undula.study.status import report_study

@@ -1,4 +1,4 @@
-"""`undula verify`."""
+"""Command `undula verify`."""
 
 import click
 
@@ -8,21 +8,21 @@ from undula.cli.options import FiniteRange, json_option, print_json, runs_option
 @click.command(short_help="Prove from its ledger that a run followed its plan.")
 @click.argument("run", metavar="RUN")
 @runs_option
-@click.option("--against", metavar="RUN", help="Another run of the same plan, which RUN must equal.")
+@click.option("--against", metavar="RUN", help="Another run of the same plan, with which RUN is compared.")
 @click.option(
     "--tolerance",
     type=FiniteRange(min=0),
     default=1e-5,
     show_default=True,
     metavar="X",
-    help="Largest relative difference of a step's loss. Deterministic runs must be equal.",
+    help="Maximum relative difference of a step's loss. Deterministic runs must be equal.",
 )
 @json_option
 def verify(run: str, runs: str | None, against: str | None, tolerance: float, as_json: bool) -> int:
-    """Prove from a run's ledger and its data's manifest that the run consumed the samples that its plan names.
+    """Prove from a run's ledger and the manifest of its data that the run consumed the samples of its plan.
 
-    RUN is a name, as `undula ls` lists it, or the run's directory: a path or an s3:// URL. The exit status is 1 at a difference, and
-    the first one is named.
+    RUN is a name that `undula ls` lists, or the run's directory as a path or an s3:// URL. If something differs, the command names the
+    first difference and exits with status 1.
     """
     from undula.report.data.certificate import certify, data_of
     from undula.report.data.run_record import read_run

@@ -1,1 +1,1 @@
-"""The YAML of a job: the spec that composes the dataclasses of all packages, checked strictly, with the origin of each value."""
+"""Loading of a job's YAML into a spec of checked dataclasses, with the origin of each value."""

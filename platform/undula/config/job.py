@@ -1,4 +1,4 @@
-"""The spec of a training job: composed of the dataclasses that other packages own, loaded from YAML, printed, and compared."""
+"""Spec of a training job, which is composed of the dataclasses of other packages. Jobs are loaded from YAML, printed, and compared."""
 
 import dataclasses
 import json
@@ -47,21 +47,22 @@ class JobSpec:
     gradient: GradientSpec = field(default_factory=GradientSpec)
     """Reduction and clipping of the gradient before the optimizer's step."""
     validation: ValidationSpec = field(default_factory=ValidationSpec)
-    """Times and size of the validations."""
+    """Interval and size of the validations."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    """Times of the checkpoints, and how many are kept."""
+    """Intervals of checkpoints and snapshots, and the number of checkpoints to keep."""
     deterministic: bool = False
     """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
-    Gradients are then summed exactly, and torch uses deterministic algorithms only. It costs 16 bytes a parameter, and time."""
+    Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs time and 16 bytes of memory per
+    parameter."""
     workers: WorkersSpec = field(default_factory=WorkersSpec)
     """Number of workers, and the resources of each."""
     horovod: HorovodSpec = field(default_factory=HorovodSpec)
     """Settings of Horovod, for `engine: horovod`."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Settings of the script, which reads them as run.config."""
+    """Settings of the script, which it reads from `run.config`."""
 
     def __post_init__(self) -> None:
-        """Check values of one part against values of another. Each message begins with the key that it is about."""
+        """Check values that must fit each other. The message of each error begins with the key that it is about."""
         self._refuse_idle_workers()
         self._refuse_combinations()
         self._refuse_unmeasurable_noise()
@@ -74,12 +75,15 @@ class JobSpec:
             )
 
     def _refuse_combinations(self) -> None:
-        """Refuse settings that no engine can train with together."""
+        """Refuse combinations of settings that no engine supports."""
         if problem := refusal(self.features):
             raise ValueError(problem)
 
     def _refuse_unmeasurable_noise(self) -> None:
-        """Refuse to measure the gradient noise scale where a step has no two gradients whose mean can be compared with them."""
+        """Refuse to measure the gradient noise scale if a step has a single micro-batch.
+
+        The measurement compares the gradients of several micro-batches with their mean.
+        """
         plan = self.plan
         if self.schedule.is_measured(plan):
             setting = f"schedule.batch_rule={self.schedule.batch_rule}"
@@ -89,13 +93,13 @@ class JobSpec:
             return
         if plan.virtual_workers == 1 and (plan.micro_batch or plan.global_batch) >= plan.global_batch:
             raise ValueError(
-                f"{setting} needs two micro-batches or more in a step, and a step has one; raise plan.virtual_workers or lower "
+                f"{setting} needs at least two micro-batches per step, but a step has one; raise plan.virtual_workers or lower "
                 "plan.micro_batch"
             )
 
     @property
     def features(self) -> set[Feature]:
-        """What the settings ask of an engine; the model may ask for more."""
+        """Features that the settings require of an engine; the model may require more."""
         measures_noise = self.schedule.is_measured(self.plan) or self.gradient.noise_every_steps > 0
         return features_of(self.engine, self.deterministic, self.gradient, measures_noise)
 
@@ -113,27 +117,27 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class LoadedSpec:
-    """A JobSpec, and where its values were given."""
+    """JobSpec with the origins of its values."""
 
     spec: JobSpec
     config: Any
-    """The script's settings: an instance of the dataclass that the script declares, or else a mapping."""
+    """Settings of the script: an instance of the dataclass that the script declares, or a mapping if it declares none."""
     origins: Mapping[str, str]
     """Origin of each given value by dotted key: "job.yaml:12" or "command line"."""
 
     def origin(self, key: str) -> str:
-        """The origin of a dotted key's value, for messages."""
+        """Return the origin of a dotted key's value, for messages."""
         return self.origins.get(key, "default")
 
     def tree(self) -> dict[str, Any]:
-        """The resolved spec as plain dicts, lists and scalars. It includes the script's defaults, and hides secrets."""
+        """Return the resolved spec as plain dicts, lists and scalars, with the defaults of the script's settings and without secrets."""
         tree = as_tree(self.spec)
         if dataclasses.is_dataclass(self.config):
             tree["config"] = as_tree(self.config)
         return hide_secrets(tree)
 
     def to_yaml(self) -> str:
-        """The resolved spec as YAML, with the origin of each value in a comment."""
+        """Return the resolved spec as YAML, with the origin of each value in a comment."""
         rows = [(key, json.dumps(value), self.origin(key)) for key, value in flatten(self.tree())]
         lines: list[str] = []
         shown: tuple[str, ...] = ()
@@ -158,11 +162,11 @@ def load_spec(
     Args:
         file: YAML of a JobSpec.
         overrides: Overrides as `key.sub=value`, with the value written as in YAML.
-        config_type: Dataclass of the script's settings. Without it `config` stays a mapping.
-        origin: Returns the origin of an override from its key, for messages.
+        config_type: Dataclass of the script's settings. Without it, `config` remains a mapping.
+        origin: Callback that returns the origin of an override from its key, for messages.
 
     Raises:
-        SpecError: the file is not a valid job. The message names the file and line, the key, the value, and what is accepted.
+        SpecError: The file is not a valid job. The message names the file and line, the key, the value, and the accepted values.
     """
     spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key)
     config: Any = _namespace(spec.config)
@@ -173,14 +177,14 @@ def load_spec(
 
 
 def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
-    """The fix for a file that is a study's YAML; None for any other file."""
+    """Return the fix for a file that is a study's YAML; None for any other file."""
     if "job" in tree and "batches" in tree:
         return "this is a study's YAML; start it with `undula study`"
     return None
 
 
 def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key of the logical run whose value differs between two resolved jobs, with both values; None if none differs."""
+    """Return the first key of the logical run whose value differs between two resolved jobs, and both values; None if none differs."""
     old, new = dict(flatten(before)), dict(flatten(now))
     for key in sorted(old.keys() | new.keys()):
         if key.startswith(LOGICAL) and old.get(key) != new.get(key):
@@ -189,23 +193,23 @@ def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str,
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
-    """Overrides that set values by dotted key."""
+    """Return overrides that set values by dotted key."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def json_schema(of: type = JobSpec) -> dict[str, Any]:
-    """JSON schema of a job's YAML, or of another spec's, for editors."""
+    """Return the JSON schema of a job's YAML, or of the YAML of another spec, for editors."""
     schema = TypeAdapter(of).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def as_tree(spec: Any) -> dict[str, Any]:
-    """A spec as plain dicts, lists and scalars."""
+    """Return a spec as plain dicts, lists and scalars."""
     return json.loads(TypeAdapter(type(spec)).dump_json(spec))  # type: ignore[no-any-return]
 
 
 def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a tree in which texts are hidden whose keys name a secret."""
+    """Return a copy of a tree in which a string is hidden if its key names a secret."""
     shown: dict[str, Any] = {}
     for key, value in tree.items():
         is_secret = isinstance(value, str) and _SECRET_KEY.search(str(key))
@@ -217,7 +221,7 @@ _SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|
 
 
 class Namespace(dict[str, Any]):
-    """A mapping whose keys read as attributes: `run.config.model.width`."""
+    """Mapping whose keys can be read as attributes, as in `run.config.model.width`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -233,19 +237,21 @@ def _namespace(value: Any) -> Any:
 
 
 def script_of(job: Path, given: Path | None = None) -> Path:
-    """Absolute path of a job's script: the given one, or else the file beside the job's YAML that has its name.
+    """Return the absolute path of a job's script: the given one, or else the file beside the job's YAML with the same name.
 
     Raises:
-        SpecError: there is no such file.
+        SpecError: There is no such file.
     """
     script = given or job.with_suffix(".py")
     if not script.is_file():
-        raise SpecError(f"there is no script {script}; give one with --script, or put it beside {job} under its name")
+        raise SpecError(
+            f"there is no script {script}; give one with --script, or put it beside {job} under the same name"
+        )
     return script.absolute()
 
 
 def absolute_paths(spec: JobSpec) -> list[str]:
-    """Overrides that make a job's relative paths absolute, since the job runs in another directory than this one."""
+    """Return overrides that make a job's relative paths absolute, because the job runs in another working directory."""
     paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
     given = [f"{key}={_absolute(path)}" for key, path in paths.items() if path is not None and path != _absolute(path)]
     mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]

@@ -1,6 +1,6 @@
-"""YAML files that are checked against a dataclass, with overrides on top and the origin of each value.
+"""Loading of YAML files as instances of a dataclass, with overrides and the origin of each value.
 
-An error is one sentence with the file and line, the key, the value that was given, and what is accepted.
+The message of an error is one sentence with the file and line, the key, the given value, and the accepted values.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ def load_file(
     """Load a file as an instance of a dataclass.
 
     Args:
-        owner: A checked dataclass.
-        file: The YAML file.
+        owner: Checked dataclass to load.
+        file: YAML file.
         overrides: Overrides as `key.sub=value`, with the value written as in YAML.
-        what: Name of such a file, for the message if the file holds something else.
-        keys: Required keys of such a file, for the same message.
-        origin: Returns the origin of an override from its key, for messages.
-        fix: Returns a fix for a tree with an unknown key; None if the key's name says it all.
+        what: Kind of file, such as "a job's YAML", for messages.
+        keys: Required keys of such a file, for messages.
+        origin: Callback that returns the origin of an override from its key, for messages.
+        fix: Callback that returns the fix for an unknown key in a tree; None to suggest the closest known key.
 
     Returns:
         The instance, and the origins of its values.
 
     Raises:
-        SpecError: the file is not valid.
+        SpecError: The file is not valid.
     """
     tree, origins = _read_yaml(file, what, keys)
     for override in overrides:
@@ -68,7 +68,7 @@ _Yaml12Loader.add_implicit_resolver(
 
 
 def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The content of a file, and the origin of each of its values by dotted key."""
+    """Return the content of a file, and the origin of each of its values by dotted key."""
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=_Yaml12Loader)
@@ -76,7 +76,7 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
     except OSError as error:
         raise SpecError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise SpecError(f"{file} is not UTF-8 text: give {what}") from error
+        raise SpecError(f"{file} is not UTF-8 text; give {what}") from error
     except yaml.YAMLError as error:
         raise SpecError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if tree is None:
@@ -90,7 +90,7 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
 
 
 def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
-    """(dotted key, "file:line") of each value in a mapping."""
+    """Return (dotted key, "file:line") of each value in a mapping."""
     found = []
     given: set[str] = set()
     for key, value in node.value:
@@ -105,7 +105,7 @@ def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str,
 
 
 def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str, origin: str) -> None:
-    """Set the override's value in the tree, and its origin in the origins."""
+    """Set the value of an override in the tree, and record its origin."""
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise SpecError(f"{origin}: {override!r} is not an override; write key.sub=value")
@@ -117,7 +117,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
     branch = tree
     for depth, parent in enumerate(parents):
         rest = ".".join([*parents[depth:], leaf])
-        if rest in branch:  # the keys of a mapping may themselves be dotted, as in a study's overrides
+        if rest in branch:  # a mapping may have dotted keys itself, as a study's overrides do
             parents, leaf = parents[:depth], rest
             break
         branch = branch.setdefault(parent, {})
@@ -135,14 +135,14 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
 
 @dataclass(frozen=True)
 class Where:
-    """Origins of the values of a file."""
+    """Origins of the values in a file."""
 
     file: Path
     origins: Mapping[str, str]
     """Origin of each given value by dotted key."""
 
     def __call__(self, path: Sequence[str]) -> str:
-        """The origin of a key, or of the nearest key above it; the file if neither is given."""
+        """Return the origin of a key, or else of the nearest key above it, or else the file."""
         for length in range(len(path), 0, -1):
             if origin := self.origins.get(".".join(path[:length])):
                 return origin
@@ -152,17 +152,17 @@ class Where:
 def refuse_unknown_keys(
     tree: Any, owner: Any, path: tuple[str, ...], where: Where, fix: Callable[[str], str | None] = lambda _key: None
 ) -> None:
-    """Refuse the first key of a tree that its owner does not have.
+    """Refuse the first key of a tree that is not a field of its dataclass.
 
     Args:
-        tree: The tree.
+        tree: Content of the YAML below `path`.
         owner: Dataclass of the tree.
-        path: Keys above the tree.
+        path: Keys above the tree; empty for the whole file.
         where: Origins of the tree's values.
-        fix: Returns a fix from an unknown key; None if the key's name says it all.
+        fix: Callback that returns the fix for an unknown key; None to suggest the closest known key.
 
     Raises:
-        SpecError: there is such a key.
+        SpecError: The tree has such a key.
     """
     if not (isinstance(tree, Mapping) and dataclasses.is_dataclass(owner)):
         return
@@ -179,14 +179,14 @@ def refuse_unknown_keys(
 
 
 def _dataclasses_in(annotation: Any) -> list[Any]:
-    """The dataclasses in an annotation: `Layer | None` and `tuple[Layer, ...]` contain Layer."""
+    """Return the dataclasses in an annotation: `Layer | None` and `tuple[Layer, ...]` contain Layer."""
     if dataclasses.is_dataclass(annotation):
         return [annotation]
     return [found for part in typing.get_args(annotation) for found in _dataclasses_in(part)]
 
 
 def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any:
-    """A tree as an instance of its owner.
+    """Return a tree as an instance of its dataclass.
 
     Args:
         owner: Dataclass of the tree.
@@ -195,7 +195,7 @@ def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any
         where: Origins of the tree's values.
 
     Raises:
-        SpecError: the tree is not valid.
+        SpecError: The tree is not valid.
     """
     try:
         text = json.dumps(tree)
@@ -221,11 +221,11 @@ def _is_json(value: Any) -> bool:
 
 
 def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
-    """One of pydantic's errors as a message: origin, key, value, and what is accepted."""
+    """Return one of pydantic's errors as a message with the origin, the key, the value, and the accepted values."""
     here = (*path, *(str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-"))))
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")
-        key = re.match(r"[\w.]*", message)  # our own messages begin with the key that they are about
+        key = re.match(r"[\w.]*", message)  # messages of this package begin with the key that they are about
         about = (*here, *(key[0] if key else "").split("."))
         return f"{where(about)}: {''.join(f'{part}.' for part in here)}{message}"
     if error["type"].startswith("missing"):
@@ -236,7 +236,7 @@ def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a tree by dotted key, such as ("plan.seed", 0). An empty mapping is a leaf."""
+    """Return the leaves of a tree by dotted key, such as ("plan.seed", 0). An empty mapping is a leaf."""
     leaves = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""The driver's connection to Ray, and the modules of the script that travel to the workers."""
+"""Connection of the driver to Ray, and the shipping of the script's modules to the workers."""
 
 import atexit
 import gc
@@ -25,24 +25,29 @@ INTERRUPTED = 130
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine, for a block. Ray's logs stay in its log files.
+    """Connect to a Ray cluster for the duration of a block: the one at RAY_ADDRESS, or else the one on this machine.
+
+    Ray's logs stay in Ray's log files.
 
     Raises:
-        ClusterError: the cluster cannot be reached.
+        ClusterError: The cluster cannot be reached.
     """
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # printed lines come through the hub
-    # Without this, the interpreter spends more than a second at its end on collecting torch's objects.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # the hub carries printed lines to the driver
+    # Without this, the interpreter spends more than a second at exit on collecting torch's objects.
     atexit.register(gc.freeze)
     was_connected = ray.is_initialized()
     if not was_connected:
         address = os.environ.get("RAY_ADDRESS", "")
         try:
-            if re.fullmatch(r"[^/]+:\d+", address):  # Ray itself would try for a minute
+            if re.fullmatch(r"[^/]+:\d+", address):  # Ray's own attempts would take a minute
                 socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, ray.exceptions.RayError) as error:
             where = address or "on this machine"
-            raise ClusterError(f"cannot connect to the Ray cluster {where}: {' '.join(str(error).split())}") from error
+            why = " ".join(str(error).split())
+            raise ClusterError(
+                f"cannot connect to the Ray cluster {where}: {why}; check that it is up and that RAY_ADDRESS is correct"
+            ) from error
         stop_error_messages()
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -54,9 +59,9 @@ def connected() -> Iterator[None]:
 
 
 def ship_modules_beside_the_script() -> None:
-    """Send the modules beside the script to the workers along with the train function: a worker may not have that folder."""
+    """Send the modules in the script's folder to the workers with the train function, because a worker may not have that folder."""
     folder = str(Path(sys.argv[0]).resolve().parent)
-    real = cache(os.path.realpath)  # thousands of modules share few folders
+    real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name != "__main__" and file and real(Path(file).parent) == folder:

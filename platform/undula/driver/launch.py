@@ -1,4 +1,4 @@
-"""Launching a training, for jobs and for trials of studies: the record of the job in its run directory, and the trainer that runs it."""
+"""Launch of training, for jobs and for trials of studies: the record of the job in its run directory, and the trainer that runs it."""
 
 import json
 from collections.abc import Callable
@@ -27,23 +27,21 @@ TrainerName: TypeAlias = Literal["undula", "ray"]
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Everything that a trainer needs to know about one training."""
+    """Parameters of one training for its trainer."""
 
     job: Job
     workers: WorkersSpec
     horovod: HorovodSpec | None
-    """Settings of Horovod; None with torch's engine."""
+    """Settings of Horovod; None if the job uses another engine."""
     work: Work
-    """Length and beginning of the training, from which a deadline is computed."""
+    """Number of steps and start time of the run, from which the fleet policy computes whether the run will meet its deadline."""
 
 
 def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
-    """Write the job's record, `job.json`, to its run directory.
-
-    A run that resumes keeps the id and the time of its beginning.
+    """Write the job's record, `job.json`, to its run directory. A run that resumes keeps its id and its start time.
 
     Returns:
-        The training that the record describes.
+        Parameters of the training for `launch`.
     """
     spec, run = loaded.spec, identity(store)
     record = {**_description(loaded, plan), **run}
@@ -57,7 +55,7 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
 
 
 def job_of(loaded: LoadedSpec, run_id: str) -> Job:
-    """The part of a job's spec that its workers need."""
+    """Return the part of a job's spec that its workers need."""
     spec = loaded.spec
     return Job(
         name=spec.name,
@@ -76,7 +74,7 @@ def job_of(loaded: LoadedSpec, run_id: str) -> Job:
 
 
 def _description(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
-    """The part of the record that follows from the spec and its data."""
+    """Return the part of the record that follows from the spec and the data."""
     data = load_data(loaded.spec.data)
     return {
         "name": loaded.spec.name,
@@ -92,17 +90,17 @@ def _description(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
 def launch(
     train: Callable[[Run], None], spec: LaunchSpec, store: Store, hub: Any, trainer_name: TrainerName = "undula"
 ) -> None:
-    """Train on workers of the cluster, to the end of the plan.
+    """Train on workers of the cluster until the plan is finished.
 
     Args:
-        train: the script's train function.
-        spec: the training.
-        store: run directory of the training.
-        hub: actor that receives the messages of workers and controller.
-        trainer_name: `ray` for Ray Train's own trainer, to compare with.
+        train: Train function of the script.
+        spec: Parameters of the training.
+        store: Run directory.
+        hub: Handle of the actor that receives the messages of the workers and the controller.
+        trainer_name: Name of the trainer; `ray` is Ray Train's own, for comparison.
 
     Raises:
-        TrainingFailedError: the training failed for good.
+        TrainingFailedError: The training failed and cannot continue.
     """
     publish = HubPublisher(hub)
     worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)

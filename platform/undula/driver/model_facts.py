@@ -1,4 +1,7 @@
-"""Facts about a script's model, learned in the driver without making its weights: the train function runs on torch's meta device."""
+"""Facts about a script's model, which the driver determines before any worker starts.
+
+The train function runs on torch's meta device for this, so that no memory is allocated for the weights.
+"""
 
 import io
 import warnings
@@ -20,16 +23,16 @@ from undula.train.single_process import local_world
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What preflight knows about a model before a worker builds it."""
+    """Facts about a model that preflight needs before a worker builds it."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Global shapes of the parameters and buffers by name."""
+    """Global shapes of the parameters and buffers, by name."""
     features: frozenset[Feature]
-    """What the model asks of an engine."""
+    """Features that the model requires of an engine."""
 
 
 def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> ModelFacts | None:
-    """Run a train function on the meta device up to `run.model(...)`, and look at the module that it passes.
+    """Run a train function on the meta device up to `run.model(...)`, and inspect the module that it passes.
 
     Args:
         train: Train function of the script.
@@ -37,7 +40,7 @@ def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) ->
         plan: The job's plan.
 
     Returns:
-        The facts; None if the train function raises before it has a model. The workers check the model again.
+        The facts; None if the train function ends before it calls `run.model(...)`. The workers check the model again.
     """
     probe = _ModelProbe(loaded, plan)
     try:
@@ -47,20 +50,20 @@ def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) ->
     except _ModelBuiltError as built:
         return built.facts
     except Exception:
-        # If the script itself is wrong, the workers will say so, with a traceback.
+        # If the script itself is wrong, the workers report it with a traceback.
         return None
     return None
 
 
 class _ModelBuiltError(Exception):
-    """Leaves the train function as soon as it has a model."""
+    """Ends the train function as soon as it passes a model to the run."""
 
     def __init__(self, facts: ModelFacts):
         self.facts = facts
 
 
 class _ModelProbe:
-    """Stands in for a Run until the script has a model."""
+    """Stand-in for a Run until the script passes its model."""
 
     def __init__(self, loaded: LoadedSpec, plan: Plan):
         self.config = loaded.config
@@ -69,7 +72,7 @@ class _ModelProbe:
         self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
 
     def map(self, *functions: object, **more: object) -> None:
-        """Do nothing: a model's shapes do not depend on the samples."""
+        """Do nothing, because the shapes of a model do not depend on the samples."""
 
     def model(self, module: nn.Module) -> nn.Module:
         raise _ModelBuiltError(
@@ -83,5 +86,5 @@ class _ModelProbe:
 
 
 def _world() -> AbstractContextManager[None]:
-    """A process group with this process alone, unless there is one: without a group, `fully_shard` raises."""
+    """Return a context with a process group, which `fully_shard` requires: the existing one, or else one of this process alone."""
     return nullcontext() if dist.is_initialized() else local_world(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Checks that the driver makes before any worker starts: of the data, the run directory, the model, and the state that a run resumes."""
+"""Checks of the driver before any worker starts: of the data, the run directory, the model, and the state from which a run resumes."""
 
 import json
 from collections.abc import Callable
@@ -32,15 +32,15 @@ class Prepared:
 
 
 def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Prepared:
-    """Check everything about a job that the driver can check.
+    """Check everything about a job that can be checked in the driver.
 
     Args:
         loaded: The job.
         train: Train function of the script.
-        fresh: Whether the run starts over, so that former checkpoints do not matter.
+        fresh: Whether the run starts over, in which case existing checkpoints are ignored.
 
     Raises:
-        UndulaError: the first mistake that was found.
+        UndulaError: The first mistake that was found.
     """
     data = check_job(loaded)
     store = _run_directory(loaded)
@@ -55,13 +55,13 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
 
 
 def check_job(loaded: LoadedSpec) -> Data:
-    """Check what does not depend on the run directory: the engine is installed, paths outlast the job, and data can be read.
+    """Check that the engine is installed, that paths remain valid when the job has ended, and that the data can be read.
 
     Returns:
         The training data.
 
     Raises:
-        UndulaError: the first mistake that was found.
+        UndulaError: The first mistake that was found.
     """
     if loaded.spec.engine == "horovod":
         check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus > 0)
@@ -81,7 +81,7 @@ def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, ne
     """Check that the job's settings can train the script's model, and that the newest checkpoint is of that model.
 
     Raises:
-        UndulaError: the first mistake that was found.
+        UndulaError: The first mistake that was found.
     """
     facts = model_facts(train, loaded, plan)
     if facts is None:
@@ -105,9 +105,9 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], D
 
     Args:
         key: Key of the YAML that gives the data, for messages.
-        urls: Where the data lies.
+        urls: Paths or URLs of the data.
         loaded: The job.
-        load: Loads the data.
+        load: Callback that loads the data.
     """
     for url in urls:
         _refuse_lost_path(key, url, loaded)
@@ -124,19 +124,19 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], D
 
 
 def _run_directory(loaded: LoadedSpec) -> Store:
-    """The job's run directory, which can be written to and is not a study's."""
+    """Return the job's run directory, after checking that it is writable and is not the directory of a study."""
     try:
         store = open_store(loaded.spec.run_url)
         store.check_writable()
     except StorageError as error:
         raise StorageError(f"{loaded.origin('runs')}: runs: the run directory is not writable: {error}") from error
     if store.exists(STUDY_FILE):
-        raise RunError(f"{store.url} is a study's directory: give the run another name")
+        raise RunError(f"{store.url} is a study's directory; give the run another name")
     return store
 
 
 def _refuse_lost_path(key: str, url: str, loaded: LoadedSpec) -> None:
-    """Refuse a relative path in a submitted job: Ray runs the job in a copy of its working directory, and deletes the copy."""
+    """Refuse a relative path in a submitted job, because Ray runs the job in a copy of its working directory and deletes the copy."""
     if not url.startswith(("/", "~", "s3://")) and "/runtime_resources/working_dir_files/" in str(Path.cwd()):
         raise SpecError(
             f"{loaded.origin(key)}: {key} is {url!r}, relative to a copy of the working directory that Ray deletes when the job ends; "
@@ -145,19 +145,19 @@ def _refuse_lost_path(key: str, url: str, loaded: LoadedSpec) -> None:
 
 
 def _refuse_changes(store: Store, loaded: LoadedSpec, data: Data) -> None:
-    """Refuse to resume a run with other data, or with another value of a key that defines the logical run."""
+    """Refuse to resume a run with other training data, or with another value of a key that defines the logical run."""
     if not store.exists(JOB_FILE):
         return
-    fix = "restore it, give another name, or start over with --fresh"
+    fix = "restore it, set another name, or start over with --fresh"
     try:
         begun = json.loads(store.read(JOB_FILE))
         digest, change = begun["manifest_digest"], changed_key(begun["spec"], loaded.tree())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}): {fix}") from error
+        raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}); {fix}") from error
     if digest != data.digest:
-        raise RunError(f"{store.url} was begun with other training data than {data.url} holds now: {fix}")
+        raise RunError(f"{store.url} was started with other training data than {data.url} has now; {fix}")
     if change:
         key, before, now = change
         raise RunError(
-            f"{loaded.origin(key)}: {key} is {json.dumps(now)}, and {store.url} was begun with {json.dumps(before)}: {fix}"
+            f"{loaded.origin(key)}: {key} is {json.dumps(now)}, but {store.url} was started with {json.dumps(before)}; {fix}"
         )

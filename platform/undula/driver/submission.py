@@ -22,15 +22,15 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Submission:
-    """Script with its arguments, and properties of the job that it trains."""
+    """Script to submit, its arguments, and properties of the job that it trains."""
 
     script: Path
     arguments: tuple[str, ...]
     workers: WorkersSpec
     origins: Mapping[str, str]
-    """Place where each of the job's values was set, by dotted key."""
+    """Origin of each value of the job that was set, by dotted key."""
     continuing: str
-    """Text for a user whose job was interrupted: its directory, and how to continue it."""
+    """Text for a user whose job was interrupted: the directory of the run, and how to continue it."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
 
@@ -47,10 +47,10 @@ def submission_of_job(
 
     Args:
         file: YAML file of the job.
-        loaded: the job with its overrides.
-        overrides: overrides of the YAML, as the user gave them.
-        script: script of the job; by default the file beside the YAML with the same name.
-        fresh: whether the job starts over.
+        loaded: Job with its overrides.
+        overrides: Overrides of the YAML, as the user gave them.
+        script: Script of the job; by default the file beside the YAML with the same name.
+        fresh: Whether the job starts over.
 
     Raises:
         SpecError: The script does not exist.
@@ -67,20 +67,20 @@ def submission_of_job(
 
 
 def how_to_continue(kind: str, url: str, name: str) -> str:
-    """Return the text that tells a user how to continue an interrupted job."""
+    """Return a text for the user about how to continue an interrupted job."""
     return f"{kind} directory: {url}\nsubmit it again under the name {name} to continue"
 
 
 def name_in_submission(script: Path, file: Path) -> str:
-    """Return the path of a file for a submitted script. The script's folder is uploaded; other files keep their absolute path."""
+    """Return the path under which a submitted script finds a file: relative in the uploaded folder of the script, absolute elsewhere."""
     return file.name if file.absolute().parent == script.parent else str(file.absolute())
 
 
 def submit_and_follow(submission: Submission, address: str | None, screen: LiveScreen) -> int:
     """Submit a script, show what it prints, and return its exit status.
 
-    The script runs on the cluster at `address` (URL of its job API). By default, it runs on the cluster of this machine or of
-    RAY_API_SERVER_ADDRESS; if there is none, on a new local cluster that lives as long as the job.
+    The script runs on the cluster at `address` (the URL of its job API). By default, it runs on the cluster at
+    RAY_API_SERVER_ADDRESS or on this machine; if there is none, it runs on a new local cluster that is stopped after the job.
 
     Raises:
         SpecError: A new local cluster would be too small for the job's workers.
@@ -117,6 +117,6 @@ def _follow(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
         raise
     finally:
         screen.close()
-    if status in KILLED:  # a killed driver could not print this itself
+    if status in KILLED:  # a killed driver cannot print this itself
         screen.show(f"the job's driver was killed\n{submission.continuing}")
     return status

@@ -17,34 +17,35 @@ import undula
 from undula.errors import ClusterError
 
 RECONNECT_S = 2.0
-"""Time in seconds between two attempts to follow a job."""
+"""Seconds between two attempts to follow a job."""
 RECONNECTS = 30
-"""Maximum number of attempts in a row that fail."""
+"""Maximum number of consecutive failed attempts."""
 LASTING_S = 30.0
-"""Time in seconds after which a connection that is lost counts as one that was there."""
+"""Minimum duration of a connection in seconds so that its loss starts a new count of failed attempts."""
 LOST = (OSError, RuntimeError, ClientError)
-"""Exceptions of Ray's client where the job API does not answer: of requests, of its own, and of aiohttp."""
+"""Exceptions that Ray's client raises if the job API does not answer: those of requests, its own, and those of aiohttp."""
 STOP_TIMEOUT_S = 5.0
+"""Maximum time in seconds to wait until a job has stopped."""
 _RAY_LOG_LINE = re.compile(
     r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- |Running entrypoint for job raysubmit_)"
 )
 
 
 def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callable[[str], None]) -> int:
-    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded with it.
+    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded for it.
 
     Args:
         dashboard: URL of the job API.
-        script: path of the script; it can import files beside it.
-        arguments: arguments of the script.
-        show: callback for each line that the job prints.
+        script: Path of the script; it can import files beside it.
+        arguments: Arguments of the script.
+        show: Callback for each line that the job prints.
 
     Returns:
         The exit status of the script.
 
     Raises:
         ClusterError: The cluster does not accept the job.
-        KeyboardInterrupt: The user has interrupted the job, which is stopped.
+        KeyboardInterrupt: The user pressed Ctrl-C. The job has been stopped.
     """
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.WARNING)  # hides messages about uploads and sockets
@@ -82,14 +83,14 @@ def _stop(client: JobSubmissionClient, job_id: str) -> None:
     client.stop_job(job_id)
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
-        time.sleep(0.1)  # paces the looks
+        time.sleep(0.1)  # interval between two polls
 
 
 def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> JobDetails:
-    """Show the job's lines until it has ended. If the connection is lost, the job goes on and the connection is made again.
+    """Show the lines of a job until it has ended. If the connection is lost, the job continues, and this function reconnects.
 
     Raises:
-        ClusterError: the job API has not answered for a while.
+        ClusterError: More than RECONNECTS attempts to reconnect have failed in a row.
     """
     show_new = _NewLines(show)
     failures = 0
@@ -105,7 +106,8 @@ def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[
             why = " ".join(str(error).split())
             if failures > RECONNECTS:
                 raise ClusterError(
-                    f"lost the connection to the job {job_id}, which may still be running: {why}"
+                    f"lost the connection to the job {job_id}, which may still be running: {why}; "
+                    f"follow it with `ray job logs --follow {job_id}`"
                 ) from error
             if failures == 1:
                 show(f"lost the connection to the job, which continues; reconnecting: {why}")
@@ -114,7 +116,7 @@ def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[
 
 
 class _NewLines:
-    """Callback that shows each line of a log once. Call `start_over` when the log is read from its beginning again."""
+    """Callback that shows each line of a log once. Call `start_over` before the log is read from its beginning again."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show = show

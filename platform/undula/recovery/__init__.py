@@ -1,1 +1,4 @@
-"""What brings a run back: snapshots in memory, their replicas on the head node, restore, and state kept between two groups."""
+"""Recovery of a run when its workers change.
+
+The package has snapshots in memory, their replicas on the head node, the restoring of state, and what a worker keeps between two groups.
+"""

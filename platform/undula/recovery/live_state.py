@@ -19,11 +19,13 @@ from undula.state.pieces import Piece, RankState, Table, copy_overlap, piece_of,
 
 
 class LiveState:
-    """The tensors that training changes in place, as pieces, and the values that belong to them.
+    """State of a run on this rank: the tensors that training changes in place, as pieces, and the JSON values that belong to them.
 
     Args:
-        model, optimizer: The model and the optimizer of the run.
-        beside: Returns the pieces and JSON values of the state that belong to neither the model nor the optimizer, by name.
+        model: Model of the run.
+        optimizer: Optimizer of the run.
+        beside: Callback that returns the rest of the state: pieces and JSON values that belong to neither the model nor the optimizer,
+            by name.
     """
 
     def __init__(
@@ -37,11 +39,11 @@ class LiveState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank has the whole state."""
+        """Whether every rank holds the whole state."""
         return self.held().is_whole
 
     def held(self) -> RankState:
-        """This rank's part of the state. It is the same object as before if no tensor was replaced and no value has changed."""
+        """Return this rank's part of the state: the same object as at the last call if no tensor was replaced and no value changed."""
         beside = self._beside()
         seen = list(live_leaves(self._model, self._optimizer))
         seen += [value.tensor if isinstance(value, Piece) else value for value in beside.values()]
@@ -51,21 +53,21 @@ class LiveState:
         return self._held
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the model's buffers, which the next forward pass changes."""
+        """Return copies of the model's buffers by name, because the next forward pass changes the buffers."""
         known = self.held().pieces
         return {name: value.detach().clone() for name, value in live_buffers(self._model).items() if name in known}
 
     def targets(self, saved: Table) -> "Targets":
-        """Tensors of this rank into which a saved state can be restored.
+        """Return tensors of this rank into which a saved state can be restored.
 
         Args:
-            saved: The table of the saved tensors. An optimizer that has not stepped yet lacks some of them.
+            saved: Table of the saved tensors. It may include tensors that the optimizer creates only at its first step.
         """
         return Targets(self._model, self._optimizer, self._beside(), saved)
 
 
 class Targets:
-    """Pieces of a state that is being restored. `load` hands them to the model and the optimizer."""
+    """Tensors into which a saved state is copied, as pieces. `load` passes them to the model and the optimizer."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: Mapping[str, Any], saved: Table
@@ -78,18 +80,18 @@ class Targets:
         self.pieces = {**{name: piece_of(tensor) for name, tensor in self._tensors.items()}, **known}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Hand the tensors and their values to the model and the optimizer."""
+        """Load the restored tensors and the values of the saved state into the model and the optimizer."""
         load_state(self._model, self._optimizer, {**self._tensors, **values})
 
     def copy_whole(self, state: RankState) -> None:
-        """Copy the pieces from a state in this process."""
+        """Copy all pieces from a state that this process holds as a whole."""
         for name, target in self.pieces.items():
             source = state.pieces[name]
             copy_overlap(source.box, source.tensor, target)
 
 
 def _are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Whether all tensors are the same objects and all values are equal."""
+    """Return whether all tensors are the same objects and all values are equal."""
     return len(now) == len(then) and all(
         a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b) for a, b in zip(now, then, strict=True)
     )

@@ -1,29 +1,30 @@
-"""Where a rank stands: written by its training loop, read by the controller's polls."""
+"""Progress of a rank, which its training loop records and the controller polls."""
 
 import time
 from dataclasses import dataclass
 
 STEP_TIMES_KEPT = 8
+"""Number of recent steps whose durations are kept."""
 
 
 @dataclass(frozen=True)
 class ProgressView:
-    """Where a rank stands."""
+    """Progress of a rank at one moment."""
 
     step: int
-    """Steps committed; -1 before the loop has begun."""
+    """Number of committed steps; -1 before the loop starts."""
     phase: str
-    """"starting", "data", "compute", "reduce" (in the step's collectives), "other" or "left"."""
+    """Name of the phase: "starting", "data", "compute", "reduce" (in the collectives of a step), "other" or "left"."""
     phase_s: float
-    """Seconds since it entered the phase."""
+    """Seconds since the rank entered the phase."""
     longest_step_s: float
-    """Of the last few steps; 0 before there are any."""
+    """Duration in seconds of the longest of the last STEP_TIMES_KEPT steps; 0 before the first step."""
     began: int = -1
-    """The step that the loop began with; -1 before."""
+    """Number of committed steps with which the loop started; -1 before the loop starts."""
 
 
 class Progress:
-    """Where this process's rank stands; written by the loop, read by the controller's polls."""
+    """Progress of the rank in this process. The training loop records it, and the controller polls it."""
 
     def __init__(self) -> None:
         self._step = self._began = -1
@@ -34,7 +35,7 @@ class Progress:
         self._entered = (phase, time.monotonic())
 
     def begin(self, step: int) -> None:
-        """The loop begins with `step`."""
+        """Record that the loop starts with `step` committed steps."""
         self._step = self._began = step
 
     def committed(self, step: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Replicas of a run's snapshots in the memory of its controller, for when nodes go whose state no other node has."""
+"""Replicas of a run's snapshots in the memory of its controller, needed when a node is lost whose state no other node holds."""
 
 import time
 from concurrent.futures import Future
@@ -12,19 +12,19 @@ from undula.recovery.snapshot import Snapshot, packed, parsed
 from undula.recovery.worker_state import HeldState
 
 PUT_SHARE = 0.005
-"""Largest share of the time for handing a replica to Ray, which takes memory bandwidth from the training."""
+"""Maximum share of the time that is spent on passing replicas to Ray, which takes memory bandwidth from training."""
 WAY_SHARE = 0.05
-"""Largest share of the time during which a replica is on its way over the network."""
+"""Maximum share of the time during which a replica is being sent over the network."""
 
 
 class ReplicaClient:
-    """Sends snapshots to the controller, and gets them back.
+    """Client of the controller's replica store, which sends the snapshots of this rank and fetches stored ones.
 
     Args:
-        controller: the actor, with ElasticController's `store_replica` and `stored_replicas`.
-        rank: of this process.
-        is_elsewhere: whether this process is on another node than the controller.
-        shares_node: whether all ranks are on the node of this process.
+        controller: Handle of the controller's actor, which has the methods `store_replica` and `stored_replicas` of ElasticController.
+        rank: Rank of this process.
+        is_elsewhere: Whether this process runs on another node than the controller.
+        shares_node: Whether all ranks run on the node of this process.
     """
 
     def __init__(self, controller: Any, rank: int, is_elsewhere: bool, shares_node: bool):
@@ -37,16 +37,16 @@ class ReplicaClient:
         self._next = 0.0
 
     def is_due(self, is_whole: bool) -> bool:
-        """Whether a snapshot needs a replica, and it is time for one.
+        """Return whether snapshots need replicas and the next one may be sent now.
 
         Args:
-            is_whole: whether each rank has all of the state.
+            is_whole: Whether every rank holds the whole state.
         """
         needed = not is_whole or (self._shares_node and self._is_elsewhere)
         return needed and self._has_room and not self._is_on_its_way and time.monotonic() >= self._next
 
     def send(self, meta: bytes, data: memoryview) -> None:
-        """Begin to send a snapshot; the bytes are copied before this returns."""
+        """Start sending a snapshot. Its bytes are copied before this method returns."""
         began = time.monotonic()
         answer = self._store(meta, np.frombuffer(data, np.uint8))
         self._next = began + (time.monotonic() - began) / PUT_SHARE
@@ -54,7 +54,11 @@ class ReplicaClient:
         answer.future().add_done_callback(lambda answer: self._arrived(answer, began))
 
     def give(self, held: HeldState) -> bool:
-        """Send what this process has of the state, and wait for it to arrive: its node may go. False where there is no room for it."""
+        """Send the part of the state that this process holds, and wait until it has arrived, because this node may be removed.
+
+        Returns:
+            Whether the controller has stored it; False if it has no room or does not answer.
+        """
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         try:
             return bool(ray.get(self._store(meta, np.frombuffer(data, np.uint8))))
@@ -62,10 +66,10 @@ class ReplicaClient:
             return False
 
     def fetch(self, rank: int, world_size: int) -> list[Snapshot]:
-        """A rank's share of what the controller has."""
+        """Fetch a rank's share of the snapshots that the controller holds."""
         try:
             found = ray.get(self._controller.stored_replicas.remote(rank, world_size))
-        except RayError:  # there are checkpoints
+        except RayError:  # the run can still resume from a checkpoint
             return []
         return [parsed(meta, bytearray(data), "the memory of the head") for meta, data in found]
 

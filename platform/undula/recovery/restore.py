@@ -1,4 +1,7 @@
-"""Where a worker group begins: at the newest state that its ranks have together, else the newest whole checkpoint, else step 0."""
+"""Restores the state with which a worker group starts.
+
+It is the newest complete state that the ranks of the group hold together or that an undamaged checkpoint has, or else that of step 0.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,39 +24,40 @@ from undula.state.records import StepRow
 BUCKET_BYTES = 32 * 2**20
 Offer: TypeAlias = HeldState | Snapshot
 Answers: TypeAlias = list[list[tuple[Age, Holding | None]]]
-"""By rank: age and extent of each state that it has."""
+"""Age and holding of each state that a rank offers, by rank."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a group began with."""
+    """State with which a group starts."""
 
     step: int = 0
-    """Number of steps that are in the state."""
+    """Number of steps that the state includes."""
     origin: str = ""
-    """Where the state was, as in "resumed from {origin} of step 12"; empty for a fresh start."""
+    """Place where the state was, as in "resumed from {origin} at step 12"; empty for a fresh start."""
     rows: tuple[StepRow, ...] = ()
     """Rows of the ledger that may not have reached storage."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the state that are no tensors and belong to neither the model nor the optimizer."""
+    """Values of the state that are not tensors and belong to neither the model nor the optimizer, by name."""
     is_checkpoint: bool = False
+    """Whether the state comes from a checkpoint."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """What is wrong with newer checkpoints, by folder."""
+    """Description of the damage of newer checkpoints, by folder."""
 
 
 @dataclass(frozen=True)
 class Restorer:
-    """Brings the live state of a run to the newest state there is, the same on every rank.
+    """Restores the newest available state of a run. All ranks restore the same state.
 
     Args:
-        live: the state to be restored, in place.
-        checkpoints: of the run.
-        plan_digest: identity of the run's plan.
-        attempt: number of this attempt.
-        layout: the ranks of the group.
-        find: looks for the snapshots that this rank can read; called only if they are needed.
-        begin: called with the step as soon as it is known, for what can be done while the state is on its way.
-        enter: called with the name of the phase before each part of an exchange between ranks.
+        live: Live state of this rank, which is changed in place.
+        checkpoints: Checkpoints of the run.
+        plan_digest: Digest of the run's plan.
+        attempt: Number of this attempt.
+        layout: Layout of the group.
+        find: Callback that finds the snapshots that this rank can read; called only if they are needed.
+        begin: Callback that receives the step as soon as it is known, for work that can overlap with the transfer of the state.
+        enter: Callback that receives the name of the phase before each part of an exchange between ranks.
     """
 
     live: LiveState
@@ -66,18 +70,20 @@ class Restorer:
     enter: Callable[[str], None] = lambda phase: None
 
     def restore(self, held: HeldState | None) -> Restored:
-        """Restore. All ranks call it.
+        """Restore the newest available state. All ranks must call this together.
 
         Args:
-            held: what this process has of the run.
+            held: State that the previous group left in this process; None if there is none.
 
         Raises:
-            RunError: the newest checkpoint is of another plan.
+            RunError: The newest checkpoint belongs to another plan.
         """
         offers: list[Offer] = [held] if held and held.plan_digest == self.plan_digest else []
         answers = self._exchange(offers)
         newest = _newest_complete(answers)
-        if newest > NEVER and newest[0] >= self.attempt - 1:  # of the last group: no rank has anything newer
+        if (
+            newest > NEVER and newest[0] >= self.attempt - 1
+        ):  # the previous group committed this state, so no newer one exists
             return self._from_ranks(offers, answers, newest)
         offers += self.find()
         answers = self._exchange(offers)
@@ -104,8 +110,8 @@ class Restorer:
     def _from_checkpoint(self, commit: Commit, damaged: dict[str, str]) -> Restored:
         if commit.plan_digest != self.plan_digest:
             raise RunError(
-                f"{self.checkpoints.url}/{commit.folder} is of another plan or other data than this job's: "
-                "restore them, give another name, or start over with --fresh"
+                f"{self.checkpoints.url}/{commit.folder} belongs to another plan or other data than this job's; "
+                "restore the plan and the data, set another name, or start over with --fresh"
             )
         self.begin(commit.step)
         targets = self.live.targets(self.checkpoints.table(commit))
@@ -134,7 +140,7 @@ class Restorer:
         return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
 
     def _share(self, targets: Targets, held: Sequence[RankState], holdings: Sequence[Sequence[Holding | None]]) -> None:
-        """Give every rank its pieces of a state that the ranks hold together."""
+        """Broadcast a state that the ranks hold together, and copy from it the pieces that this rank needs."""
         layout, pieces = self.layout, targets.pieces
         own = {(name, piece.box): piece.tensor for each in held for name, piece in each.pieces.items()}
         for source, bucket in _buckets(_sources(pieces, holdings), pieces):
@@ -153,9 +159,9 @@ class Restorer:
 
 
 def _newest_complete(answers: Answers) -> Age:
-    """The age of the newest state that the ranks have all of.
+    """Return the age of the newest state that the ranks hold completely; NEVER if there is none.
 
-    Survivors may stand one step apart: one of them may have committed a step before the group broke.
+    Surviving ranks may differ by one step, because one of them may have committed a step before the group broke.
     """
     by_age: dict[Age, list[Holding | None]] = {}
     for age, holding in (each for of_rank in answers for each in of_rank):
@@ -164,7 +170,10 @@ def _newest_complete(answers: Answers) -> Age:
 
 
 def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding | None]]) -> list[tuple[int, str, Box]]:
-    """(source, name, box) that make up all tensors, the same on every rank: from a rank that has all of the state, else from all."""
+    """Return (source rank, name, box) of each box to broadcast, so that the boxes make up all tensors. All ranks get the same result.
+
+    If a rank holds the whole state, it is the source of all tensors. Otherwise, each box comes from the first rank that holds it.
+    """
     for source, of_rank in enumerate(holdings):
         if None in of_rank:
             return [(source, name, ((0,) * len(piece.shape), piece.shape)) for name, piece in sorted(targets.items())]
@@ -179,7 +188,10 @@ def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding |
 def _buckets(
     sources: Iterable[tuple[int, str, Box]], targets: Mapping[str, Piece]
 ) -> list[tuple[int, list[tuple[str, Box]]]]:
-    """Boxes of one source, type and device together, up to BUCKET_BYTES or one box in each; the same on every rank."""
+    """Group boxes by source rank, dtype and device type into buckets of at most BUCKET_BYTES each. All ranks get the same result.
+
+    A box of more than BUCKET_BYTES has a bucket of its own.
+    """
     buckets: list[tuple[int, list[tuple[str, Box]]]] = []
     sizes: dict[tuple[int, torch.dtype, str], int] = {}
     last: dict[tuple[int, torch.dtype, str], list[tuple[str, Box]]] = {}

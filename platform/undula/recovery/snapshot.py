@@ -1,8 +1,8 @@
-"""Snapshots: the state of a run in the memory of its nodes, in files that outlive the worker that writes them.
+"""Snapshots: copies of a run's state in the memory of its nodes, in files that outlive the worker that writes them.
 
-A rank that writes them has two slots in `/dev/shm`, written in turn, so that one is whole whenever the writer is killed. A slot is
-`data`, the bytes of what the rank holds of each tensor, one after another, and `meta.json`, which is taken away before the bytes
-change and put back after: without it there is no snapshot. Nothing is unpickled.
+A rank that writes snapshots has two slots in `/dev/shm` and writes them in turn, so that one of them is whole whenever the rank is killed.
+A slot has two files: `data`, with the bytes of the rank's pieces one after another, and `meta.json`, which describes them. The rank deletes
+`meta.json` before it changes the bytes and writes it again afterwards; a slot without `meta.json` has no snapshot. Nothing is unpickled.
 """
 
 import json
@@ -29,24 +29,28 @@ from undula.state.records import StepRow
 
 FORMAT = 3
 Age = tuple[int, int]
-"""(attempt, steps): what a later attempt has is the run, even where an earlier one had come further."""
+"""(attempt, steps) of a state. The state of a later attempt is newer, even if an earlier attempt had committed more steps."""
 NEVER: Age = (-1, -1)
+"""Age that is older than that of any state."""
 FREE_SHARE = 0.5
-"""Of the memory that is free, at most this goes to snapshots."""
+"""Maximum share of the free memory that snapshots may take."""
 ROWS_KNOWN = 4096
+"""Number of rows of the ledger whose JSON is cached."""
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Where versions 2 and 1 say what a container may have, what it has, and which files of that could go."""
+"""Sources of a container's memory limit, for versions 2 and 1 of control groups: the folder, the file with the limit, the file with the
+memory in use, and the key in memory.stat of the part of that memory that can be reclaimed."""
 
 
 class Arrangement:
-    """Where a rank's tensors lie in a snapshot's bytes.
+    """Layout of a rank's pieces in the bytes of a snapshot.
 
     Attributes:
-        places: by name: type, shape of the whole tensor, offsets and sizes of the piece, whether all ranks have it, first byte.
-        bytes: size of all together.
+        places: Description of each piece by name: dtype, shape of the whole tensor, offsets and sizes of the piece, whether all ranks
+            hold the same piece, and position of its first byte.
+        bytes: Total number of bytes.
     """
 
     def __init__(self, pieces: Mapping[str, Piece]):
@@ -64,22 +68,23 @@ class Arrangement:
             self.bytes += -(-piece.tensor.nbytes // 64) * 64
 
     def views(self, buffer: mmap.mmap | bytearray) -> list[Tensor]:
-        """Tensors over a buffer's bytes, in the same order."""
+        """Return tensors that view the bytes of a buffer, in the order of `places`."""
         return [_view(buffer, place) for place in self.places.values()]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A whole snapshot of one rank."""
+    """A complete snapshot of one rank."""
 
     meta: Mapping[str, Any]
+    """Content of `meta.json`."""
     data: Path | bytearray
-    """The tensors' bytes, or the file that has them."""
+    """Bytes of the pieces, or the file that has them."""
     origin: str = "the memory of a node"
-    """In words."""
+    """Place of the snapshot, for messages."""
 
     def as_bytes(self) -> bytes:
-        """The meta, to be sent."""
+        """Return the meta as JSON, for sending."""
         return json.dumps(self.meta).encode()
 
     @property
@@ -97,7 +102,7 @@ class Snapshot:
 
     @property
     def holding(self) -> Holding | None:
-        """What the rank had; None where it had all of the state."""
+        """Extent of the rank's pieces; None if the rank held the whole state."""
         return self._state(
             lambda place: torch.empty(place["sizes"], dtype=dtype_named(place["dtype"]), device="meta")
         ).holding
@@ -106,7 +111,7 @@ class Snapshot:
         return bytearray(self.data.read_bytes()) if isinstance(self.data, Path) else self.data
 
     def load(self) -> RankState:
-        """What the rank had; the tensors are copies of a file's bytes, and views of others."""
+        """Return the rank's state. If the snapshot is in a file, its tensors are copies; otherwise, they are views of `data`."""
         buffer = self.load_bytes()
         return self._state(lambda place: _view(buffer, place))
 
@@ -120,13 +125,16 @@ class Snapshot:
 
 
 def folder_of(run_url: str, run_id: str) -> Path:
-    """Where a node keeps a run's snapshots."""
+    """Return the folder in which a node keeps the snapshots of a run."""
     digest = blake2b(f"{run_url} {run_id}".encode(), digest_size=8).hexdigest()
     return MEMORY / f"undula-{os.getuid()}" / digest
 
 
 def is_private(folder: Path) -> bool:
-    """Whether nobody else could have put anything into a folder of `folder_of`, or will: all users may write to what is above it."""
+    """Return whether only this user can write to the parent of a folder from `folder_of`.
+
+    The parent itself could have been made by another user, because all users can write to the file system that it is in.
+    """
     try:
         found = folder.parent.lstat()
     except OSError:
@@ -139,17 +147,17 @@ def is_private(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Memory in bytes that a process can still allocate: that of the machine, or of its control group if that is less."""
+    """Return the bytes of memory that a process can still allocate: those of the machine, or of its control group if that has less."""
     found = [int(psutil.virtual_memory().available)]
     for folder, limit, used, cached in CONTROL_GROUPS:
-        with suppress(OSError, ValueError):  # another version's, or without a limit
+        with suppress(OSError, ValueError):  # the machine uses the other version, or sets no limit
             (reclaimable,) = re.findall(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
             found.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(reclaimable))
     return max(min(found), 0)
 
 
 def find_snapshots(folder: Path, plan_digest: str) -> list[Snapshot]:
-    """The whole snapshots of a plan below a folder of this node's memory."""
+    """Find the complete snapshots of a plan below a folder in the memory of this node."""
     found = []
     for file in folder.rglob("meta.json"):
         try:
@@ -162,15 +170,19 @@ def find_snapshots(folder: Path, plan_digest: str) -> list[Snapshot]:
 
 
 def parsed(meta: bytes, data: Path | bytearray, origin: str = "the memory of a node") -> Snapshot:
-    """A snapshot from what was written or sent of it; ValueError where it is another version's."""
+    """Return the snapshot that a stored or received meta describes.
+
+    Raises:
+        ValueError: The snapshot has the format of another version.
+    """
     tree = json.loads(meta)
     if tree.get("format") != FORMAT:
-        raise ValueError("a snapshot of another version")
+        raise ValueError("the snapshot has the format of another version")
     return Snapshot(tree, data, origin)
 
 
 def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow]) -> tuple[bytes, bytearray]:
-    """The meta and the bytes of a snapshot, to be sent."""
+    """Return the meta and the bytes of a snapshot of a state, for sending."""
     arrangement = Arrangement(held.pieces)
     data = bytearray(arrangement.bytes)
     for view, piece in zip(arrangement.views(data), held.pieces.values(), strict=True):
@@ -179,7 +191,7 @@ def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow])
 
 
 def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, held: RankState) -> bytes:
-    """What the snapshots of a worker group have in common, as JSON."""
+    """Return the part of the meta that stays the same while the tensors and values of a state do, as JSON."""
     fixed = {
         "format": FORMAT,
         "plan_digest": plan_digest,
@@ -192,11 +204,11 @@ def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, held: R
 
 
 def encoded(fixed: bytes, step: int, rows: Sequence[StepRow]) -> bytes:
-    """The meta of a snapshot, as JSON."""
+    """Return the meta of a snapshot as JSON: its step, its rows and the fixed part."""
     return b'{"step": %d, "rows": [%s], %s' % (step, b", ".join(map(_as_json, rows)), fixed[1:])
 
 
-@lru_cache(ROWS_KNOWN)  # a row is in many snapshots, one after another
+@lru_cache(ROWS_KNOWN)  # consecutive snapshots include the same rows
 def _as_json(row: StepRow) -> bytes:
     return json.dumps(asdict(row)).encode()
 

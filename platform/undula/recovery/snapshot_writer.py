@@ -1,4 +1,4 @@
-"""Takes snapshots beside the training, as often as costs a hundredth of its time."""
+"""Takes snapshots in parallel with training, as often as is possible at 1 % of the training time."""
 
 import math
 import mmap
@@ -29,24 +29,24 @@ from undula.state.records import StepRow
 
 Send = Callable[[bytes, memoryview], None]
 COST = 0.01
-"""Largest share of a step's time that snapshots take."""
+"""Maximum share of the training time that snapshots take."""
 SETTLED = 8
-"""Number of snapshots after which their cost is known."""
+"""Number of snapshots after which their measured cost is reliable."""
 KEPT_S = 86_400.0
-"""Seconds after its last snapshot at which the memory of an unfinished run is freed."""
+"""Seconds after the last snapshot of an unfinished run until the memory of its snapshots is freed."""
 
 
 class SnapshotWriter:
-    """Takes snapshots of what one rank holds, in a thread, while the next step computes its gradients.
+    """Takes snapshots of the state of one rank, in a thread, while the next step computes its gradients.
 
-    Between two steps of the optimizer nothing changes the tensors except buffers, which the caller copies.
+    Between two updates of the optimizer, only buffers change; the caller passes copies of them.
 
     Args:
-        folder: folder of the run on this node.
-        plan_digest: identity of the run's plan.
-        attempt: number of the attempt.
-        local_rank: number of this worker on its node.
-        every_steps: steps between snapshots; by default as many as keep their cost below COST.
+        folder: Folder of the run in the memory of this node.
+        plan_digest: Digest of the run's plan.
+        attempt: Number of the attempt.
+        local_rank: Number of this worker on its node.
+        every_steps: Number of steps between snapshots. By default, it is the smallest at which snapshots cost at most COST.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class SnapshotWriter:
         self._steps_since: int | None = None
         self._taken = 0
         self.problem: str | None = None
-        """Why there are no snapshots; None while there are."""
+        """Reason why no snapshots can be taken; None if they can."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory that this rank's snapshots take on its node."""
+        """Number of bytes that the snapshots of this rank take in the memory of its node."""
         return sum(slot.bytes for slot in self._slots)
 
     @property
     def every_steps(self) -> int:
-        """Steps between snapshots."""
+        """Number of steps between two snapshots."""
         if self._fixed_interval is not None:
             return self._fixed_interval
         if not self._cost_s or not self._step_s:
@@ -88,13 +88,13 @@ class SnapshotWriter:
         return max(math.ceil(self._cost_s / (COST * self._step_s)), 1)
 
     def cost(self) -> tuple[int, float] | None:
-        """Number of steps between two snapshots and the share of the time that they take; None before the first ones have settled."""
+        """Return the number of steps between two snapshots and the share of time that they cost; None before SETTLED snapshots."""
         if self._taken < SETTLED or not self._step_s:
             return None
         return self.every_steps, self._cost_s / (self.every_steps * self._step_s)
 
     def is_due(self, step_s: float) -> bool:
-        """Whether a snapshot is to be taken after a step that took `step_s`; called at each."""
+        """Return whether to take a snapshot after a step that took `step_s` seconds. Call this once per step."""
         self._step_s = 0.9 * self._step_s + 0.1 * step_s if self._step_s else step_s
         if self._steps_since is not None:
             self._steps_since += 1
@@ -108,14 +108,14 @@ class SnapshotWriter:
         rows: Sequence[StepRow],
         send: Send | None = None,
     ) -> None:
-        """Begin to copy; `wait()` comes before the tensors change.
+        """Start copying the state. Call `wait()` before the tensors change.
 
         Args:
-            step: number of steps that are in the state.
-            held: the state; the same object as before for as long as its tensors are the same.
-            copies: copies of the tensors that change before the next `wait()`, by name.
-            rows: rows of the ledger that may not have reached storage.
-            send: called in the thread with the snapshot's meta and bytes, which it copies before it returns.
+            step: Number of steps that the state includes.
+            held: State of this rank; the same object as at the last call if its tensors are the same.
+            copies: Copies of the tensors that change before the next `wait()`, by name.
+            rows: Rows of the ledger that may not have reached storage.
+            send: Callback for the thread that receives the meta and the bytes of the snapshot. It must copy the bytes before it returns.
         """
         self.wait()
         began = time.perf_counter()
@@ -130,7 +130,7 @@ class SnapshotWriter:
         self._held_up_s += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait until the snapshot under way is whole."""
+        """Wait until the snapshot in progress is complete."""
         if self._taking:
             taking, self._taking = self._taking, None
             began = time.perf_counter()
@@ -145,39 +145,42 @@ class SnapshotWriter:
             self._cost_s = 0.7 * self._cost_s + 0.3 * cost_s if self._cost_s else cost_s
 
     def delete(self) -> None:
-        """Free the memory: the run is over."""
+        """Free the memory of the snapshots. Call this when the run is over."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Leave the snapshots for a later group."""
+        """Stop taking snapshots, and leave the existing ones for a later group."""
         self.wait()
         self._thread.shutdown()
         self._slots = []
 
     def _lay_out(self, held: RankState) -> bool:
-        """Make room for other tensors than before; False where there is none."""
+        """Prepare the slots for a state with other tensors or values than before. If that fails, set `problem` and return False."""
         arrangement = Arrangement(held.pieces)
         self._held = held
         self._sources = {name: piece.tensor for name, piece in held.pieces.items()}
         self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held)
         if self._slots and arrangement.places == self._places:
             return (
-                True  # other tensors and values in the same room, as with an optimizer that counts steps in its groups
+                True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
             )
         self._places, self._slots = arrangement.places, []
         try:
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(self._folder):
-                self.problem = f"{self._folder.parent} can be written to by others: remove it"
+                self.problem = f"other users can write to {self._folder.parent}; remove that folder"
                 return False
             _delete_old(self._folder.parent)
             room = os.statvfs(MEMORY)
             own = sum(file.stat().st_size for file in self._own.glob("*/data"))
             free = min(room.f_bavail * room.f_frsize, available_memory()) + own
             if 2 * arrangement.bytes > FREE_SHARE * free:
-                two, half = f"two copies of {arrangement.bytes / 2**20:.0f} MiB", f"half of the {free / 2**20:.0f} MiB"
-                self.problem = f"{two} are more than {half} that {MEMORY} has free"
+                need, limit = (
+                    f"two copies of {arrangement.bytes / 2**20:.0f} MiB",
+                    f"half of the {free / 2**20:.0f} MiB",
+                )
+                self.problem = f"{need} would take more than {limit} that are free in {MEMORY}"
                 return False
             newest = max(find_snapshots(self._own, self._plan_digest), key=lambda each: each.age, default=None)
             self._next = int(newest is not None and newest.data == self._own / "a" / "data")
@@ -189,7 +192,7 @@ class SnapshotWriter:
 
 
 class _Slot:
-    """One of the two places in memory for a snapshot."""
+    """One of the two places in memory in which a rank writes its snapshots in turn."""
 
     def __init__(self, folder: Path, arrangement: Arrangement):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -199,10 +202,10 @@ class _Slot:
         size = max(arrangement.bytes, 1)
         descriptor = os.open(folder / "data", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if os.fstat(descriptor).st_size != size:  # of another model
+            if os.fstat(descriptor).st_size != size:  # the file is new, or has a snapshot of another model
                 (folder / "meta.json").unlink(missing_ok=True)
                 os.ftruncate(descriptor, 0)
-                # Pages that are not there when they are written end the process; here they end the snapshots.
+                # Without this, writing to a page for which there is no memory would kill the process. Here it only disables snapshots.
                 os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
         finally:
@@ -210,11 +213,15 @@ class _Slot:
         self._views = arrangement.views(self._map)
 
     def write(self, sources: Sequence[Tensor], ready: torch.cuda.Event | None, meta: bytes) -> float:
-        """Copy the tensors. Returns the seconds of processor time that this took, which the training may have missed."""
+        """Copy the tensors into the slot.
+
+        Returns:
+            Seconds of processor time that this took, which training may have lacked.
+        """
         self._meta = None
         began = time.thread_time()
         (self._folder / "meta.json").unlink(missing_ok=True)
-        if ready:  # in a stream of its own, so that the next step's kernels do not wait for the copies
+        if ready:  # a separate stream, so that the next step's kernels do not wait for the copies
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
@@ -228,13 +235,13 @@ class _Slot:
         return time.thread_time() - began
 
     def give(self, send: Send) -> None:
-        """Send what was written."""
+        """Pass the snapshot in this slot to `send`, if there is one."""
         if self._meta is not None and self.bytes:
             send(self._meta, memoryview(self._map))
 
 
 def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
-    """An event after the GPU kernels that are under way, which may still write the tensors; None for tensors on the host."""
+    """Return an event that follows the GPU kernels in progress, which may still write the tensors; None if no tensor is on a GPU."""
     if not any(tensor.is_cuda for tensor in tensors):
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -243,8 +250,8 @@ def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
 
 
 def _delete_old(folder: Path) -> None:
-    """Free the memory of runs that were not resumed for KEPT_S."""
+    """Free the memory of runs that have taken no snapshot for KEPT_S seconds."""
     for slot in folder.glob("*/*/*") if folder.name.startswith("undula-") else []:
-        with suppress(OSError):  # its run may be removing it
+        with suppress(OSError):  # the run may delete the folder at the same time
             if time.time() - slot.stat().st_mtime > KEPT_S:
                 shutil.rmtree(slot.parent.parent, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What a worker process keeps between two worker groups: the state at its last step boundary, and what the controller asks of it.
+"""Data that a worker process keeps between two worker groups, such as the state of the run at the last step boundary.
 
-The controller ends a group by asking its ranks to leave at a step boundary, or a lost rank ends it for all of them. Either way the
-process stays, with its imports and its device context, and hands its state to the next group, where it may have another rank.
+A group ends when the controller asks its ranks to leave at a step boundary, or when a rank is lost. In both cases the remaining processes
+keep their imports and their device contexts, and pass their state to the next group, in which they may have other ranks.
 """
 
 from dataclasses import dataclass, field
@@ -14,28 +14,28 @@ from undula.state.records import StepRow
 
 
 class LeaveGroup(BaseException):
-    """Ends the user's train function at a step boundary. It is no Exception, so that no `except Exception` of a script catches it."""
+    """Ends the user's train function at a step boundary. It is not an Exception, so an `except Exception` in a script does not catch it."""
 
 
 class GroupEndedError(Exception):
-    """The group of this rank, which had not met the others for a while, has ended without it."""
+    """The group has ended without this rank, which had not joined a collective for a while."""
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """The state of a run as of a step boundary, as this process holds it."""
+    """State of a run at a step boundary, as this process holds it."""
 
     plan_digest: str
     attempt: int
     """Number of the attempt whose group committed the step."""
     step: int
-    """Number of steps that are in the state."""
+    """Number of steps that the state includes."""
     state: RankState
-    """This rank's pieces: the tensors of a former group, which nothing changes any more."""
+    """Pieces of this rank: tensors of a former group, which nothing changes any more."""
     rows: tuple[StepRow, ...]
     """Rows of the ledger that may not have reached storage."""
     origin: str = "the memory of a worker"
-    """Where the state was, for messages."""
+    """Place where the state is, for messages."""
 
     @property
     def age(self) -> Age:
@@ -43,7 +43,7 @@ class HeldState:
 
     @property
     def holding(self) -> Holding | None:
-        """None where this process has all of the state."""
+        """Extent of this process's pieces; None if it holds the whole state."""
         return self.state.holding
 
     def load(self) -> RankState:
@@ -52,55 +52,55 @@ class HeldState:
 
 @dataclass(frozen=True)
 class Request:
-    """What the controller wants of a rank at the next step boundary."""
+    """Request of the controller to a rank, for the next step boundary."""
 
     leaves: bool = False
-    """Whether the group is to end there."""
+    """Whether to leave the group there."""
     gives: bool = False
-    """Whether one of its ranks will not be in the next group."""
+    """Whether to give state to the controller, because a rank of this group will not be in the next one."""
     saves: bool = False
-    """Whether a durable checkpoint is to be committed there."""
+    """Whether to commit a checkpoint there."""
 
 
 @dataclass
 class WorkerState:
-    """What outlives a worker group in a worker process. The process's actor owns it; train functions get it as an argument."""
+    """Data of a worker process that outlives its worker groups. The actor of the process owns it and passes it to each train function."""
 
     controller: Any = None
-    """Handle of the actor that stores replicas of snapshots; None under a controller of Ray's own."""
+    """Handle of the actor that stores replicas of snapshots; None if the controller is Ray's own."""
     home: str | None = None
-    """Node of that actor."""
+    """Id of the node on which that actor runs; None if there is no such actor."""
     held: HeldState | None = None
-    """State that the last group has left here."""
+    """State that the last group left in this process; None if there is none."""
     progress: Progress = field(default_factory=Progress)
     request: Request = Request()
-    """What the controller wants of the rank that lives here."""
+    """Latest request of the controller to the rank in this process."""
     own_ports: frozenset[int] = frozenset()
-    """Ports that the process listened on before it joined a group."""
+    """Ports on which the process listened before it joined a group."""
     collective_sockets: frozenset[str] = frozenset()
-    """Names of Horovod's sockets."""
+    """Names of the sockets that Horovod has opened."""
     is_run: bool = False
-    """Whether the train function is a Run's, which can leave at a step boundary."""
+    """Whether the train function uses a Run, which can leave the group at a step boundary."""
     has_reported_snapshots: bool = False
-    """Whether an event has told the cost of snapshots since the process started."""
+    """Whether an event has reported the cost of snapshots since the process started."""
     is_sound: bool = False
-    """Whether what ended the last group here was none of this process's doing, such as a lost rank: it is as good as before."""
+    """Whether the last group ended for a reason outside this process, such as a lost rank, so that the process can join another group."""
     is_spent: bool = False
-    """Whether this process cannot be in another group."""
+    """Whether this process cannot join another group."""
     has_ended: bool = False
-    """Whether the group has ended, while its train function may still run here."""
+    """Whether the group has ended. Its train function may still be running in this process."""
 
     def join_group(self) -> None:
-        """Reset what belongs to a group; called before each train function."""
+        """Reset the data of a single group. Called before each train function."""
         self.progress = Progress()
         self.is_run = self.is_sound = self.has_ended = False
         self.request = Request()
 
     def enter(self, phase: str) -> None:
-        """Note what the rank does from now on.
+        """Record the phase that the rank enters.
 
         Raises:
-            GroupEndedError: the group has ended, and no other rank waits for this one.
+            GroupEndedError: The group has ended, and no other rank waits for this one.
         """
         if self.has_ended:
             raise GroupEndedError("the group of this worker has ended")

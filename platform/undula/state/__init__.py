@@ -1,1 +1,1 @@
-"""State that outlives a worker: durable checkpoints and the ledger."""
+"""The run directory: durable checkpoints, the ledger of steps and events, and the form of the state that they store."""

@@ -1,8 +1,8 @@
-"""Durable checkpoints: the bytes are safetensors and JSON, never a pickle.
+"""Durable checkpoints, whose files are safetensors and JSON, never pickles.
 
-A checkpoint is a folder `checkpoints/step-00000100-a3/` (step, attempt) with one safetensors file for each rank and `commit.json`,
-which is written last: without it the folder is invisible. `commit.json` names the type, shape and place of every tensor, the values
-that are no tensors, and the size and SHA-256 of every file, so that damage is found before it is loaded.
+A checkpoint is a folder such as `checkpoints/step-00000100-a3/` (step 100 of attempt 3) with one safetensors file per rank and a
+`commit.json`, which is written last: readers ignore a folder without it. `commit.json` lists the dtype, the shape and the place of every
+tensor, the values that are not tensors, and the size and SHA-256 of every file, so that damage is found before anything is loaded.
 """
 
 import time
@@ -24,17 +24,15 @@ Found = TypeVar("Found")
 
 
 class Checkpointer:
-    """Saves and restores the state of a run in its directory. Every rank has one and makes the same calls.
+    """Saves and restores the state of a run in its directory. Every rank has an instance and makes the same calls.
 
     Args:
-        store: the run directory.
-        group: the ranks, for what they agree on between saves; must reach CPU tensors.
-        attempt: number of this attempt, so that two attempts never write to one folder.
-        keep: number of committed checkpoints that stay.
-        before_commit: called by rank 0 before a checkpoint becomes visible; flushes the ledger.
-        after_commit: called by rank 0 with the step and the seconds that the save took.
-
-    Both are called from the thread that saves.
+        store: Run directory.
+        group: Process group of the ranks, in which they agree between saves. It must support CPU tensors.
+        attempt: Number of this attempt, which keeps two attempts from writing to one folder.
+        keep: Number of committed checkpoints to keep.
+        before_commit: Callback that rank 0 calls before a checkpoint becomes visible, to flush the ledger. It runs in the saving thread.
+        after_commit: Callback to which rank 0 passes the step and the duration of the save in seconds. It runs in the saving thread.
     """
 
     def __init__(
@@ -63,14 +61,14 @@ class Checkpointer:
         return self._store.url
 
     def save(self, step: int, plan_digest: str, state: RankState) -> None:
-        """Begin to write a checkpoint. The state is copied before this returns; the rest happens in a thread.
+        """Start writing a checkpoint. The state is copied before this method returns; a thread does the rest.
 
         Args:
-            step: number of steps that are in the state.
-            plan_digest: identity of the run's plan.
-            state: what this rank holds; the ranks hold all of it together. Its values are JSON.
+            step: Number of steps that the state includes.
+            plan_digest: Digest of the run's plan.
+            state: Part of the state that this rank holds. The ranks must hold the whole state together, and its values must be JSON.
         """
-        assert self._saving is None, "wait() for the former save first"
+        assert self._saving is None, "call wait() for the previous save first"
         began = time.monotonic()
         claims: list[Any] = [None] * dist.get_world_size(self._group)
         own: list[Claim] = [(name, piece.box, piece.tensor.nbytes) for name, piece in state.pieces.items()]
@@ -79,8 +77,8 @@ class Checkpointer:
             name: (_copied(state.pieces[name].tensor), state.pieces[name].box)
             for name in shares(claims)[dist.get_rank(self._group)]
         }
-        # A group of its own, as it works in a thread beside the training's collectives; and only for as long as it is needed,
-        # as gloo's threads look around a hundred times a second.
+        # The thread needs its own process group, because its collectives run in parallel with those of training. The group exists
+        # only during the save, because gloo's threads poll a hundred times a second.
         self._saving_group = dist.new_group(backend="gloo")
         header = {"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": state.values}
         thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
@@ -97,7 +95,7 @@ class Checkpointer:
         group: dist.ProcessGroup,
         began: float,
     ) -> None:
-        """Write this rank's share; rank 0 commits when all have written theirs. Fails on every rank if it fails on one."""
+        """Write this rank's share, and commit on rank 0 once all ranks have written theirs. A failure of one rank fails all ranks."""
         rank, folder = dist.get_rank(group), f"{CHECKPOINTS}/step-{step:08d}-a{self._attempt}"
         written: WrittenFile | Exception | None
         try:
@@ -136,16 +134,20 @@ class Checkpointer:
 
     @property
     def has_finished_here(self) -> bool:
-        """Whether this rank is done with a save that is to be collected with `wait()`."""
+        """Whether this rank has finished a save for which `wait()` was not called yet."""
         return self._saving is not None and self._saving.done()
 
     @property
     def saving_step(self) -> int | None:
-        """The step of the save that is to be collected with `wait()`, if there is one; the same on every rank."""
+        """Step of the save for which `wait()` was not called yet; None if there is none. It is the same on every rank."""
         return None if self._saving is None else self._saving_step
 
     def wait(self) -> BaseException | None:
-        """Wait for the save under way; what went wrong with it, if anything. All ranks call it at the same step."""
+        """Wait for the save in progress, if there is one. All ranks must call this at the same step.
+
+        Returns:
+            The error with which the save failed; None if it succeeded.
+        """
         if self._saving is None:
             return None
         error = self._saving.exception()
@@ -154,10 +156,12 @@ class Checkpointer:
         return error
 
     def newest_whole(self) -> tuple[Commit | None, dict[str, str]]:
-        """The newest checkpoint without damage, and what is wrong with others, by folder; the same answer on every rank.
+        """Find the newest undamaged checkpoint. Each rank checks a share of the files, and all ranks get the same result.
 
-        The ranks check the files together, each its share. Damaged ones stay until there is a newer checkpoint, and are not counted among
-        those to keep.
+        Damaged checkpoints stay until a newer checkpoint is committed, and do not count as kept checkpoints.
+
+        Returns:
+            The checkpoint, or None if there is none, and a description of the damage of newer checkpoints, by folder.
         """
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         commits, unreadable = self._from_rank_0(lambda: find_commits(self._store))
@@ -174,29 +178,29 @@ class Checkpointer:
         return next((commit for commit in commits if commit.folder not in damaged), None), damaged
 
     def table(self, commit: Commit) -> Table:
-        """The tensors of a checkpoint."""
+        """Return the dtype and shape of the tensors of a checkpoint, by name."""
         return table_of(commit)
 
     def load(self, commit: Commit, targets: Mapping[str, Piece]) -> dict[str, Any]:
-        """Fill pieces with what a checkpoint has of them; returns the values of its state that are no tensors.
+        """Fill pieces from a checkpoint, and return the values of its state that are not tensors.
 
         Raises:
-            CheckpointError: the checkpoint lacks a tensor, has it in another shape, or cannot be read.
+            CheckpointError: The checkpoint lacks a tensor, has it with another shape, or cannot be read.
         """
         read_pieces(self._store, commit, targets)
         return dict(commit.values)
 
     def remove_uncommitted(self) -> None:
-        """Delete what attempts up to this one began to write and never committed. For rank 0, while no save is under way."""
+        """Delete uncommitted checkpoints of attempts up to this one. Only rank 0 may call this, and only while no save is in progress."""
         names = [entry.name for entry in self._store.list(CHECKPOINTS)]
         whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
         begun = {name.rpartition("/")[0] for name in names} - whole
         self._remove(folder for folder in begun if attempt_of(folder) <= self._attempt)
 
     def _remove(self, folders: Iterable[str]) -> None:
-        """Delete checkpoints, each at once for readers."""
+        """Delete checkpoints. Each becomes invisible to readers at once."""
         for folder in folders:
-            self._store.delete(f"{folder}/{COMMIT}")  # first, so that what is left is invisible
+            self._store.delete(f"{folder}/{COMMIT}")  # first, so that readers ignore the remaining files
             self._store.delete(folder)
 
     def _committed(self, step: int, seconds: float) -> None:
@@ -204,7 +208,7 @@ class Checkpointer:
         self.remove_uncommitted()
         whole = [commit for commit in find_commits(self._store)[0] if commit.folder not in self._damaged]
         self._remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in whole], self._keep))
-        self._remove(self._damaged)  # now that there is one that is newer than what could be loaded instead
+        self._remove(self._damaged)  # kept until now, when a newer checkpoint exists
         self._damaged = set()
 
     def _from_rank_0(self, find: Callable[[], Found]) -> Found:
@@ -214,6 +218,6 @@ class Checkpointer:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy in host memory that shares none with others, as safetensors wants it."""
+    """Return a copy in host memory that shares no storage with other tensors, as safetensors requires."""
     copy = tensor.detach().contiguous().cpu()
     return copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: safetensors for a rank's share of the tensors, and the table of what lies where."""
+"""Files of a checkpoint: the safetensors file with a rank's share of the tensors, and the table of where each box lies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,28 @@ from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, ove
 from undula.storage import Store
 
 Claim = tuple[str, Box, int]
-"""A piece that a rank has: name of the tensor, box, and bytes."""
+"""Piece that a rank could write: name of the tensor, box, and size in bytes."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that a rank has written."""
+    """File of a checkpoint that a rank has written."""
 
     name: str
     bytes: int
     sha256: str
     chunks: Mapping[str, Box]
-    """Boxes in the file, by name of the tensor."""
+    """Box of each tensor in the file, by name of the tensor."""
 
 
 def shares(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
-    """Names of the tensors of which each rank writes its piece: every box once, spread over the ranks that have it by bytes.
+    """Assign each box to one of the ranks that hold it, so that the ranks write similar numbers of bytes.
 
     Args:
-        claims: pieces of each rank.
+        claims: Pieces that each rank holds.
+
+    Returns:
+        Names of the tensors whose pieces each rank writes, by rank.
     """
     owners: dict[tuple[str, Box], list[int]] = {}
     sizes: dict[tuple[str, Box], int] = {}
@@ -43,7 +46,7 @@ def shares(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
             sizes[name, box] = num_bytes
     loads = [0] * len(claims)
     found: list[list[str]] = [[] for _ in claims]
-    # Those that only one rank has come first, then the largest: what can be moved evens out the rest.
+    # Boxes that only one rank holds come first, then the largest ones, so that the boxes with a choice of ranks even out the loads.
     for name, box in sorted(owners, key=lambda each: (len(owners[each]) > 1, -sizes[each], each)):
         rank = min(owners[name, box], key=lambda rank: (loads[rank], rank))
         loads[rank] += sizes[name, box]
@@ -52,10 +55,16 @@ def shares(claims: Sequence[Sequence[Claim]]) -> list[list[str]]:
 
 
 def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple[Tensor, Box]]) -> WrittenFile | None:
-    """Write a rank's share as one file; None where it has none.
+    """Write a rank's share of a checkpoint as one file.
 
     Args:
-        pieces: elements in host memory and their box, by name of the tensor.
+        store: Run directory.
+        folder: Folder of the checkpoint in the run directory.
+        rank: Number of the rank.
+        pieces: Elements in host memory and their box, by name of the tensor.
+
+    Returns:
+        Description of the file; None if the share is empty and no file was written.
     """
     if not pieces:
         return None
@@ -66,7 +75,7 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
 
 
 def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
-    """The entry `tensors` of a `commit.json`: for each tensor its type, its shape, and the places of its boxes."""
+    """Return the entry `tensors` of a `commit.json`: the dtype, the shape and the boxes of each tensor, by name."""
     entry: dict[str, Any] = {
         name: {"dtype": spec.dtype, "shape": list(spec.shape), "chunks": []} for name, spec in table.items()
     }
@@ -78,21 +87,23 @@ def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
 
 
 def table_of(commit: Commit) -> dict[str, TensorSpec]:
-    """The tensors of a checkpoint."""
+    """Return the dtype and shape of the tensors of a checkpoint, by name."""
     return {name: TensorSpec(saved["dtype"], tuple(saved["shape"])) for name, saved in commit.tensors.items()}
 
 
 def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> None:
-    """Fill pieces with what a checkpoint has of them, file by file.
+    """Fill pieces from a checkpoint, file by file.
 
     Raises:
-        CheckpointError: the checkpoint lacks a tensor, or has it in another shape.
+        CheckpointError: The checkpoint lacks a tensor, has it with another shape, or has a file that cannot be loaded.
     """
     wanted: dict[str, list[tuple[str, str, Box]]] = {}
     for name, target in targets.items():
         saved = commit.tensors.get(name)
         if saved is None or tuple(saved["shape"]) != target.shape:
-            raise CheckpointError(f"{commit.folder} does not fit: {name!r} is missing or has another shape")
+            raise CheckpointError(
+                f"{commit.folder} is from another model or optimizer: it lacks {name!r} or has it with another shape"
+            )
         for chunk in saved["chunks"]:
             box = tuple(chunk["offsets"]), tuple(chunk["sizes"])
             if overlaps(box, target.box):
@@ -109,5 +120,5 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, because safetensors has no type for all of them."""
+    """Return complex numbers as pairs of real numbers, because safetensors does not support all complex dtypes."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

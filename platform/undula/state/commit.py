@@ -99,9 +99,9 @@ def check_shapes(commit: Commit, shapes: Mapping[str, tuple[int, ...]], prefix: 
     """Check that a checkpoint has the tensors of a model, in the same shapes.
 
     Args:
-        commit: the checkpoint.
-        shapes: shape of each tensor of the model, by name.
-        prefix: prefix of the model's tensors in the checkpoint.
+        commit: Checkpoint.
+        shapes: Shape of each tensor of the model, by name.
+        prefix: Prefix of the names of the model's tensors in the checkpoint.
 
     Raises:
         CheckpointError: A tensor is missing on either side or has another shape.

@@ -1,4 +1,4 @@
-"""A digest of a model's weights that does not depend on how they are sharded."""
+"""Digest of a model's weights that does not depend on how they are sharded."""
 
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -10,9 +10,9 @@ from torch import Tensor
 from undula.state.pieces import Piece
 
 _CHUNK = 2**16
-"""Number of elements that are hashed at once, so that what lies between two operations stays in the processor's cache."""
+"""Number of elements that are hashed at once, so that intermediate results stay in the processor's cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types in which the bits of an element of so many bytes are read."""
+"""Integer dtype in which the bits of an element are read, by the size of the element in bytes."""
 # The constants of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), as signed integers.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _BITS = 0xD1342543DE82EF95 - 2**64
@@ -21,10 +21,11 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def additive_digest(pieces: Mapping[str, Piece]) -> int:
-    """The sum modulo 2^64 of a hash of each element: of its tensor's name, its place in the whole tensor, and its bits.
+    """Return the sum modulo 2^64 of one hash per element.
 
-    The digest of a state is the sum of the digests of its boxes, each counted once, for any way to cut it into boxes. Waits for
-    the device.
+    The hash of an element depends on the name of its tensor, its place in the whole tensor, and its bits. The digest of a state is
+    therefore the sum of the digests of its boxes, each counted once, however the state is divided into boxes. The call waits for the
+    device.
     """
     return sum(_piece_digest(name, piece) for name, piece in pieces.items()) % 2**64
 
@@ -45,13 +46,13 @@ def _piece_digest(name: str, piece: Piece) -> int:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits of each element as integers. Shape [..., integers that an element has]."""
+    """Return the bits of each element as integers, with shape [..., number of integers per element]."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.unsqueeze(-1)
     return tensor.contiguous().view(_INTEGERS[tensor.itemsize])
 
 
 def _places(piece: Piece, width: int) -> Tensor:
-    """The place of each integer of `_bits` in the whole tensor. Shape [..., width]."""
+    """Return the place in the whole tensor of each integer of `_bits`, with shape [..., width]."""
     device = piece.tensor.device
     shape = (*piece.shape, width)
     places = torch.arange(width, device=device)
@@ -63,7 +64,7 @@ def _places(piece: Piece, width: int) -> Tensor:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """The finalizer of splitmix64, in place."""
+    """Apply the finalizer of splitmix64 in place."""
     for count, factor in ((30, _MIX_1), (27, _MIX_2)):
         values ^= _shifted(values, count)
         values *= factor
@@ -72,5 +73,5 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, count: int) -> Tensor:
-    """A logical shift to the right; that of torch fills in the sign."""
+    """Return the values after a logical shift to the right; torch's own shift extends the sign."""
     return (values >> count).bitwise_and_(2 ** (64 - count) - 1)

@@ -218,18 +218,18 @@ def steps_done(steps: pa.Table) -> int:
 
 
 def decode_events(table: pa.Table) -> tuple[Event, ...]:
-    """The events of rows of EVENT_SCHEMA, in the same order."""
+    """Return the events of rows of EVENT_SCHEMA, in the same order."""
     return tuple(map(read_event, table.to_pylist()))
 
 
 def events_of(table: pa.Table, event_type: type[E]) -> list[E]:
-    """The events of one type among rows of EVENT_SCHEMA, in the same order."""
+    """Return the events of one type among rows of EVENT_SCHEMA, in the same order."""
     rows = table.filter(pc.equal(table["kind"], event_type.KIND)).to_pylist()
     return [event for event in map(read_event, rows) if isinstance(event, event_type)]
 
 
 def last_event(table: pa.Table, event_type: type[E]) -> E | None:
-    """The newest event of one type; None where there is none."""
+    """Return the last event of one type among rows of EVENT_SCHEMA; None if there is none."""
     found = events_of(table, event_type)
     return found[-1] if found else None
 

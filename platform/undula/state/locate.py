@@ -1,4 +1,4 @@
-"""Finds the directory of a run or a study from what a user gives: a path, an s3:// URL, or a name."""
+"""Finds the directory of a run or a study by its path, its s3:// URL or its name."""
 
 from undula.errors import RunError
 from undula.state.defaults import DEFAULT_RUNS
@@ -8,24 +8,24 @@ from undula.storage import Store, open_store
 
 
 def locate_run(run: str, runs: str | None = None) -> Store:
-    """Directory of a run.
+    """Return the directory of a run.
 
     Args:
         run: Path, s3:// URL or name of the run.
-        runs: Folder of runs in which a name is looked up. By default it is DEFAULT_RUNS, where a run of that name in the working
-            directory comes first.
+        runs: Folder in which a name is looked up. By default, the name is looked up in the working directory and then in
+            DEFAULT_RUNS.
 
     Raises:
-        RunError: there is none of that name, and no such path.
+        RunError: There is no run of that name, and no such folder.
     """
     return _locate("run", run, runs, (JOB_FILE, LEDGER, STUDY_FILE))
 
 
 def locate_study(study: str, runs: str | None = None) -> Store:
-    """Directory of a study, found as `locate_run` finds a run's.
+    """Return the directory of a study, found in the same way as a run's by `locate_run`.
 
     Raises:
-        RunError: there is none of that name, and no such path.
+        RunError: There is no study of that name, and no such folder.
     """
     return _locate("study", study, runs, (STUDY_FILE,))
 
@@ -39,8 +39,8 @@ def _locate(kind: str, given: str, runs: str | None, files: tuple[str, ...]) -> 
         if any(store.exists(file) for file in files):
             return store
     if found := next((store for store in order if store.exists()), None):
-        return found  # whoever reads it says what it lacks
+        return found  # the caller reports what the folder lacks
     raise RunError(
-        f"there is no {kind} {given} in {runs or DEFAULT_RUNS}, and no folder {given} here: give the {kind}'s directory, or the "
+        f"there is no {kind} {given} in {runs or DEFAULT_RUNS}, and no folder {given} here; give the {kind}'s directory, or the "
         "folder of the runs with --runs"
     )

@@ -1,7 +1,7 @@
-"""The state of a model and its optimizer as one flat mapping, by names that do not depend on how either is wrapped or sharded.
+"""State of a model and its optimizer as one flat mapping, with names that do not depend on how either is wrapped or sharded.
 
-Parameters and persistent buffers are state, and so is what a module returns from `get_extra_state()`. A buffer that a module
-registered with `persistent=False` is not: a fresh module makes it again, so training must not change it.
+The state of a model consists of its parameters, its persistent buffers, and the results of `get_extra_state()` of its modules. It excludes
+buffers that were registered with `persistent=False`: a new module creates them again, so training must not change them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,49 +26,52 @@ from undula.state.values import checked, decode, encode, leaves, tensor_names
 MODEL = "model."
 OPTIMIZER = "optimizer."
 EXTRA_STATE = "_extra_state"
-"""torch's name for what `get_extra_state()` returns."""
+"""Name under which torch stores the result of `get_extra_state()`."""
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Names by which torch.compile and activation checkpointing hold the module that they wrap."""
+"""Names of the attributes in which torch.compile and activation checkpointing hold the module that they wrap."""
 
 
 def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The live tensors, sharded ones too, and JSON values of a model and its optimizer, by name.
+    """Return the live tensors, which may be sharded, and the JSON values of a model and its optimizer, by name.
 
     Returns:
         {"model.<parameter>": tensor, "optimizer.state.<parameter>.<key>": tensor, "optimizer.groups": value, ...}
 
     Raises:
-        UsageError: A value of the state is one that no checkpoint can hold.
+        UsageError: A checkpoint cannot hold a value of the state.
     """
-    state = _model_state(model)  # first: fully_shard takes its own parameters back only when the state_dict is made
+    state = _model_state(
+        model
+    )  # first, because fully_shard restores its sharded parameters only when state_dict() is called
     return {**state, **optimizer_state(optimizer, _parameter_names(model))}
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `model_and_optimizer_state` returned. The optimizer takes over the tensors themselves, the model copies them.
+    """Load a state that `model_and_optimizer_state` returned. The model copies the tensors; the optimizer keeps the tensors themselves.
 
     Raises:
-        CheckpointError: The state is of another model or optimizer.
+        CheckpointError: The state belongs to another model or optimizer.
     """
     _load_model_state(model, state)
     load_optimizer_state(optimizer, _parameters(model), state)
 
 
 def check_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError if a checkpoint could not hold the state of the model and the optimizer as they are now."""
+    """Raise UsageError if a checkpoint cannot hold the current state of the model and the optimizer."""
     model_and_optimizer_state(model, optimizer)
 
 
 def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: Table) -> dict[str, Tensor]:
-    """Tensors into which a saved state can be copied, before `load_state` takes them over.
+    """Return tensors into which a saved state can be copied before it is passed to `load_state`, by name.
 
     Args:
-        model: Its own tensors are targets.
-        optimizer: It may be fresh: for state that it does not have yet there are new tensors, placed and sharded as the parameter.
-        table: The tensors of the saved state.
+        model: Model that is being restored. Its own tensors are returned.
+        optimizer: Optimizer that is being restored. For state that it does not have yet, new tensors are returned, on the device of the
+            parameter and sharded in the same way.
+        table: Tensors of the saved state.
 
     Raises:
-        CheckpointError: The saved state is of another model.
+        CheckpointError: The saved state belongs to another model.
     """
     _make_late_buffers(model, table)
     own = {
@@ -82,7 +85,7 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
         if name.startswith(MODEL) and not _is_extra(name):
             if present is None or tuple(present.shape) != shape:
                 found = "lacks it" if present is None else f"has it with shape {tuple(present.shape)}"
-                raise CheckpointError(f"the saved state has {name!r} with shape {shape}, and the model {found}: {FITS}")
+                raise CheckpointError(f"the saved state has {name!r} with shape {shape}, but the model {found}; {FITS}")
             targets[name] = present
         elif present is not None and not _is_extra(name) and (present.dtype, tuple(present.shape)) == (dtype, shape):
             targets[name] = present
@@ -94,14 +97,15 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
 
 
 def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state that are neither the model's nor the optimizer's."""
+    """Return the entries of a state that belong to neither the model nor the optimizer."""
     return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
 
 
 def live_leaves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[object]:
-    """Every tensor and value that training may replace, in a fixed order; while they stay the same, so does the flat state.
+    """Yield every tensor and value that training may replace, in a fixed order. As long as they are the same, the flat state is the same.
 
-    The elements of the tensors change in place, and the learning rate is set before each step.
+    Elements of tensors do not matter, because training changes them in place. The learning rate is excluded, because the training loop sets
+    it before each step.
     """
     yield from optimizer_leaves(optimizer)
     for module in bare_module(model).modules():
@@ -111,13 +115,13 @@ def live_leaves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 def live_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The model's buffers by their names in the state, a shared one under each of its names."""
+    """Return the model's buffers by their names in the state. A shared buffer appears under each of its names."""
     buffers = bare_module(model).named_buffers(remove_duplicate=False)
     return {f"{MODEL}{_plain(name)}": value for name, value in buffers}
 
 
 def bare_module(model: nn.Module) -> nn.Module:
-    """The user's own module, without DistributedDataParallel and torch.compile around it."""
+    """Return the user's own module, without the wrappers of DistributedDataParallel and torch.compile."""
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
@@ -142,17 +146,17 @@ def _load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     found, used = {}, set(keys)
     for name, key in keys.items():
         if name not in state:
-            raise CheckpointError(f"the saved state lacks {name!r}, which the model has: {FITS}")
+            raise CheckpointError(f"the saved state lacks {name!r}, which the model has; {FITS}")
         value = state[name]
         used.update(() if isinstance(value, Tensor) else tensor_names(value))
         found[key] = value if isinstance(value, Tensor) else decode(value, state)
     if extra := sorted(name for name in state if name.startswith(MODEL) and name not in used):
-        raise CheckpointError(f"the saved state has {extra[0]!r}, which the model lacks: {FITS}")
+        raise CheckpointError(f"the saved state has {extra[0]!r}, which the model lacks; {FITS}")
     bare.load_state_dict(found)
 
 
 def _make_late_buffers(model: nn.Module, table: Table) -> None:
-    """Make buffers that are None in a fresh module, and that the saved one had filled."""
+    """Create buffers that are None in a new module but have values in the saved state."""
     bare = bare_module(model)
     device = next((parameter.device for parameter in bare.parameters()), None)
     for path, module in bare.named_modules(remove_duplicate=False):
@@ -164,7 +168,7 @@ def _make_late_buffers(model: nn.Module, table: Table) -> None:
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """Name of each parameter; the first one of a parameter that several modules share."""
+    """Return the name of each parameter. A parameter that several modules share has the first of its names."""
     names: dict[Tensor, str] = {}
     for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
         names.setdefault(parameter, _plain(name))
@@ -176,7 +180,7 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _owner(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str] | None:
-    """The parameter and the key of a tensor "optimizer.state.<parameter>.<key>"; either may have dots in it."""
+    """Return the parameter and the key of a tensor "optimizer.state.<parameter>.<key>"; both may contain dots."""
     owner = name.removeprefix(f"{STATE}.")
     rest = []
     while owner not in parameters:
@@ -188,7 +192,7 @@ def _owner(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str]
 
 
 def _plain(name: str) -> str:
-    """A name without the parts that wrappers of modules have put into it."""
+    """Return a name without the parts that wrappers of modules have added."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

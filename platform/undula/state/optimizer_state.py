@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of the parameters: exactly what the optimizer holds, whenever it came to hold it."""
+"""State of an optimizer by the names of its parameters: exactly the entries that the optimizer holds, including those added in training."""
 
 from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
@@ -17,19 +17,20 @@ GROUPS = "optimizer.groups"
 SHARED = "optimizer.shared"
 EXTRAS = "optimizer.extras"
 SCHEDULED = ("params", "lr")
-"""Entries of a parameter group that are no state of the optimizer: the loop sets the learning rate before each step."""
-FITS = "restore the former settings, give another name, or start over with --fresh"
+"""Entries of a parameter group that are not state of the optimizer. The training loop sets the learning rate before each step."""
+FITS = "restore the previous settings, set another name, or start over with --fresh"
+"""Fix for a saved state that belongs to another model or optimizer, for messages."""
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The tensors of an optimizer by name, and four JSON values that say where they belong.
+    """Return the tensors of an optimizer by name, and four JSON values that describe where each tensor belongs.
 
     Args:
-        optimizer: Its state is read and not changed: a parameter that never had a gradient has no state.
-        names: Name of each of the model's parameters.
+        optimizer: Optimizer, which is not changed: a parameter that never had a gradient has no state.
+        names: Name of each parameter of the model.
 
     Raises:
-        UsageError: The optimizer holds a parameter that is not the model's, or a value that no checkpoint can hold.
+        UsageError: The optimizer holds a parameter that the model lacks, or a value that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     state = {}
@@ -55,33 +56,33 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError if the optimizer's `step` takes a closure that runs the model again, which no run does."""
+    """Raise UsageError if the optimizer's `step` requires a closure that runs the model again, which a run does not support."""
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise UsageError(
             f"{type(optimizer).__name__} needs a closure that runs the model several times in one step, which a run does not "
-            "support: use an optimizer whose step() needs no argument"
+            "support; use an optimizer whose step() needs no argument"
         )
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]
 ) -> None:
-    """Bring an optimizer to the state that `optimizer_state` returned; the optimizer takes over the tensors themselves.
+    """Load a state that `optimizer_state` returned. The optimizer keeps the tensors themselves, without copying them.
 
     Args:
-        optimizer: Groups and parameters that were added during training are added.
-        parameters: The model's parameters by name.
+        optimizer: Optimizer. It also gets the parameter groups and parameters that were added during training.
+        parameters: Parameters of the model by name.
         state: Tensors and values by name.
 
     Raises:
-        CheckpointError: The optimizer has other parameters or groups than the one that was saved.
+        CheckpointError: The optimizer has other parameters or parameter groups than the saved one.
     """
     _load_groups(optimizer, parameters, state)
     _load_entries(optimizer, parameters, state)
     if extras := decode(state[EXTRAS], state):
-        # What an optimizer has beside groups and parameters only its own load_state_dict can set, which casts the state of
-        # parameters to their type: that is loaded again.
+        # Only the optimizer's own load_state_dict can set entries other than groups and parameters. It also casts the state of
+        # each parameter to the parameter's dtype, so that state is loaded again afterwards.
         optimizer.load_state_dict({**optimizer.state_dict(), **extras})
         _load_groups(optimizer, parameters, state)
         _load_entries(optimizer, parameters, state)
@@ -90,7 +91,7 @@ def load_optimizer_state(
 def state_like(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """An empty tensor for an entry of a parameter's state, where torch's optimizers keep such an entry."""
+    """Return an empty tensor for an entry of a parameter's state, on the device on which torch's optimizers keep such an entry."""
     if shape == tuple(parameter.shape) and key != "step":
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     is_on_device = key != "step"
@@ -101,7 +102,7 @@ def state_like(
 
 
 def optimizer_leaves(optimizer: torch.optim.Optimizer) -> Iterator[object]:
-    """Every tensor and value of the optimizer's state, in a fixed order. The scheduled learning rate is no part of it."""
+    """Yield every tensor and value of the optimizer's state, in a fixed order, without the scheduled learning rate."""
     for entries in optimizer.state.values():
         yield from leaves(entries)
     for group in optimizer.param_groups:
@@ -111,13 +112,13 @@ def optimizer_leaves(optimizer: torch.optim.Optimizer) -> Iterator[object]:
 
 
 def _extras(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Entries of an optimizer's `state_dict()` beside those of torch's optimizers."""
+    """Return the entries of an optimizer's `state_dict()` that torch's optimizers do not have."""
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return {}
     found = optimizer.state_dict()
     if not {"state", "param_groups"} <= found.keys() or len(found["state"]) != len(optimizer.state):
         raise UsageError(
-            f"the state_dict() of {type(optimizer).__name__} is not that of a torch optimizer, so that a run could not resume: "
+            f"the state_dict() of {type(optimizer).__name__} does not have the form of a torch optimizer's, so a run could not resume; "
             "use the optimizer that it wraps, or another one"
         )
     return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
@@ -129,7 +130,7 @@ def _load_groups(
     saved = state[GROUPS]
     if len(optimizer.param_groups) > len(saved):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups and the saved one has {len(saved)}: {FITS}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups and the saved one has {len(saved)}; {FITS}"
         )
     for number, group in enumerate(saved):
         members = [_parameter_named(name, parameters) for name in group["parameters"]]
@@ -139,7 +140,7 @@ def _load_groups(
         present = optimizer.param_groups[number]
         if not {id(each) for each in present["params"]} <= {id(each) for each in members}:
             raise CheckpointError(
-                f"parameter group {number} of the optimizer has parameters that the saved one lacks: {FITS}"
+                f"parameter group {number} of the optimizer has parameters that the saved one lacks; {FITS}"
             )
         present.update(settings)
         present["params"] = members
@@ -163,23 +164,26 @@ def _device_of(members: list[nn.Parameter]) -> torch.device | None:
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
     if parameter not in names:
         raise UsageError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks: "
-            "make the optimizer of the parameters of the module that run.model(...) returns"
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks; "
+            "create the optimizer from the parameters of the module that run.model(...) returns"
         )
     return names[parameter]
 
 
 def _parameter_named(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter:
     if name not in parameters:
-        raise CheckpointError(f"the saved optimizer has the parameter {name!r}, which the model lacks: {FITS}")
+        raise CheckpointError(f"the saved optimizer has the parameter {name!r}, which the model lacks; {FITS}")
     return parameters[name]
 
 
 def _refuse_odd_shards(name: str, parameter: Tensor, entries: Mapping[str, object]) -> None:
-    """A shard has its place in the state by its parameter's; what is sharded otherwise would have none in a fresh optimizer."""
+    """Refuse optimizer state that is sharded but does not have the shape of its parameter.
+
+    A new optimizer takes the sharding of an entry from its parameter, so it could not tell which part of such an entry a rank holds.
+    """
     for leaf in leaves(dict(entries)) if is_sharded_tensor(parameter) else ():
         if is_sharded_tensor(leaf) and isinstance(leaf, Tensor) and checked(name, leaf).shape != parameter.shape:
             raise UsageError(
                 f"{name} has a sharded tensor of shape {tuple(leaf.shape)} for a parameter of shape {tuple(parameter.shape)}, "
-                "which cannot be restored at another world size: use another optimizer, or do not shard the model"
+                "which cannot be restored at another world size; use another optimizer, or do not shard the model"
             )

@@ -1,4 +1,4 @@
-"""State in pieces: what a rank holds of each tensor of a run, and whether some ranks hold all of it together."""
+"""Pieces of state: the part that a rank holds of each tensor of a run, and the check that ranks together hold the whole state."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +18,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor: all of it, or a box.
+    """Part of a tensor that a rank holds: the whole tensor or a box of it.
 
-    A piece can be a shard of a parameter, a small tensor that all ranks have, or private to a rank although the model is not
-    sharded: of a tensor with one row for each virtual worker a rank holds the rows of its own.
+    A piece can be a shard of a parameter or a small tensor that all ranks hold. It can also be private to a rank of a model that is not
+    sharded: a rank holds the rows of its own virtual workers in a tensor with one row per virtual worker.
     """
 
     tensor: Tensor
@@ -29,7 +29,7 @@ class Piece:
     shape: Shape
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Place of the first element of the box in the whole tensor."""
+    """Index of the first element of the box in the whole tensor, by dimension."""
     is_replicated: bool = True
     """Whether every other rank holds the same piece."""
 
@@ -44,35 +44,35 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Type and shape of a whole tensor."""
+    """Dtype and shape of a whole tensor."""
 
     dtype: str
-    """Name in torch: `float32`."""
+    """Name of the dtype in torch, such as `float32`."""
     shape: Shape
 
 
 Table: TypeAlias = Mapping[str, TensorSpec]
-"""Tensors that a state consists of, by name."""
+"""Dtype and shape of the tensors of a state, by name."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds of a state, without the tensors: what ranks tell each other to find out whether the state is complete."""
+    """Extent of the part of a state that a rank holds. Ranks exchange these to find out whether they hold the whole state together."""
 
     expected: Table
-    """All tensors of the state, whether this rank has pieces of them or not."""
+    """All tensors of the state, including those of which this rank has no piece."""
     boxes: Mapping[str, Box]
     """Places of this rank's pieces, by name."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank's pieces of a state, and the values of the state that are no tensors, by name."""
+    """Pieces of a state that a rank holds, and the values of the state that are not tensors, by name."""
 
     pieces: Mapping[str, Piece]
     values: Mapping[str, Any]
     elsewhere: Table = field(default_factory=dict)
-    """Tensors of the state of which only other ranks have pieces, as those of another pipeline stage."""
+    """Tensors of the state of which only other ranks have pieces, such as those of another pipeline stage."""
 
     @property
     def expected(self) -> Table:
@@ -81,12 +81,12 @@ class RankState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of the state."""
+        """Whether this rank holds the whole state."""
         return not self.elsewhere and all(piece.is_whole for piece in self.pieces.values())
 
     @property
     def holding(self) -> Holding | None:
-        """None where this rank has all of the state."""
+        """Extent of this rank's pieces; None if it holds the whole state."""
         if self.is_whole:
             return None
         return Holding(self.expected, {name: piece.box for name, piece in self.pieces.items()})
@@ -97,22 +97,25 @@ class RankState:
         return sum(piece.tensor.nbytes for piece in self.pieces.values())
 
     def whole(self) -> dict[str, Any]:
-        """Tensors and values by name, where this rank has all of the state."""
+        """Return tensors and values by name. This rank must hold the whole state."""
         return {**{name: piece.tensor for name, piece in self.pieces.items()}, **self.values}
 
     def on_host(self) -> "RankState":
-        """The same state with its tensors in host memory. Tensors that are there already are not copied."""
+        """Return the same state with its tensors in host memory. Tensors that are there already are not copied."""
         pieces = {name: replace(piece, tensor=piece.tensor.cpu()) for name, piece in self.pieces.items()}
         return replace(self, pieces=pieces)
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a rank has only a shard of a tensor. Whoever has such tensors has imported their class, which takes a second."""
+    """Return whether a value is a DTensor, without importing that class, which would take a second.
+
+    A process that has DTensors has imported their class already.
+    """
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def piece_of(value: Any) -> Piece:
-    """What this rank has of a tensor, which may be a DTensor."""
+    """Return this rank's piece of a tensor, which may be a DTensor."""
     if not is_sharded_tensor(value):
         return Piece(value.detach(), tuple(value.shape), (0,) * value.dim())
     (chunk,) = value.__create_chunk_list__()
@@ -123,24 +126,24 @@ def piece_of(value: Any) -> Piece:
 
 
 def rows_of(rows: Tensor, first: int, count: int) -> Piece:
-    """The piece of a rank that holds some rows of a tensor, those of its virtual workers.
+    """Return the piece for the rows of a tensor that a rank holds, such as those of its virtual workers.
 
     Args:
-        rows: shape [rows of this rank, ...].
-        first: number of the first of them.
-        count: number of rows of the whole tensor.
+        rows: Rows of this rank, with shape [rows, ...].
+        first: Index of the first of these rows in the whole tensor.
+        count: Number of rows of the whole tensor.
     """
     shape = (count, *rows.shape[1:])
     return Piece(rows, shape, (first, *(0 for _ in rows.shape[1:])), is_replicated=False)
 
 
 def spec_of(piece: Piece) -> TensorSpec:
-    """Type and shape of a piece's whole tensor."""
+    """Return the dtype and shape of the whole tensor of a piece."""
     return TensorSpec(str(piece.tensor.dtype).removeprefix("torch."), piece.shape)
 
 
 def rank_state(state: Mapping[str, Any]) -> RankState:
-    """A flat state of tensors, pieces and values, as this rank holds it."""
+    """Return the state of this rank that a flat mapping of tensors, pieces and values describes."""
     pieces = {
         name: value if isinstance(value, Piece) else piece_of(value)
         for name, value in state.items()
@@ -150,10 +153,10 @@ def rank_state(state: Mapping[str, Any]) -> RankState:
 
 
 def is_complete(holdings: Iterable[Holding | None]) -> bool:
-    """Whether ranks hold all of a state together: the boxes of every expected tensor cover its shape.
+    """Return whether ranks together hold a whole state, so that their boxes cover every expected tensor.
 
     Args:
-        holdings: one for each rank; None stands for all of the state.
+        holdings: Holding of each rank; None for a rank that holds the whole state.
     """
     boxes: dict[str, set[Box]] = {}
     expected: dict[str, TensorSpec] = {}
@@ -163,19 +166,19 @@ def is_complete(holdings: Iterable[Holding | None]) -> bool:
         expected |= holding.expected
         for name, box in holding.boxes.items():
             boxes.setdefault(name, set()).add(box)
-    # Boxes of one state are equal or do not overlap, so that their sizes tell whether they cover the tensor.
+    # Two boxes of a state are either equal or disjoint, so the sum of their sizes shows whether they cover the tensor.
     return bool(expected) and all(
         sum(prod(sizes) for _, sizes in boxes.get(name, ())) == prod(spec.shape) for name, spec in expected.items()
     )
 
 
 def copy_overlap(box: Box, source: Tensor, target: Piece) -> None:
-    """Copy what two pieces of one tensor have in common.
+    """Copy the elements that two pieces of a tensor have in common.
 
     Args:
-        box: place of the source.
-        source: elements of that box.
-        target: gets them.
+        box: Box of the source.
+        source: Elements of that box.
+        target: Piece that receives the elements.
     """
     into, out_of = [], []
     for (begin, size), (own, own_size) in zip(zip(*box, strict=True), zip(*target.box, strict=True), strict=True):
@@ -188,18 +191,20 @@ def copy_overlap(box: Box, source: Tensor, target: Piece) -> None:
 
 
 def overlaps(one: Box, other: Box) -> bool:
-    """Whether two boxes of one tensor have elements in common."""
+    """Return whether two boxes of a tensor have elements in common."""
     sides: Sequence[tuple[int, int, int, int]] = list(zip(*one, *other, strict=True))
     return all(max(begin, own) < min(begin + size, own + own_size) for begin, size, own, own_size in sides)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type that a checkpoint or a snapshot names, as "float32".
+    """Return the dtype that a checkpoint or a snapshot names, such as "float32".
 
     Raises:
-        CheckpointError: torch does not have it.
+        CheckpointError: torch does not have that dtype.
     """
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a checkpoint names the dtype {name!r}, which torch does not have")
+        raise CheckpointError(
+            f"a checkpoint has the dtype {name!r}, which the installed torch lacks; use the version of torch that wrote it"
+        )
     return dtype

@@ -1,4 +1,4 @@
-"""A row of the ledger for each committed step, as plain data without the library that stores it."""
+"""Row of the ledger for a committed step. The module does not import the library that stores the ledger."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Retention policy for checkpoints. Pure."""
+"""Retention policy for checkpoints."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ def superseded(checkpoints: Sequence[tuple[int, int, str]], keep: int) -> list[s
     """Return the names of the checkpoints that are not among the `keep` newest, oldest first.
 
     Args:
-        checkpoints: (step, attempt, name) of each checkpoint.
-        keep: number of checkpoints to keep.
+        checkpoints: Tuple (step, attempt, name) of each checkpoint.
+        keep: Number of checkpoints to keep.
     """
     newest_last = sorted(checkpoints)
     return [name for _, _, name in newest_last[: max(len(newest_last) - keep, 0)]]

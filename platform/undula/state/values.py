@@ -1,4 +1,7 @@
-"""State values as JSON, with the tensors that they contain set apart: what a checkpoint stores beside its tensors, never pickled."""
+"""Conversion of state values to JSON and back, with the tensors that they contain kept separately.
+
+A checkpoint stores the JSON beside its tensors, so that it needs no pickle.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -13,20 +16,20 @@ from undula.state.pieces import dtype_named, is_sharded_tensor
 
 Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 PLAIN = (type(None), bool, int, float, str)
-"""Types that JSON gives back as they were."""
+"""Types of values that JSON preserves."""
 
 
 def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Json:
-    """Turn a value into JSON from which `decode` makes an equal value of the same type.
+    """Convert a value to JSON from which `decode` restores an equal value of the same type.
 
     Args:
         name: Name of the value in the run's state, for messages and for the names of its tensors.
-        value: Tensors, None, Booleans, numbers, strings and dtypes, and tuples, lists and dictionaries of these. A number of numpy
-            becomes one of Python.
-        tensors: Gets the tensors that the value contains, by name.
+        value: Tensor, None, Boolean, number, string or dtype, or a tuple, list or dictionary of these. A NumPy number becomes a Python
+            number.
+        tensors: Dictionary to which the tensors in the value are added, by name.
 
     Raises:
-        UsageError: The value is of another type.
+        UsageError: The value has another type.
     """
     if isinstance(value, Tensor):
         while name in tensors:  # a dictionary may have the keys 1 and "1"
@@ -46,18 +49,18 @@ def encode(name: str, value: object, tensors: dict[str, Tensor]) -> Json:
         pairs = [[encode(name, key, {}), encode(f"{name}.{key}", item, tensors)] for key, item in value.items()]
         return {"dict": pairs}
     raise UsageError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint can hold: "
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which no checkpoint can hold; "
         "keep it as a tensor, a number, a string, or a list, tuple or dict of these"
     )
 
 
 def decode(value: Json, tensors: Mapping[str, Any], device: torch.device | None = None) -> Any:
-    """Turn the JSON of `encode` back into the value.
+    """Convert the JSON of `encode` back to the value.
 
     Args:
-        value: The JSON.
-        tensors: The tensors that the value contains, by name.
-        device: Device for tensors that were not in host memory; None for leaving tensors where they are.
+        value: JSON that `encode` returned.
+        tensors: Tensors in the value, by name.
+        device: Device for tensors that were not in host memory; None to leave all tensors where they are.
     """
     if isinstance(value, list):
         return [decode(item, tensors, device) for item in value]
@@ -74,12 +77,12 @@ def decode(value: Json, tensors: Mapping[str, Any], device: torch.device | None 
         case {"dict": pairs}:
             return {decode(key, tensors): decode(item, tensors, device) for key, item in pairs}
     raise CheckpointError(
-        f"a checkpoint holds {value!r}, which this version cannot read: use the version that wrote it"
+        f"a checkpoint has {value!r}, which this version of Undula cannot read; use the version that wrote it"
     )
 
 
 def tensor_names(value: Json) -> Iterator[str]:
-    """Names of the tensors in the JSON of `encode`."""
+    """Yield the names of the tensors in the JSON of `encode`."""
     if isinstance(value, list):
         for item in value:
             yield from tensor_names(item)
@@ -92,7 +95,7 @@ def tensor_names(value: Json) -> Iterator[str]:
 
 
 def leaves(value: object) -> Iterator[object]:
-    """Everything inside of nested lists, tuples and dictionaries."""
+    """Yield the values and the dictionary keys in nested lists, tuples and dictionaries."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield key
@@ -105,21 +108,21 @@ def leaves(value: object) -> Iterator[object]:
 
 
 def checked(name: str, tensor: Tensor) -> Tensor:
-    """The tensor, detached, if a checkpoint can hold its bits.
+    """Return the tensor, detached, after checking that a checkpoint can hold it.
 
     Raises:
-        UsageError: The tensor is sparse or quantized, has no shape yet, or is of a class of its own.
+        UsageError: The tensor is sparse or quantized, has no shape yet, or has a class that checkpoints do not support.
     """
     if is_lazy(tensor):
-        raise UsageError(f"{name} has no shape yet: pass one batch through the lazy module before run.model(...)")
+        raise UsageError(f"{name} has no shape yet; pass one batch through the lazy module before run.model(...)")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided else "quantized"
         raise UsageError(
-            f"{name} is a {kind} tensor, which no checkpoint can hold: keep it dense, or use another optimizer"
+            f"{name} is a {kind} tensor, which no checkpoint can hold; keep it dense, or use another optimizer"
         )
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not is_sharded_tensor(tensor):
         raise UsageError(
-            f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}, which no checkpoint can hold: "
+            f"{name} is a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}, which no checkpoint can hold; "
             "keep it as a plain tensor"
         )
     return tensor.detach()

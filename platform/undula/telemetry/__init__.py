@@ -1,1 +1,1 @@
-"""What a run reports while it trains, to the ledger, TensorBoard, Prometheus and the live view in the driver."""
+"""Reports of a run during training: to the ledger, TensorBoard, Prometheus and the live view in the driver."""

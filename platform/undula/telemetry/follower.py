@@ -1,4 +1,4 @@
-"""The follower of a hub: a thread of the driver that reads the hub's messages and hands them on, for the live view and for trials."""
+"""Follower of a hub: a thread of the driver that reads the messages of the hub, for the live view and for trials of studies."""
 
 import threading
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import ray
 from undula.telemetry.messages import Message
 
 END_LIMIT_S = 30.0
-"""Maximum time in seconds that the end of a block waits for the last messages."""
+"""Maximum time in seconds to wait for the last messages at the end of a block."""
 
 
 class HubFollower:
-    """Hands on what a hub receives, while its block runs. Messages that arrived before the block's end are all handed on.
+    """Context manager that passes the messages of a hub to a callback, including all messages that arrive before its block ends.
 
     Args:
-        hub: handle of the hub's actor.
-        handle: receives the messages since the last call, in order; it runs in the follower's thread.
+        hub: Handle of the hub's actor.
+        handle: Callback that receives the messages since its last call, in order. It runs in the follower's thread.
         interval_s: Seconds between two reads of the hub.
     """
 
@@ -37,6 +37,8 @@ class HubFollower:
     def _follow(self) -> None:
         position, is_last = 0, False
         while not is_last:
-            is_last = self._closed.wait(self._interval_s)  # the read after the end brings the last messages
+            is_last = self._closed.wait(
+                self._interval_s
+            )  # once the block has ended, one more read gets the last messages
             position, messages = ray.get(self._hub.read.remote(position))
             self._handle(messages)

@@ -1,4 +1,4 @@
-"""The hub of a run: an actor that carries messages from workers and controller to the driver, and marks the run as active."""
+"""Hub of a run: an actor that carries messages from the workers and the controller to the driver, and marks the run as active."""
 
 import sys
 from collections import deque
@@ -33,7 +33,7 @@ class Hub:
         self._count += 1
 
     def read(self, start: int) -> tuple[int, list[Message]]:
-        """The number of the next message, and the messages from number `start` on."""
+        """Return the number of the next message, and the messages from number `start` on."""
         return self._count, [message for number, message in self._messages if number >= start]
 
 
@@ -66,10 +66,10 @@ class EventRecorder:
 
 
 def start_hub(store: Store) -> Any:
-    """Start the hub of a run on this node; it ends with this driver.
+    """Start the hub of a run on this node, and return its handle. The hub ends with this driver.
 
     Raises:
-        RunError: another job on this cluster trains the run.
+        RunError: Another job on this cluster is training the run.
     """
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node}, **UNRECORDED)(Hub)
@@ -85,9 +85,9 @@ class TeeToDriver:
     """Replaces sys.stdout and also sends each complete line to the driver, so that the user sees what a training loop prints.
 
     Args:
-        stdout: the stream that it replaces, which still receives everything.
-        publish: receives the lines.
-        rank: rank of this process.
+        stdout: Stream that is replaced. It still receives the whole text.
+        publish: Callback that receives the lines.
+        rank: Rank of this process.
     """
 
     def __init__(self, stdout: TextIO, publish: Publisher, rank: int):

@@ -1,4 +1,4 @@
-"""The live view of a run: a status line that is rewritten once a second, below the lines of events and of the user's output."""
+"""Live view of a run: a status line that is rewritten once a second, below the lines of events and of the user's output."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ TABLE_TOP, TABLE_FOOT, LAST_TABLE_FOOT = "┏", "└", "┗"
 
 
 def status_line(status: Status) -> str:
-    """`step 120/400  loss 2.4131  lr 2.1e-03  812 samples/s  2 workers  0:41 left`"""
+    """Return a status line, such as `step 120/400  loss 2.4131  lr 2.10e-03  812 samples/s  2 workers  0:41 left`."""
     workers = f"{status.world_size} worker{'s' if status.world_size != 1 else ''}"
     width = len(str(status.total_steps))
     return (
@@ -64,7 +64,7 @@ class LiveScreen:
             self._status = []
 
     def _rewrite(self, lines: list[str], status: list[str]) -> None:
-        """Replace the status on the screen by lines, with a new status below them."""
+        """Replace the status on the screen with `lines`, and print a new status below them."""
         up = f"\x1b[{len(self._status) - 1}A" if len(self._status) > 1 else ""
         erase = f"{up}\r\x1b[J" if self._status else ""
         self._out.write(erase + "".join(f"{line}\n" for line in lines) + "\n".join(status))
@@ -72,7 +72,7 @@ class LiveScreen:
 
 
 def message_lines(messages: list[Message]) -> list[str]:
-    """The lines to print for a batch of messages: all events and printed lines in order, and then the newest status."""
+    """Return the lines to print for a batch of messages: all events and printed lines in order, and then the newest status."""
     lines = []
     last_status = None
     for message in messages:
@@ -90,7 +90,7 @@ def message_lines(messages: list[Message]) -> list[str]:
 @contextmanager
 def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
     """Print the messages of a hub until the block ends."""
-    # Not at the top, because the client that follows a job imports this module before it sets Ray's token.
+    # This import is not at the top, because the client that follows a job imports this module before it sets Ray's token.
     from undula.telemetry.follower import HubFollower
 
     screen = LiveScreen(out)

@@ -1,4 +1,4 @@
-"""The messages that workers and controller send to the driver."""
+"""Messages that the workers and the controller send to the driver."""
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -19,12 +19,12 @@ class Status:
     """Samples per second, smoothed over recent steps."""
     world_size: int
     seconds_left: float
-    """Expected seconds until the end of the plan."""
+    """Expected time in seconds until the end of the plan."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that the user's code printed."""
+    """Line that the user's code has printed."""
 
     rank: int
     text: str
@@ -34,13 +34,13 @@ Message: TypeAlias = Status | Event | Line
 
 
 def clock(seconds: float) -> str:
-    """`0:41`, `12:07` or `3:02:15`."""
+    """Return a duration as text, such as `0:41`, `12:07` or `3:02:15`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 class Publisher(Protocol):
-    """Accepts a message for the driver; never waits and never fails."""
+    """Callback that sends a message to the driver. It never waits and never fails."""
 
     def __call__(self, message: Message) -> None: ...

@@ -1,4 +1,4 @@
-"""Rank 0's reports of committed steps and events: to the ledger, TensorBoard, Prometheus (through Ray) and the driver's live view."""
+"""Reports of rank 0 about steps and events: to the ledger, TensorBoard, Prometheus (through Ray) and the live view of the driver."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from undula.storage import Store
 from undula.telemetry.messages import Publisher, Status
 
 STATUS_INTERVAL_S = 0.5
-"""Minimum seconds between two status messages to the driver."""
+"""Minimum time in seconds between two status messages to the driver."""
 _GAUGES = {
     "undula_step": "Steps committed",
     "undula_loss": "Training loss of the last committed step",
@@ -27,19 +27,21 @@ _GAUGES = {
 
 
 class Telemetry:
-    """Reports a run from its rank 0.
+    """Reports the progress of a run from its rank 0.
 
     Args:
-        store: the run directory.
-        name: name of the run, with which its metrics are tagged.
-        attempt: number of the attempt.
-        start: step at which the attempt begins.
-        total_steps: number of steps in the plan.
-        publish: receives messages for the driver.
+        store: Run directory.
+        name: Name of the run, which is a tag of its metrics.
+        attempt: Number of the attempt.
+        start: Step at which the attempt starts.
+        total_steps: Number of steps in the plan.
+        publish: Callback that receives messages for the driver.
     """
 
     def __init__(self, store: Store, name: str, attempt: int, start: int, total_steps: int, publish: Publisher):
-        from undula.telemetry.tensorboard import TensorBoardWriter  # only rank 0 needs its library, which imports boto3
+        from undula.telemetry.tensorboard import (
+            TensorBoardWriter,
+        )  # only rank 0 needs tensorboardX, which imports boto3
 
         self._total_steps = total_steps
         self._publish = publish
@@ -88,8 +90,8 @@ class Telemetry:
             self._gauges["undula_validation_loss"].set(event.loss)
 
     def mean_loss(self, done: int) -> None:
-        """Report the mean training loss of a sample since the last call."""
-        if not self._losses:  # the steps were done by another group
+        """Report the mean training loss per sample since the last call."""
+        if not self._losses:  # another group committed the steps since the last report
             return
         samples = sum(count for _, count in self._losses)
         loss = sum(loss * count for loss, count in self._losses) / samples
@@ -97,16 +99,16 @@ class Telemetry:
         self._losses = []
 
     def flush(self) -> None:
-        """Write everything reported so far to storage; thread-safe, as the checkpoint's thread calls it too.
+        """Write all previous reports to storage. This is thread-safe, because the thread that saves checkpoints calls it too.
 
         Raises:
-            StorageError: the storage does not accept it.
+            StorageError: The storage cannot be written to.
         """
         self._ledger.flush()
         self._tensorboard.flush()
 
     def close(self) -> None:
-        """Write what is left, if the storage accepts it."""
+        """Write the remaining reports to storage, ignoring errors of the storage."""
         self._ledger.close()
         with suppress(StorageError):  # everything that a checkpoint covers was stored before its commit
             self.flush()

@@ -1,6 +1,6 @@
-"""Scalars for TensorBoard, in event files that are kept in memory until they are in storage.
+"""Writer of scalars for TensorBoard, which keeps event files in memory until they have reached storage.
 
-Existing writers pass events to a thread through a queue. A full disk ends that thread, the queue fills up, and training blocks forever.
+Existing writers pass events to a thread through a queue: a full disk ends that thread, the queue fills up, and training blocks forever.
 """
 
 import socket
@@ -24,9 +24,9 @@ class TensorBoardWriter:
     """Writes the event files of one attempt.
 
     Args:
-        store: the run directory.
-        attempt: number of the attempt.
-        start: step at which the attempt begins; TensorBoard drops what former attempts wrote from this step on.
+        store: Run directory.
+        attempt: Number of the attempt.
+        start: Step at which the attempt starts. TensorBoard drops the values that former attempts wrote from this step on.
     """
 
     def __init__(self, store: Store, attempt: int, start: int):
@@ -40,15 +40,15 @@ class TensorBoardWriter:
             self._append(Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of scalars by name."""
+        """Add the values of scalars at a step, by name."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._append(Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
-        """Write everything that was added to storage.
+        """Write all added values to storage.
 
         Raises:
-            StorageError: the storage does not accept it.
+            StorageError: The storage cannot be written to.
         """
         with self._lock:
             files = {number: bytes(data) for number, data in self._files.items()}
@@ -72,6 +72,6 @@ class TensorBoardWriter:
 
 
 def _record(data: bytes) -> bytes:
-    """Data as a record of the TFRecord format (tensorflow/core/lib/io/record_writer.cc)."""
+    """Return data as a record of the TFRecord format (tensorflow/core/lib/io/record_writer.cc)."""
     length = struct.pack("<Q", len(data))
     return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))

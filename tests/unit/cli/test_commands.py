@@ -80,7 +80,7 @@ def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
         ("spot leave --notice nan", "Invalid value for '--notice': nan is not a finite number (see undula spot leave --help)"),
         ("spot watch --source fax", "command line: --source is fax; set it to one of aws, gcp, azure or file:PATH"),
         (f"chaos {JOB}", "command line: give either --trace FILE or --faults FILE"),
-        ("show none --runs /none", "there is no run none in /none, and no folder none here: give the run's directory, or the folder of the "
+        ("show none --runs /none", "there is no run none in /none, and no folder none here; give the run's directory, or the folder of the "
          "runs with --runs"),
     ],
 )  # fmt: skip

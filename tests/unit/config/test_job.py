@@ -192,7 +192,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         (
             "schedule: {batch_rule: surge, base_batch: 32}\n",
             ("plan.virtual_workers=1",),
-            "job.yaml:4: schedule.batch_rule=surge needs two micro-batches or more in a step, and a step has one; raise "
+            "job.yaml:4: schedule.batch_rule=surge needs at least two micro-batches per step, but a step has one; raise "
             "plan.virtual_workers or lower plan.micro_batch",
         ),
         (

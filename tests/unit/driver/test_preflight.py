@@ -77,5 +77,5 @@ def test_a_model_that_no_engine_can_train_with_the_settings_is_refused(tmp_path:
 
 def test_the_directory_of_a_study_is_refused_for_a_run(tmp_path: Path) -> None:
     open_store(str(tmp_path / "run")).write("study.json", b"{}")
-    with pytest.raises(RunError, match="/run is a study's directory: give the run another name"):
+    with pytest.raises(RunError, match="/run is a study's directory; give the run another name"):
         prepare(job(tmp_path), train, fresh=False)

@@ -172,7 +172,7 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     folder.parent.chmod(0o777)
     writer = SnapshotWriter(folder, "plan")
     take(writer, 2)
-    assert writer.problem == f"{folder.parent} can be written to by others: remove it"
+    assert writer.problem == f"other users can write to {folder.parent}; remove that folder"
     assert find_state(folder, "plan", None, layout) == []
     folder.parent.chmod(0o700)
     assert [found.age for found in find_state(folder, "plan", None, layout)] == [(0, 1)]

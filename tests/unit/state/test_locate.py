@@ -58,7 +58,7 @@ def test_a_path_is_used_unchanged(home: Path) -> None:
 
 
 def test_the_searched_folders_are_named(home: Path) -> None:
-    with pytest.raises(RunError, match=f"there is no run none in {home}/runs, and no folder none here: .* with --runs"):
+    with pytest.raises(RunError, match=f"there is no run none in {home}/runs, and no folder none here; .* with --runs"):
         locate_run("none", f"{home}/runs")
     with pytest.raises(RunError, match="there is no study none in ~/undula/runs"):
         locate_study("none")

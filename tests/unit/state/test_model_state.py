@@ -186,11 +186,11 @@ def test_extra_state_is_restored_and_its_changes_are_detected() -> None:
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        ("extra", r"^model\._extra_state is a _io\.BytesIO, which no checkpoint can hold: keep it as a tensor"),
+        ("extra", r"^model\._extra_state is a _io\.BytesIO, which no checkpoint can hold; keep it as a tensor"),
         ("group", r"^optimizer\.groups\.0\.queue is a collections\.deque, which no checkpoint can hold"),
         ("sparse", r"^optimizer\.state\.weight\.sum is a sparse_coo tensor, which no checkpoint can hold"),
-        ("stranger", r"^the optimizer has a parameter of shape \(5,\) that the model lacks: make the optimizer of"),
-        ("lazy", r"^model\.late\.weight has no shape yet: pass one batch through the lazy module before run\.model"),
+        ("stranger", r"^the optimizer has a parameter of shape \(5,\) that the model lacks; create the optimizer from"),
+        ("lazy", r"^model\.late\.weight has no shape yet; pass one batch through the lazy module before run\.model"),
     ],
 )
 def test_state_that_no_checkpoint_can_hold_is_refused_in_one_sentence(harm: str, sentence: str) -> None:
@@ -213,7 +213,7 @@ def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
     state = stored(model_and_optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     with pytest.raises(
-        CheckpointError, match=r"has 'model\.0\.weight' with shape \(4, 3\), and the model has it with shape"
+        CheckpointError, match=r"has 'model\.0\.weight' with shape \(4, 3\), but the model has it with shape"
     ):
         restored(other, torch.optim.SGD(other.parameters(), lr=0.1), state)
     more = [{"params": [each]} for each in model.parameters()]

@@ -139,5 +139,5 @@ def test_a_run_does_not_continue_with_other_data(job: Job, tmp_path: Path) -> No
         step.update()
     steps.close()
     write_numbers(tmp_path, 60)
-    with pytest.raises(RunError, match="is of another plan or other data"):
+    with pytest.raises(RunError, match="belongs to another plan or other data"):
         train(job)

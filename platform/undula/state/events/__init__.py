@@ -1,6 +1,6 @@
-"""The events of a run: one small class per kind, with typed fields from which its message is built, and the way out of the ledger.
+"""Events of a run: one class per kind, with typed fields from which its message is built, and the reading of events from the ledger.
 
-Programs and tests read `kind` and the fields, which are stable; the wording of a message may change at any time.
+Programs and tests read `kind` and the fields, which are stable; the wording of a message can change with any version.
 """
 
 import json
@@ -82,7 +82,7 @@ _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 
 
 def read_event(row: Mapping[str, Any]) -> Event:
-    """The event of a row of the ledger's EVENT_SCHEMA; a RecordedEvent where its kind or fields are not those of this version."""
+    """Return the event of a row of the ledger's EVENT_SCHEMA: a RecordedEvent if this version does not know its kind or its fields."""
     found = json.loads(row["data"] or "{}")
     data = found if isinstance(found, dict) else {}
     event_type = _TYPE_OF.get(row["kind"])

@@ -1,4 +1,4 @@
-"""What all events of a run have in common, and the form of a row of a ledger that another version has written."""
+"""Base class of the events of a run, and the class for events that another version has written."""
 
 import json
 import time
@@ -13,11 +13,11 @@ class Event(ABC):
     """Something that happened to a run."""
 
     KIND: ClassVar[str]
-    """Name of the class's kind in the ledger."""
+    """Kind of the class's events in the ledger."""
     step: int | None = field(default=None, kw_only=True)
-    """Number of committed steps when it happened; None where that is not known."""
+    """Number of committed steps when the event happened; None if unknown."""
     time: float = field(default_factory=time.time, kw_only=True)
-    """Time at which it happened, in seconds since the epoch."""
+    """Time of the event in seconds since the epoch."""
 
     @property
     def kind(self) -> str:
@@ -26,22 +26,22 @@ class Event(ABC):
     @property
     @abstractmethod
     def message(self) -> str:
-        """The event in one or two sentences for a person."""
+        """Description of the event for people, in one or two sentences."""
 
     @property
     def data(self) -> dict[str, Any]:
-        """The fields of the event's own class, ready for JSON."""
+        """Fields of the event's own class, in a form that JSON can represent."""
         return {name: value for name, value in asdict(self).items() if name not in ("step", "time")}
 
     def row(self) -> dict[str, Any]:
-        """The event as a row of the ledger's EVENT_SCHEMA."""
+        """Return the event as a row of the ledger's EVENT_SCHEMA."""
         data = json.dumps(self.data)
         return {"kind": self.kind, "message": self.message, "step": self.step, "data": data, "time": self.time}
 
 
 @dataclass(frozen=True)
 class RecordedEvent(Event):
-    """A row of a ledger whose kind or fields this version does not know, as it was written."""
+    """Row of a ledger whose kind or fields this version does not know. Its content is kept as it was written."""
 
     KIND = "recorded"
     recorded_kind: str
@@ -62,10 +62,10 @@ class RecordedEvent(Event):
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
+    """Return a number with its noun, such as `1 worker` or `2 workers`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def short(node: str) -> str:
-    """The first eight digits of a node's id, which tell the nodes of a cluster apart."""
+    """Return the first eight digits of a node's id, which are enough to distinguish the nodes of a cluster."""
     return node[:8]

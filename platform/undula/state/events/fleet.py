@@ -1,4 +1,4 @@
-"""Events of the fleet: which nodes a run asks the cluster's autoscaler for, and which it gives back."""
+"""Events of the fleet, which is the mix of nodes that a run requests from the cluster's autoscaler."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from undula.state.events.base import Event, counted, short
 
 @dataclass(frozen=True)
 class FleetEvent(Event):
-    """The run asks the autoscaler for another mix of nodes."""
+    """The run requests another mix of nodes from the autoscaler."""
 
     KIND = "fleet"
     spot: int
@@ -15,9 +15,9 @@ class FleetEvent(Event):
     on_demand: int
     """Number of workers on on-demand nodes."""
     work_left_s: float | None = None
-    """Time that the whole fleet needs for the remaining steps; None before the pace is measured."""
+    """Seconds that the whole fleet needs for the remaining steps; None before the pace is measured."""
     time_left_s: float | None = None
-    """Time until the run's deadline; None where it has none."""
+    """Seconds until the run's deadline; None if it has none."""
 
     @property
     def message(self) -> str:
@@ -44,19 +44,19 @@ class OverdueEvent(Event):
 
 @dataclass(frozen=True)
 class ReleaseEvent(Event):
-    """The run leaves a node, so that the autoscaler can end it."""
+    """The run stops using a node, so that the autoscaler can terminate it."""
 
     KIND = "release"
     node: str
     spot: int
-    """Number of workers on spot nodes that the run wants."""
+    """Number of workers on spot nodes that the run needs."""
     on_demand: int
-    """Number of workers on on-demand nodes that the run wants."""
+    """Number of workers on on-demand nodes that the run needs."""
 
     @property
     def message(self) -> str:
         wanted = fleet_size(self.spot, self.on_demand)
-        return f"The run gives back node {short(self.node)}, as it wants {wanted}."
+        return f"The run stops using node {short(self.node)}, because it now needs {wanted}."
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RefusalEvent(Event):
     node_type: str
     """Name of the type in the cluster's configuration."""
     reason: str = ""
-    """The cloud's own explanation."""
+    """Explanation of the cloud; empty if there is none."""
 
     @property
     def message(self) -> str:
@@ -77,7 +77,7 @@ class RefusalEvent(Event):
 
 @dataclass(frozen=True)
 class IdleEvent(Event):
-    """A node has had room for workers for a while, and the run cannot use it."""
+    """A node has had room for more workers for a while, but the run cannot use that room."""
 
     KIND = "idle"
     node: str
@@ -86,7 +86,7 @@ class IdleEvent(Event):
     idle_s: float
     """Seconds for which it has had that room."""
     most: int
-    """Largest number of workers that the run trains with."""
+    """Maximum number of workers with which the run trains."""
 
     @property
     def message(self) -> str:
@@ -96,6 +96,6 @@ class IdleEvent(Event):
 
 
 def fleet_size(spot: int, on_demand: int) -> str:
-    """`2 spot and 1 on-demand workers`."""
+    """Return the size of a fleet in words, such as `2 spot and 1 on-demand workers`."""
     parts = [f"{count} {market}" for count, market in ((spot, "spot"), (on_demand, "on-demand")) if count]
     return f"{' and '.join(parts) or 'no'} worker{'' if spot + on_demand == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Events of the training itself: what rank 0 reports of starts, losses, snapshots and checkpoints."""
+"""Events of the training itself, such as starts, losses, snapshots and checkpoints, which rank 0 reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ class StartEvent(Event):
     world_size: int
     attempt: int
     origin: str | None = None
-    """Source of the restored state, such as "the memory of a worker"; None where the run begins."""
+    """Source of the restored state, such as "the memory of a worker"; None if the run starts at step 0."""
     cells: int = 1
-    """Number of cells, the sets of ranks that run a micro-batch."""
+    """Number of cells, the smallest sets of ranks that run a micro-batch."""
     step: int = field(kw_only=True)
 
     @property
@@ -29,10 +29,11 @@ class StartEvent(Event):
 
 @dataclass(frozen=True)
 class LostEvent(Event):
-    """Steps that a former group had done are done again."""
+    """Training repeats steps of a former group that were lost."""
 
     KIND = "lost"
     steps: int
+    """Number of lost steps."""
     step: int = field(kw_only=True)
 
     @property
@@ -43,19 +44,19 @@ class LostEvent(Event):
 
 @dataclass(frozen=True)
 class BatchEvent(Event):
-    """The samples of a step, and with them the learning rate, differ from those before or from the base batch."""
+    """The number of samples per step has changed or differs from the base batch, and the learning rate follows it."""
 
     KIND = "batch"
     samples: int
-    """Samples of a step."""
+    """Number of samples per step."""
     rule: str
     """Name of the rule by which the learning rate follows the batch."""
     factor: float
     """Size of the batch, as a multiple of the base batch."""
     lr_factor: float | None
-    """Learning rate at the end of the warm-up, as a multiple of the schedule's; None where the rule measures it."""
+    """Learning rate at the end of the warm-up, as a multiple of the schedule's; None if the rule measures it."""
     warmup_samples: float = 0.0
-    """Length of the warm-up to that rate in samples."""
+    """Length of the warm-up to that learning rate, in samples."""
     batches: int = 1
     """Number of global batches in a step."""
 
@@ -76,7 +77,7 @@ class ValidationEvent(Event):
 
     KIND = "validation"
     loss: float
-    """Mean loss of a sample."""
+    """Mean loss per sample."""
     samples: int
     """Number of validation samples."""
     step: int = field(kw_only=True)
@@ -88,11 +89,11 @@ class ValidationEvent(Event):
 
 @dataclass(frozen=True)
 class LossEvent(Event):
-    """The training loss was averaged where a run without validation data would be validated."""
+    """The training loss was averaged. This replaces the validations of a run that has no validation data."""
 
     KIND = "loss"
     loss: float
-    """Mean loss of a sample."""
+    """Mean loss per sample."""
     samples: int
     """Number of samples that were averaged."""
     step: int = field(kw_only=True)
@@ -108,11 +109,11 @@ class SnapshotEvent(Event):
 
     KIND = "snapshot"
     bytes: int
-    """Memory of each node that snapshots take."""
+    """Bytes that snapshots take in the memory of each node."""
     every_steps: int = 1
     """Number of steps between two snapshots."""
     share: float = 0.0
-    """Share of the training time that taking snapshots costs."""
+    """Share of the training time that snapshots cost."""
 
     @property
     def message(self) -> str:
@@ -127,7 +128,7 @@ class CheckpointEvent(Event):
 
     KIND = "checkpoint"
     seconds: float
-    """Time from the start of the save to its commit."""
+    """Seconds from the start of the save to its commit."""
     step: int = field(kw_only=True)
 
     @property
@@ -148,7 +149,7 @@ class StopEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The run has done all steps of its plan."""
+    """The run has committed all steps of its plan."""
 
     KIND = "end"
 
@@ -162,19 +163,19 @@ WarningCode = Literal[
     "batch_rule",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
-    "checkpoint_skipped": "A checkpoint is skipped, and an older one is used: {detail}.",
+    "checkpoint_skipped": "A damaged checkpoint is skipped, and an older state is used: {detail}.",
     "checkpoint_failed": "A checkpoint could not be written, and training continues: {detail}.",
-    "no_snapshots": "No snapshots are kept in memory: {detail}.",
-    "state_at_risk": "The newest state will be lost with its last node: {detail}.",
+    "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
+    "state_at_risk": "The newest state may be lost when its last node is removed: {detail}.",
     "no_room_for_shards": "The head has no room for the shards of the model, so they are saved to storage.",
-    "no_validation": "Nothing is validated: data.validation is set, but run.steps() was called without validate=.",
+    "no_validation": "Nothing is validated, because data.validation is set but run.steps() was called without validate=; pass validate=.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
 }
 
 
 @dataclass(frozen=True)
 class WarningEvent(Event):
-    """Something did not work as asked, and the run continues."""
+    """Something did not work as requested, and the run continues."""
 
     KIND = "warning"
     code: WarningCode

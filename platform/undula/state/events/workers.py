@@ -10,14 +10,14 @@ from undula.state.events.base import Event, counted, short
 
 
 class WorkerPlace(TypedDict, total=False):
-    """Where a worker runs. A key that nobody knows the value of is absent."""
+    """Place where a worker runs. A key whose value is unknown is absent."""
 
     rank: int
     node: str
     ip: str
     pid: int | None
     machine: str
-    """The cloud's name of the machine's type, such as g6.xlarge."""
+    """Name of the machine's type in the cloud, such as g6.xlarge."""
     market: str
     region: str
     zone: str
@@ -58,7 +58,7 @@ class NodeEvent(Event):
 
 @dataclass(frozen=True)
 class ResizeEvent(Event):
-    """The controller changes the group: it ends at its next step boundary, and another group continues."""
+    """The controller changes the worker group: it ends at its next step boundary, and another group continues."""
 
     KIND = "resize"
     before: int
@@ -79,7 +79,7 @@ class SaveEvent(Event):
     KIND = "save"
     reason: str
     lead_s: float | None = None
-    """Seconds before the nodes' deadline until which the group trains on; None where it ends with this checkpoint."""
+    """Seconds before the nodes' deadline at which the group stops training; None if it stops after this checkpoint."""
 
     @property
     def message(self) -> str:
@@ -96,12 +96,12 @@ CrashCause = Literal["failure", "hang", "deadlock", "unresponsive", "unusable"]
 
 @dataclass(frozen=True)
 class CrashEvent(Event):
-    """Workers of the run were lost without a plan."""
+    """Workers of the run were lost in an unplanned way."""
 
     KIND = "crash"
     cause: CrashCause
-    """`failure`: ranks raised or died. `hang`: a rank made no step. `deadlock`: all ranks waited for each other. `unresponsive`: a
-    worker did not answer. `unusable`: a worker could not join another group."""
+    """Cause of the loss. `failure`: ranks raised or died. `hang`: a rank made no step. `deadlock`: all ranks waited for each other.
+    `unresponsive`: a worker did not answer. `unusable`: a worker could not join another group."""
     error: str = ""
     """Failures of all ranks in one line, for `failure`."""
     rank: int | None = None
@@ -117,10 +117,12 @@ class CrashEvent(Event):
             case "failure":
                 return f"Workers failed ({self.error}); the run continues with a new group."
             case "hang":
-                return f"Rank {self.rank} ({process}) made no step for {self.limit_s or 0:.1f} s; its process is ended."
+                return (
+                    f"Rank {self.rank} ({process}) made no step for {self.limit_s or 0:.1f} s; Undula ends its process."
+                )
             case "deadlock":
                 waited = f"All ranks waited for each other for {self.limit_s or 0:.1f} s"
-                return f"{waited}; their collectives are aborted, and they form a new group."
+                return f"{waited}; Undula aborts their collectives, and they form a new group."
             case "unresponsive":
                 return f"The worker in {process} does not answer; another worker takes its place."
             case "unusable":
@@ -129,14 +131,14 @@ class CrashEvent(Event):
 
 @dataclass(frozen=True)
 class NoticeEvent(Event):
-    """A node that the run trains on will be removed."""
+    """A node on which the run trains will be removed."""
 
     KIND = "notice"
     node: str
     ranks: tuple[int, ...]
     """Ranks on the node."""
     deadline: float | None = None
-    """Time at which the node is removed, in seconds since the epoch; None where that is not known."""
+    """Time at which the node is removed, in seconds since the epoch; None if unknown."""
 
     @property
     def message(self) -> str:
@@ -157,13 +159,14 @@ class WaitingEvent(Event):
     """Number of workers that could train now."""
     starting: int = 0
     needed: int = 0
-    """Smallest number of workers that the run trains with."""
+    """Minimum number of workers with which the run trains."""
     waited_for: WaitedFor = "workers"
-    """`workers`: too few are ready. `state`: a node may hold the newest state. `growth`: more are about to be ready."""
+    """Reason for the wait. `workers`: too few workers are ready. `state`: a node may hold the newest state. `growth`: more workers are
+    about to be ready."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Ray resources of one worker."""
     workers: tuple[WorkerPlace, ...] = ()
-    """Workers that are ready, and whose time is therefore held."""
+    """Workers that are ready and are held while the run waits."""
     job: str = ""
     """Identifier of one submission of the job."""
 
@@ -185,7 +188,7 @@ class FaultEvent(Event):
 
     KIND = "fault"
     fault: str
-    """The fault as it stands in the schedule."""
+    """Text of the fault in the schedule."""
 
     @property
     def message(self) -> str:
