@@ -67,15 +67,21 @@ def s3_endpoint() -> Iterator[str]:
             server.wait()
 
 
-@pytest.fixture
-def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """New bucket, to which the environment of this process points during the test."""
-    env = {
+@pytest.fixture(scope="session")
+def s3_env(s3_endpoint: str) -> dict[str, str]:
+    """Environment variables with which clients find the S3 server."""
+    return {
         "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_REGION": "us-east-1",
     }
+
+
+@pytest.fixture
+def s3(s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """New bucket, to which the environment of this process points during the test."""
+    env = s3_env
     for name in [name for name in os.environ if name.startswith("AWS_") and name != "AWS_CA_BUNDLE"]:
         monkeypatch.delenv(name)
     for name, value in env.items():

@@ -28,6 +28,7 @@ STUDY: Mapping[str, Any] = {
     "samples": 960,
     "measurements": 4,
     "target": 4.0,
+    "max_concurrent": 2,
 }
 
 

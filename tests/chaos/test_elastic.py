@@ -85,7 +85,7 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
     assert ledger.replaced.num_rows == 0
 
     # With a constant rate, a shorter run equals the beginning of a longer one.
-    shorter = (*SETTINGS, f"plan.max_steps={ledger.steps.num_rows}")
+    shorter = (*SETTINGS, f"plan.max_steps={ledger.steps.num_rows + 1}")
     alone = train_alone(command(text, str(tmp_path), "alone", *shorter, script=SCRIPT))
     assert_certified(job.store.url, alone.url, ledger.steps.num_rows)
 

@@ -155,19 +155,18 @@ def test_a_node_that_hangs_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
     assert len(found.facts["stored"]) == 2, "the other nodes are examined"
 
 
-def test_a_node_that_dies_during_the_examination_is_named(tmp_path: Path) -> None:
-    with nodes(head_cpus=1) as cluster:
-        node = cluster.add()
-        cluster.await_all()
-        started = time.monotonic()
-        process = start(cluster.cluster, tmp_path, "--json")
-        await_probe(cluster, node, process)
-        cluster.kill(node)
-        found = end(process, started)
+def test_a_node_that_dies_during_the_examination_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
+    node = two_nodes.add()
+    two_nodes.await_all()
+    started = time.monotonic()
+    process = start(two_nodes.cluster, tmp_path, "--json")
+    await_probe(two_nodes, node, process)
+    two_nodes.kill(node)
+    found = end(process, started)
     assert found.status == 1
     assert found.took_s < LIMIT_S
     assert f"({node[:8]}) could not be examined completely" in found.of("fail")["nodes"]
-    assert len(found.facts["stored"]) == 1
+    assert len(found.facts["stored"]) == 2
 
 
 def test_a_missing_token_is_reported_with_the_variable_to_set(two_nodes: Nodes, tmp_path: Path) -> None:

@@ -21,40 +21,42 @@ def studies(cluster: LocalCluster, text: str, tmp_path: Path) -> Studies:
     return Studies(cluster, text, tmp_path)
 
 
-def test_killing_the_driver_twice_does_not_change_the_results(studies: Studies) -> None:
+@pytest.fixture(scope="module")
+def whole(cluster: LocalCluster, text: str, tmp_path_factory: pytest.TempPathFactory) -> Studies:
+    """Run a study without interruption and return its runner."""
+    studies = Studies(cluster, text, tmp_path_factory.mktemp("whole"))
     studies.run(studies.file("whole", packed=1))
-    whole = studies.table("whole")
-    assert [row["state"] for row in whole] == ["complete"] * 6
-    runs = [read_run(studies.store("whole") / TRIALS / row["name"]) for row in whole]
+    return studies
+
+
+def test_stopping_the_driver_does_not_change_the_results(studies: Studies, whole: Studies) -> None:
+    table = whole.table("whole")
+    assert [row["state"] for row in table] == ["complete"] * 6
+    runs = [read_run(whole.store("whole") / TRIALS / row["name"]) for row in table]
     assert [sum(event.kind == "start" for event in run.events) for run in runs] == [1] * 6, "a trial was trained twice"
 
     file = studies.file("killed", packed=1)
     ended: dict[str, int] = {}
-    for count, number in ((2, signal.SIGKILL), (4, signal.SIGTERM)):
+    for count, number in ((1, signal.SIGKILL), (2, signal.SIGTERM), (3, signal.SIGINT)):
         driver = studies.start(file)
         studies.await_outcomes(driver, "killed", count)
         driver.send_signal(number)
-        assert driver.wait(timeout=60) == {signal.SIGKILL: -9, signal.SIGTERM: 130}[number]
+        out, _ = driver.communicate(timeout=60)
+        if number == signal.SIGKILL:
+            assert driver.returncode == -number
+        else:
+            assert driver.returncode == 130, out[-3000:]
+            assert "run the same command to continue" in out
+            assert "Traceback" not in out
         assert ended.items() <= studies.outcomes("killed").items(), "a trial that had ended was run again"
         ended = studies.outcomes("killed")
         assert len(ended) < 6
+        assert {row["state"] for row in studies.table("killed")} <= {"complete", "running", "waiting"}
     out = studies.run(file)
     assert ended.items() <= studies.outcomes("killed").items()
-    assert studies.table("killed") == whole
+    assert studies.table("killed") == table
     assert "the best learning rate" in out
     assert studies.store("killed").exists("report/index.html")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_study_says_how_to_continue_and_exits_with_an_error(studies: Studies, number: signal.Signals) -> None:
-    driver = studies.start(studies.file("stopped", packed=1))
-    studies.await_outcomes(driver, "stopped", 1)
-    driver.send_signal(number)
-    out, _ = driver.communicate(timeout=60)
-    assert driver.returncode == 130, out[-3000:]
-    assert "run the same command to continue" in out
-    assert "Traceback" not in out
-    assert {row["state"] for row in studies.table("stopped")} <= {"complete", "running", "waiting"}
 
 
 def test_a_study_that_cannot_be_trained_is_refused(studies: Studies) -> None:
@@ -131,15 +133,15 @@ def test_a_failed_or_diverged_trial_does_not_affect_the_others(studies: Studies,
     assert [row["state"] for row in studies.table("failing")] == ["complete", "complete", "diverged"]
 
 
-def test_a_study_can_be_extended_but_not_changed(studies: Studies) -> None:
-    studies.run(studies.file("more", packed=1, base_lrs=[1e-2], batches=[24]))
-    ended = studies.outcomes("more")
-    studies.run(studies.file("more", packed=1, base_lrs=[1e-2, 2e-2], batches=[24]))
-    assert ended.items() < studies.outcomes("more").items()
-    driver = studies.start(studies.file("more", packed=1, base_lrs=[1e-2], batches=[24], samples=480))
+def test_a_study_can_be_extended_but_not_changed(whole: Studies) -> None:
+    ended = whole.outcomes("whole")
+    rates = [1e-3, 1e-2, 2e-2, 1e-1]
+    whole.run(whole.file("whole", packed=1, base_lrs=rates))
+    assert ended.items() < whole.outcomes("whole").items()
+    driver = whole.start(whole.file("whole", packed=1, samples=480))
     out, _ = driver.communicate(timeout=120)
     assert driver.returncode == 2
     assert "was started with samples 960, but it is 480 now" in out
-    command = [sys.executable, "-m", "undula.cli", "study", "status", str(studies.folder / "more"), "--json"]
+    command = [sys.executable, "-m", "undula.cli", "study", "status", str(whole.folder / "whole"), "--json"]
     rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
-    assert [row["base_lr"] for row in rows] == [1e-2, 2e-2]
+    assert [row["base_lr"] for row in rows] == 2 * rates

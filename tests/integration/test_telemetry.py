@@ -18,8 +18,8 @@ from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of
 
 
-def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs) -> None:
-    process = jobs.start("watched", "plan.epochs=1000", "data.validation=null")
+def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs, tmp_path: Path) -> None:
+    process = with_script(jobs, tmp_path).start("watched", "plan.max_steps=1000", "config.pace_s=0.2")
     try:
         targets = Path(jobs.cluster.env["RAY_AUTH_TOKEN_PATH"]).parent / "prom_metrics_service_discovery.json"
         wanted = [
@@ -105,6 +105,8 @@ def validation_losses(done: Finished) -> list[float]:
 
 
 SCRIPT = """
+import time
+
 import torch
 import undula
 
@@ -119,6 +121,7 @@ def train(run):
         if run.config.get("forget") and step.index == 2:
             continue
         step.update()
+        time.sleep(run.config.get("pace_s", 0))
 
 undula.main(train)
 """
