@@ -31,6 +31,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 import undula
+from undula.errors import UsageError
 
 def train(run):
     model = run.model(nn.Linear(4, 1))
@@ -45,7 +46,7 @@ def train(run):
             print("I am", hvd.rank(), "of", hvd.size(), "and", hvd.local_rank(), "here")
     try:
         run.optimizer(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
-    except undula.UsageError as error:
+    except UsageError as error:
         print("refused:", error)
 
 if __name__ == "__main__":
