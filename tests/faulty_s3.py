@@ -20,10 +20,10 @@ class FaultyS3(ThreadingHTTPServer):
     """Proxy that forwards requests and applies one fault of `faults` to each of the next range requests.
 
     Attributes:
-        faults: faults of the next range requests.
+        faults: Faults of the next range requests.
         ranges: (first, last) byte of each requested range.
-        signed: whether each request had credentials.
-        slow_s: delay in seconds before the first byte of a "slow" response.
+        signed: Whether each request had credentials.
+        slow_s: Delay in seconds before the first byte of a "slow" response.
     """
 
     daemon_threads = True

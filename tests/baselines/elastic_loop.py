@@ -38,10 +38,10 @@ def loop(
 
     Args:
         rows: [samples, context + 1] uint8.
-        out: file of JSON lines.
-        wrap: places the model and makes it data parallel.
-        load: the newest checkpoint, None where there is none.
-        save: keeps one; every rank calls it.
+        out: File of JSON lines.
+        wrap: Places the model and makes it data parallel.
+        load: The newest checkpoint, None where there is none.
+        save: Keeps one; every rank calls it.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)

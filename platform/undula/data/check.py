@@ -37,8 +37,8 @@ def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups
     """Read every row group and return the problems of the data set.
 
     Args:
-        manifest: the data set.
-        advance: progress callback, called with 1 after each row group.
+        manifest: The data set.
+        advance: Progress callback, called with 1 after each row group.
     """
     findings = list(_about_columns(manifest)) + list(_about_sizes(manifest))
     for file in manifest.files:

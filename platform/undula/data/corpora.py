@@ -79,8 +79,8 @@ def stdlib_text(context: int = 256, root: Path | None = None) -> Corpus:
     The column `text` has type uint8 [context + 1]. Its samples are consecutive parts of all files, joined with a zero byte in between.
 
     Args:
-        context: number of tokens that a model sees at once; a sample has one more token, the last target.
-        root: folder of .py files; by default the standard library.
+        context: Number of tokens that a model sees at once; a sample has one more token, the last target.
+        root: Folder of .py files; by default the standard library.
 
     Raises:
         UndulaError: `context` is less than 1.

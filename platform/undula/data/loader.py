@@ -21,9 +21,9 @@ class Stream:
     from the current position, and starts over after the end of the plan.
 
     Attributes:
-        plan: plan of the samples that each step consumes.
-        step: index of the next step.
-        ids: ids of the samples of the last batch; shape [samples].
+        plan: Plan of the samples that each step consumes.
+        step: Index of the next step.
+        ids: Ids of the samples of the last batch; shape [samples].
     """
 
     def __init__(
@@ -102,11 +102,11 @@ def stream(
 
     Args:
         data: URL of the data set, its manifest, or a weight for each of several URLs, which are mixed.
-        plan: plan with the global batch, virtual workers, epochs and shuffle.
-        rank: rank of this process.
-        world_size: number of ranks, at most plan.virtual_workers.
-        map: function (sample, random generator) -> sample, applied to each sample when it is read.
-        reading: fields of DataSpec: columns, head_mib, prefetch_mib, read_tasks, read_cpus.
+        plan: Plan with the global batch, virtual workers, epochs and shuffle.
+        rank: Rank of this process.
+        world_size: Number of ranks, at most plan.virtual_workers.
+        map: Function (sample, random generator) -> sample, applied to each sample when it is read.
+        reading: Fields of DataSpec: columns, head_mib, prefetch_mib, read_tasks, read_cpus.
 
     Returns:
         The stream of this rank.

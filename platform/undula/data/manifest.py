@@ -218,10 +218,10 @@ def index(
     """Read the footers of all Parquet files below `url` and write the manifest.
 
     Args:
-        url: folder with Parquet files of one schema.
-        advance: progress callback, called with 1 after each file.
+        url: Folder with Parquet files of one schema.
+        advance: Progress callback, called with 1 after each file.
         out: URL to write the manifest to, under which the data set is then loaded; by default the manifest is written beside the files.
-        anonymous: whether to read S3 without credentials, both now and whenever the data set is read.
+        anonymous: Whether to read S3 without credentials, both now and whenever the data set is read.
 
     Returns:
         The manifest.
@@ -289,8 +289,8 @@ def column_of(field: pa.Field, where: str) -> Column:
     """Return the column of an Arrow field.
 
     Args:
-        field: the Arrow field.
-        where: source of the field, for messages.
+        field: The Arrow field.
+        where: Source of the field, for messages.
 
     Raises:
         ManifestError: Batches do not support the field.

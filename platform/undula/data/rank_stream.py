@@ -35,11 +35,11 @@ class RankStream:
     """Samples of a rank's virtual workers from one data set over all epochs. Each virtual worker gets them in the order of its stream.
 
     Args:
-        manifest: the data set.
-        plan: plan that divides the data set into streams.
-        positions: for each virtual worker of this rank, the remaining positions of its stream, counted over all epochs.
-        spec: columns to read and amount to read ahead.
-        function: function applied to each sample when it is read.
+        manifest: The data set.
+        plan: Plan that divides the data set into streams.
+        positions: For each virtual worker of this rank, the remaining positions of its stream, counted over all epochs.
+        spec: Columns to read and amount to read ahead.
+        function: Function applied to each sample when it is read.
     """
 
     def __init__(

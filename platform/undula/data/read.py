@@ -101,8 +101,8 @@ class WindowDatasource(Datasource):
     """Ray Data source that reads the given windows in order.
 
     Args:
-        reads: reads of the windows.
-        task_bytes: maximum number of bytes that one task reads, unless a single window is larger. A task has an overhead of about 20 ms.
+        reads: Reads of the windows.
+        task_bytes: Maximum number of bytes that one task reads, unless a single window is larger. A task has an overhead of about 20 ms.
     """
 
     def __init__(self, reads: Sequence[WindowRead], task_bytes: int):

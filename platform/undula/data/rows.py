@@ -45,8 +45,8 @@ class WindowRows:
     """Rows of a window, which can be taken in stream order.
 
     Args:
-        read: read of the window.
-        parts: tables that together have the window's rows in stored order.
+        read: Read of the window.
+        parts: Tables that together have the window's rows in stored order.
     """
 
     def __init__(self, read: WindowRead, parts: list[pa.Table]):

@@ -49,14 +49,14 @@ def write_shards(
     """Write `rows` as a data set and return its manifest.
 
     Args:
-        store: folder to write to; a data set that an earlier call wrote there is deleted first.
-        rows: tables of rows, read as a stream; about one row group and one table are in memory at a time.
-        schema: schema of every table in `rows`.
-        num_rows: number of rows in all tables.
-        num_shards: number of files. Each file has consecutive rows, and the row counts differ by at most one. No file is empty, so there
+        store: Folder to write to; a data set that an earlier call wrote there is deleted first.
+        rows: Tables of rows, read as a stream; about one row group and one table are in memory at a time.
+        schema: Schema of every table in `rows`.
+        num_rows: Number of rows in all tables.
+        num_shards: Number of files. Each file has consecutive rows, and the row counts differ by at most one. No file is empty, so there
             are fewer files if there are fewer rows.
-        row_group_bytes: size of a row group in memory, in bytes; the last row group of a shard can be smaller.
-        advance: progress callback, called with the number of rows after each row group.
+        row_group_bytes: Size of a row group in memory, in bytes; the last row group of a shard can be smaller.
+        advance: Progress callback, called with the number of rows after each row group.
     """
     check_sizes(store, num_rows, num_shards, row_group_bytes)
     clear(store)

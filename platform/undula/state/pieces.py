@@ -200,7 +200,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the dtype that a checkpoint or a snapshot names, such as "float32".
 
     Raises:
-        CheckpointError: torch does not have that dtype.
+        CheckpointError: Torch does not have that dtype.
     """
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):

@@ -94,9 +94,9 @@ class Chaos:
     """Injector of faults into a cluster while a job runs there.
 
     Args:
-        nodes: nodes of the cluster.
-        store: run directory of the job, whose ledger has the process id of each rank.
-        driver: driver of the job.
+        nodes: Nodes of the cluster.
+        store: Run directory of the job, whose ledger has the process id of each rank.
+        driver: Driver of the job.
     """
 
     def __init__(self, nodes: Nodes, store: Store, driver: Driver):
@@ -195,14 +195,14 @@ def replay(
     """Add and remove nodes according to a trace.
 
     Args:
-        chaos: injector of faults.
-        nodes: nodes of the cluster.
-        driver: driver of the job; the replay stops when it ends.
-        changes: pairs (seconds, number of nodes) of the trace.
-        end_s: length of the replay in seconds.
-        notice_s: length in seconds of the notice before a node is removed.
-        no_notice_share: probability that a node gets no notice.
-        seed: seed for the choice of the removed nodes.
+        chaos: Injector of faults.
+        nodes: Nodes of the cluster.
+        driver: Driver of the job; the replay stops when it ends.
+        changes: Pairs (seconds, number of nodes) of the trace.
+        end_s: Length of the replay in seconds.
+        notice_s: Length in seconds of the notice before a node is removed.
+        no_notice_share: Probability that a node gets no notice.
+        seed: Seed for the choice of the removed nodes.
 
     Returns:
         The time at which the replay began, in seconds since the epoch.

@@ -35,9 +35,9 @@ def load_chaos_job(file: Path, overrides: Sequence[str], script: Path | None, ba
 
     Args:
         file: YAML file of the job.
-        overrides: overrides of the YAML.
-        script: script of the job; by default the file beside the YAML with the same name.
-        baseline: trainer to compare with, instead of Undula's.
+        overrides: Overrides of the YAML.
+        script: Script of the job; by default the file beside the YAML with the same name.
+        baseline: Trainer to compare with, instead of Undula's.
 
     Raises:
         SpecError: The job is invalid, has no script, or its workers do not fit on a node.

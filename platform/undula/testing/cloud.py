@@ -134,11 +134,11 @@ def cloud(
     """Start a cluster for this block: a head without CPUs, and machines that Ray's autoscaler requests from a simulated cloud.
 
     Args:
-        types: machine types by name.
-        available: number of machines that each market offers.
-        idle_s: time in seconds after which the autoscaler ends an idle machine.
-        max_workers: maximum number of machines.
-        env: additional environment variables of all processes.
+        types: Machine types by name.
+        available: Number of machines that each market offers.
+        idle_s: Time in seconds after which the autoscaler ends an idle machine.
+        max_workers: Maximum number of machines.
+        env: Additional environment variables of all processes.
     """
     folder = Path(tempfile.mkdtemp(prefix="undula-cloud-", dir=MEMORY))
     (folder / AVAILABLE).write_text(json.dumps(dict(available)))

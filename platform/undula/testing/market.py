@@ -86,12 +86,12 @@ def run_under(
     """Simulate a run.
 
     Args:
-        market: available spot nodes.
-        spec: fleet policy, including the time that a node takes to start.
-        size: number of workers of the whole fleet, each on its own node.
-        total_s: time in seconds that the whole fleet needs for all the work.
-        restart_s: time in seconds that all nodes lose at each change of the fleet; 0 for an elastic run.
-        limit_s: simulated time in seconds after which the simulation stops, even if the run is not done.
+        market: Available spot nodes.
+        spec: Fleet policy, including the time that a node takes to start.
+        size: Number of workers of the whole fleet, each on its own node.
+        total_s: Time in seconds that the whole fleet needs for all the work.
+        restart_s: Time in seconds that all nodes lose at each change of the fleet; 0 for an elastic run.
+        limit_s: Simulated time in seconds after which the simulation stops, even if the run is not done.
     """
     bill, spot, on_demand = Bill(), _Nodes(SPOT, spec.node_start_s), _Nodes(ON_DEMAND, spec.node_start_s)
     fleet = FleetManager(spec, size, 1, Work(STEPS, 0.0), False, _nobody, _no_refusals)

@@ -15,10 +15,10 @@ class MetadataServer:
     """Metadata server at a port of 127.0.0.1 that answers like those of AWS (version 2, with tokens), Google Cloud and Azure.
 
     Attributes:
-        faults: faults of the next requests, one for each request: an HTTP status, `garbage`, `slow`, `hang up`, or bytes to answer with.
-        requests: paths that were requested.
-        token_ttl_s: maximum lifetime of a token in seconds.
-        slow_s: delay of a `slow` answer in seconds.
+        faults: Faults of the next requests, one for each request: an HTTP status, `garbage`, `slow`, `hang up`, or bytes to answer with.
+        requests: Paths that were requested.
+        token_ttl_s: Maximum lifetime of a token in seconds.
+        slow_s: Delay of a `slow` answer in seconds.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class Nodes:
     """Cluster whose nodes can be added, drained and killed.
 
     Attributes:
-        nodes: ids of the nodes that were added and not killed, in order, including nodes that are still starting.
+        nodes: Ids of the nodes that were added and not killed, in order, including nodes that are still starting.
     """
 
     def __init__(self, cluster: LocalCluster, env: Mapping[str, str]):
@@ -156,9 +156,9 @@ def nodes(
     """Start a cluster for this block, to which nodes can be added.
 
     Args:
-        head_cpus: number of CPUs of the head; by default no worker fits on it.
-        env: additional environment variables of all processes.
-        node_env: additional environment variables of the added nodes.
+        head_cpus: Number of CPUs of the head; by default no worker fits on it.
+        env: Additional environment variables of all processes.
+        node_env: Additional environment variables of the added nodes.
     """
     settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {}), **(node_env or {})}
     with local_cluster(num_cpus=head_cpus, env=env) as cluster:

@@ -101,12 +101,12 @@ def from_trace(
     """Return the scenario of a trace.
 
     Args:
-        path: file of the trace.
-        speedup: factor by which the trace is replayed faster.
-        most: maximum number of nodes.
-        changes: number of changes to replay, from the part of the trace with the least time without nodes; by default all.
-        notice_s: length in seconds of the notice before a node is removed.
-        no_notice_share: probability that a node gets no notice.
+        path: File of the trace.
+        speedup: Factor by which the trace is replayed faster.
+        most: Maximum number of nodes.
+        changes: Number of changes to replay, from the part of the trace with the least time without nodes; by default all.
+        notice_s: Length in seconds of the notice before a node is removed.
+        no_notice_share: Probability that a node gets no notice.
 
     Raises:
         SpecError: The file is not a trace, or a number is out of range.
@@ -137,9 +137,9 @@ def from_faults(path: Path, first_nodes: int, steps: int | None) -> Scenario:
     """Return the scenario of a schedule of faults.
 
     Args:
-        path: file of the schedule.
-        first_nodes: number of nodes at the start.
-        steps: maximum number of steps of the job; None if it has no limit.
+        path: File of the schedule.
+        first_nodes: Number of nodes at the start.
+        steps: Maximum number of steps of the job; None if it has no limit.
 
     Raises:
         SpecError: A line is not a fault, or its fault cannot happen.
@@ -174,13 +174,13 @@ def run_scenario(
     """Run a job under a scenario on a local cluster of several nodes.
 
     Args:
-        scenario: the scenario.
-        command: command of the job's script.
-        folder: working directory of the script.
-        store: run directory of the job.
-        low: minimum number of workers of the job.
-        limit_s: time limit in seconds for a job with a schedule of faults.
-        show: callback for each line of the job.
+        scenario: The scenario.
+        command: Command of the job's script.
+        folder: Working directory of the script.
+        store: Run directory of the job.
+        low: Minimum number of workers of the job.
+        limit_s: Time limit in seconds for a job with a schedule of faults.
+        show: Callback for each line of the job.
     """
     with nodes() as cluster:
         for _ in range(max(scenario.first_nodes, 1)):

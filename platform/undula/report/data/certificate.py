@@ -63,10 +63,10 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
     """Check a run against its plan and, if one is given, against another run of the same plan.
 
     Args:
-        run: the run to check.
-        data: the data that the run trained on.
-        against: a run that must have the same trajectory, such as one without faults.
-        tolerance: maximum relative difference between two losses of a step, to allow for the order of floating-point sums. Deterministic
+        run: The run to check.
+        data: The data that the run trained on.
+        against: A run that must have the same trajectory, such as one without faults.
+        tolerance: Maximum relative difference between two losses of a step, to allow for the order of floating-point sums. Deterministic
             runs must agree exactly.
     """
     found = Certificate()

@@ -92,10 +92,10 @@ def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -
     """Return the cost of allocations. The workers on a node share its price evenly, even if the node has room for more workers.
 
     Args:
-        held: the allocations of a run.
-        prices: prices of machines.
-        samples: number of samples of the committed steps.
-        steps: number of committed steps.
+        held: The allocations of a run.
+        prices: Prices of machines.
+        samples: Number of samples of the committed steps.
+        steps: Number of committed steps.
     """
     by_class, by_market = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(MARKETS, 0.0)
     on_demand: float | None = 0.0

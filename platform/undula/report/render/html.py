@@ -45,10 +45,10 @@ def shares_of(
     """Return the segments of a bar, one for each amount. An amount below zero gets a segment of size 0.
 
     Args:
-        amounts: amounts by name.
-        css: prefix of the CSS classes, which end with the name.
-        labels: labels by name; an amount without a label is shown under its name.
-        text: function that formats an amount.
+        amounts: Amounts by name.
+        css: Prefix of the CSS classes, which end with the name.
+        labels: Labels by name; an amount without a label is shown under its name.
+        text: Function that formats an amount.
     """
     total = sum(amounts.values()) or 1.0
     shares, start = [], 0.0
@@ -65,10 +65,10 @@ def render_page(
     """Render a page as HTML. Its Content-Security-Policy allows only the hashes of its own style and script.
 
     Args:
-        template: name of the template, which extends base.html.
-        context: variables of the template.
-        package: package whose folder `templates` has the template.
-        script: name of the page's script in that folder; empty for a page without a script.
+        template: Name of the template, which extends base.html.
+        context: Variables of the template.
+        package: Package whose folder `templates` has the template.
+        script: Name of the page's script in that folder; empty for a page without a script.
         more_style: CSS of this page in addition to the shared stylesheet.
     """
     environment = _environment(package)

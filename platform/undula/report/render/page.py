@@ -39,9 +39,9 @@ def write_report(store: Store, prices: PriceFinder | None = None, *, now: float 
     """Write report.html into a run directory.
 
     Args:
-        store: the run directory.
-        prices: prices for the cost section; without them, the report has none.
-        now: time in seconds since the epoch; by default the current time.
+        store: The run directory.
+        prices: Prices for the cost section; without them, the report has none.
+        now: Time in seconds since the epoch; by default the current time.
 
     Returns:
         The path or URL of the report.

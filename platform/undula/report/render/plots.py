@@ -43,11 +43,11 @@ def plot(
     """Draw a curve in braille characters, as `height` strings of `width` characters.
 
     Args:
-        xs: ascending positions.
-        ys: values. A value that is not finite leaves a gap; all others are joined in their order.
-        width: number of characters in a line.
-        height: number of lines.
-        shown: part of the plane to show; by default, the smallest one with all points.
+        xs: Ascending positions.
+        ys: Values. A value that is not finite leaves a gap; all others are joined in their order.
+        width: Number of characters in a line.
+        height: Number of lines.
+        shown: Part of the plane to show; by default, the smallest one with all points.
     """
     x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
     kept = downsample(y, 16 * width)
@@ -115,8 +115,8 @@ def speed_plot(run: RecordedRun, width: int) -> RenderableType:
     """Draw samples per second over time, with the world size below. The latter is blank while no worker trained.
 
     Args:
-        run: the run.
-        width: width in characters.
+        run: The run.
+        width: Width in characters.
     """
     steps = run.ledger.steps
     inner = width - _AXIS_WIDTH

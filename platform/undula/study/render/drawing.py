@@ -143,9 +143,9 @@ def draw(figure: Figure, name: str, title: str) -> Drawn:
     """Convert a figure to files.
 
     Args:
-        figure: the figure.
-        name: name of the figure. It makes the ids of the SVG differ from those of other figures on the page.
-        title: description of the figure for screen readers.
+        figure: The figure.
+        name: Name of the figure. It makes the ids of the SVG differ from those of other figures on the page.
+        title: Description of the figure for screen readers.
     """
     svg, png = io.BytesIO(), io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):

@@ -36,9 +36,9 @@ def write_report(store: Store, spec: StudySpec, records: Sequence[TrialRecord]) 
     A report can be written at any time, even before a trial has finished, because the page lists what is missing.
 
     Args:
-        store: directory of the study.
-        spec: the study.
-        records: all trials, including waiting ones.
+        store: Directory of the study.
+        spec: The study.
+        records: All trials, including waiting ones.
 
     Returns:
         The path or URL of the page.
@@ -82,9 +82,9 @@ def render(findings: Findings, groups: Sequence[Sequence[StudyFigure]], warmups:
     """Return the page as HTML.
 
     Args:
-        findings: findings of the study.
-        groups: figures of each group of the findings.
-        warmups: figures of the warmup ablation.
+        findings: Findings of the study.
+        groups: Figures of each group of the findings.
+        warmups: Figures of the warmup ablation.
     """
     spec = findings.spec
     context = {

@@ -133,9 +133,9 @@ def _loss_axis(axes: Axes, losses: Sequence[float], above: float) -> float:
     """Scale the axis, logarithmically if the losses are positive and far apart, and return the highest loss that is shown.
 
     Args:
-        axes: the plot.
-        losses: the losses to show.
-        above: share of the height to leave free above the losses.
+        axes: The plot.
+        losses: The losses to show.
+        above: Share of the height to leave free above the losses.
     """
     low, high = min(losses), max(losses)
     above = min(above, 0.4)
