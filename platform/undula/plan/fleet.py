@@ -118,14 +118,14 @@ def on_demand_floor(size: int, floor: int) -> Fleet:
 
 
 def by_deadline(size: int, available: Fleet, ready: Fleet, remaining: RemainingWork, is_urgent: bool) -> Fleet:
-    """Decide by Uniform Progress: all available spot nodes, and on-demand nodes for the missing ones while the run is behind.
+    """Return the fleet of Uniform Progress: spot workers, and on-demand workers in place of missing ones while the run is behind.
 
     Args:
-        size: number of workers of the whole fleet.
-        available: number of workers that fit on the present nodes, including nodes that are still starting.
-        ready: number of workers that train. An on-demand node stays until the spot node that replaces it is ready.
-        remaining: work and time of the run until its deadline.
-        is_urgent: whether the remaining work only just fits into the remaining time. The run can then no longer afford to lose a spot
+        size: Number of workers of the whole fleet.
+        available: Number of workers that fit on the present nodes, including nodes that are still starting.
+        ready: Number of workers that train. An on-demand node stays until the spot node that replaces it is ready.
+        remaining: Work and time of the run until its deadline.
+        is_urgent: Whether the remaining work only just fits into the remaining time. The run can then no longer afford to lose a spot
             node, so on-demand nodes replace all spot nodes, one by one as they become ready.
 
     Returns:

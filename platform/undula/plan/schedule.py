@@ -87,11 +87,11 @@ class ScheduleSpec:
                 raise ValueError(f"{key} has no effect with decay={self.decay}; remove it or set decay={owners[0]}")
 
     def follows_batch(self, plan: PlanSpec) -> bool:
-        """Whether steps can have another batch size than the one that base_lr was tuned for."""
+        """Return whether steps can have another batch size than the one that base_lr was tuned for."""
         return plan.batch == "elastic" or self.base_batch not in (None, plan.global_batch)
 
     def is_measured(self, plan: PlanSpec) -> bool:
-        """Whether the learning rate depends on the gradient noise scale."""
+        """Return whether the learning rate depends on the gradient noise scale."""
         return self.follows_batch(plan) and RULES[self.batch_rule].is_measured
 
     def base_of(self, plan: PlanSpec) -> int:
@@ -99,7 +99,7 @@ class ScheduleSpec:
         return self.base_batch or plan.global_batch
 
     def scaled(self, plan: PlanSpec) -> Scaled:
-        """Return what the rule changes for steps of one global batch, before the first measurement."""
+        """Return the changes by the rule to steps of one global batch, before the first measurement of the noise scale."""
         return RULES[self.batch_rule].scaled(plan.global_batch / self.base_of(plan), None)
 
     def over(self, plan: Plan) -> "Schedule":
