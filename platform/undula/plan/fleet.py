@@ -1,4 +1,4 @@
-"""Number of spot and on-demand workers that a run wants. Pure.
+"""Number of spot and on-demand workers that a run requests. Pure.
 
 The policy for a deadline is Uniform Progress: Wu et al., "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024,
 sections 5.2.2 (its four rules) and 5.5 (several instances). In the paper, a job of N nodes runs on all of them or not at all. An elastic

@@ -1,4 +1,4 @@
-"""Learning-rate schedules. They advance by samples, so they mean the same at any batch size."""
+"""Learning-rate schedules. They advance by samples, so that their shape is the same at any batch size."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -134,7 +134,7 @@ class Schedule:
         return self._warmup(samples / self.warmup_samples) if samples < self.warmup_samples else self._decay(samples)
 
     def _warmup(self, done: float) -> float:
-        """Return the factor in a warmup of which the fraction `done` is over.
+        """Return the factor during the warmup, given the fraction `done` of the warmup that is over.
 
         The constant and linear shapes are from Goyal et al. 2017 (arXiv:1706.02677, section 2.2).
         """

@@ -181,7 +181,10 @@ def test_both_groups_follow_the_schedule_and_lambs_betas_follow_the_rule(name: s
         ({"name": "sgd", "betas": (0.9, 0.99)}, r"betas is \(0.9, 0.99\), but name: sgd .* adam or adamw or lamb"),
         ({"name": "lars", "eps": 1e-8}, "eps is 1e-08, but name: lars has no such setting"),
         ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient is 0.1, .* remove it or use name: lars"),
-        ({"name": "lars", "momentum": 0.0, "nesterov": True}, "nesterov is true, but momentum is 0; set momentum above 0"),
+        (
+            {"name": "lars", "momentum": 0.0, "nesterov": True},
+            "nesterov is true, but momentum is 0; set momentum above 0",
+        ),
     ],
 )
 def test_a_setting_that_the_optimizer_does_not_have_is_refused(settings: dict[str, Any], sentence: str) -> None:

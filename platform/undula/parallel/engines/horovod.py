@@ -85,7 +85,7 @@ class HorovodEngine(Engine):
         self._send_the_rest()
         _await([counting, *(handle for handle, _ in self._reduction._handles.values())])
         self._reduction.synchronize()
-        # Horovod sets gradients that no rank has to zero. An optimizer skips a parameter, as on a single rank, only if its gradient is None.
+        # Horovod sets a gradient that no rank has to zero. An optimizer on a single rank would skip the parameter, because it has None.
         for parameter, ranks in zip(self.trainable, hvd.synchronize(counting).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
