@@ -85,8 +85,8 @@ class HorovodEngine(Engine):
         self._send_the_rest()
         _await([counting, *(handle for handle, _ in self._reduction._handles.values())])
         self._reduction.synchronize()
-        # Horovod sets a gradient that no rank has to zero. It becomes None again, so that the optimizer skips the parameter, as it would on a
-        # single rank.
+        # Horovod sets a gradient that no rank has to zero. It becomes None again, so that the optimizer skips the parameter, as it
+        # would on a single rank.
         for parameter, ranks in zip(self.trainable, hvd.synchronize(counting).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
