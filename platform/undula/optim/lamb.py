@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv:1904.00962), algorithm 2."""
+"""The LAMB optimizer: algorithm 2 of You et al. 2020, arXiv:1904.00962."""
 
 from collections.abc import Callable
 from math import sqrt
@@ -13,21 +13,21 @@ from undula.optim.layerwise import batches, local, norms
 
 
 class Lamb(Optimizer):
-    """Adam whose step for each matrix is scaled to the norm of the matrix.
+    """Adam with the update of each matrix scaled to the norm of the matrix.
 
     With the bias-corrected averages m of the gradient and v of its square, the update of a parameter x is
 
         r = m / (sqrt(v) + eps) + weight_decay * x
         x -= lr * (|x| / |r|) * r
 
-    The norms are those of whole parameters, also where ranks hold shards of them. The trust ratio |x| / |r| is 1 where either norm is 0,
-    and for parameters with fewer than two dimensions.
+    The norms are those of whole parameters, even if ranks hold shards of them. The trust ratio |x| / |r| is 1 if either norm is 0, and for
+    parameters with fewer than two dimensions.
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters or parameter groups.
         lr: Learning rate.
-        betas: Decay per step of the averages of the gradient and of its square.
-        eps: Term added to the root of the second average.
+        betas: Decay factors per step of the averages of the gradient and of its square.
+        eps: Term added to the square root of the second average.
         weight_decay: Factor of the parameter in the update.
     """
 

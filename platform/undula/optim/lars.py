@@ -1,4 +1,4 @@
-"""LARS (You et al. 2017, arXiv:1708.03888), algorithm 1."""
+"""The LARS optimizer: algorithm 1 of You et al. 2017, arXiv:1708.03888."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from undula.optim.layerwise import batches, local, norms
 
 
 class LARS(Optimizer):
-    """SGD with momentum whose gradient for each matrix is scaled by the norms of the matrix and of the gradient.
+    """SGD with momentum and with the gradient of each matrix scaled by the norms of the matrix and of the gradient.
 
     The update of a parameter x with the gradient g and the momentum buffer b is
 
@@ -20,18 +20,18 @@ class LARS(Optimizer):
         b = momentum * b + ratio * (g + weight_decay * x)
         x -= lr * b
 
-    As in torch's SGD, the learning rate is outside of the momentum buffer; in the paper it is inside, which makes a difference only while
-    the learning rate changes. The norms are those of whole parameters, also where ranks hold shards of them. The ratio is 1 where |x| or
-    the denominator is 0. Parameters with fewer than two dimensions take steps of plain SGD, without ratio and weight decay.
+    As in torch's SGD, the momentum buffer does not contain the learning rate. In the paper it does, which makes a difference only while
+    the learning rate changes. The norms are those of whole parameters, even if ranks hold shards of them. The ratio is 1 if |x| or the
+    denominator is 0. Parameters with fewer than two dimensions are updated as in plain SGD, without ratio and weight decay.
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters or parameter groups.
         lr: Learning rate.
-        momentum: Factor of the momentum buffer per step; with 0 there is no buffer.
+        momentum: Factor of the momentum buffer per step; 0 disables the buffer.
         weight_decay: Factor of the parameter in the update.
         trust_coefficient: Norm of the update of a matrix as a fraction of the norm of the matrix, at a learning rate of 1 and without
             momentum.
-        nesterov: Whether the step looks ahead along the momentum.
+        nesterov: Whether to use Nesterov momentum.
     """
 
     def __init__(

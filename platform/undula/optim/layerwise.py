@@ -1,4 +1,4 @@
-"""What LARS and LAMB have in common: batches of parameters, norms of whole tensors, and the check for sparse gradients."""
+"""Functions that LARS and LAMB share: batches of parameters, norms of whole tensors, and the check for sparse gradients."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from undula.errors import RunError
 
 
 def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
-    """Parameters that have a gradient, in batches that foreach operations can process.
+    """Group the parameters that have a gradient into batches that foreach operations can process.
 
     The tensors of a batch have the same device, dtype and device mesh, and either all or none of them are matrices (two dimensions or
     more). The order is the same on all ranks.
@@ -24,7 +24,7 @@ def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
             continue
         if parameter.grad.is_sparse:
             raise RunError(
-                f"{optimizer} does not support sparse gradients: create the embedding with sparse=False, or use SGD"
+                f"{optimizer} does not support sparse gradients; create the embedding with sparse=False or use SGD"
             )
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         key = (parameter.device, parameter.dtype, mesh, parameter.ndim > 1)
@@ -33,14 +33,14 @@ def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each tensor as a whole, also where ranks hold shards of it; all ranks must call this together.
+    """Return the L2 norm of each whole tensor, even if ranks hold shards of it. All ranks must call this together.
 
-    The norms of sharded tensors take one collective for all of them.
+    The norms of all sharded tensors take one collective.
     """
     found = torch.stack(torch._foreach_norm(list(tensors)))
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The part of each tensor that this rank holds, which shares its memory; a tensor that is not sharded is its own part."""
+    """Return the part of each tensor that this rank holds, without copying. A tensor that is not sharded is returned as it is."""
     return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]

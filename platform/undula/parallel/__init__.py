@@ -1,1 +1,1 @@
-"""How a step is spread over ranks: their layout, the engines that run a model on them, and the reduction of gradients."""
+"""Distribution of a step over ranks: the layout of the ranks, the engines that run a model, and the reduction of gradients."""

@@ -1,4 +1,4 @@
-"""The features of each engine, and the engine of each job, as one table. Refusals and the documentation follow from it. Pure."""
+"""Table of the features that each engine supports. It decides which engine trains a job and which jobs are refused. Pure."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class Capabilities:
 
     name: str
     chosen_by: Feature | None
-    """Feature that selects the engine; None for the engine of all other jobs."""
+    """Feature that selects the engine; None for the default engine."""
     supports: Set[Feature]
     """Features that the engine supports in addition to the one that selects it."""
     equal_rounds: bool = False
-    """Whether every rank must run the model equally often, because its forward and backward passes communicate."""
+    """Whether all ranks must run the same number of micro-batches, because forward and backward passes contain collectives."""
 
 
 FSDP = Capabilities("fsdp", Feature.SHARDED, frozenset(), equal_rounds=True)
@@ -40,11 +40,11 @@ DATA_PARALLEL = Capabilities(
     "data parallel", None, frozenset({Feature.FP16_GRADIENTS, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS})
 )
 ENGINES = (FSDP, EXACT, ADASUM, HOROVOD, DATA_PARALLEL)
-"""Engines in order of precedence. The first one whose selecting feature a job requires trains it."""
+"""Engines in order of precedence. The first engine whose selecting feature a job requires trains the job; the last is the default."""
 
 
 def features_of(engine: EngineName, deterministic: bool, gradient: GradientSpec, measures_noise: bool) -> set[Feature]:
-    """Features that a job's settings require. Its model may require more."""
+    """Return the features that a job's settings require. The model of the job may require more."""
     asked = {
         Feature.HOROVOD: engine == "horovod",
         Feature.DETERMINISTIC: deterministic,
@@ -56,22 +56,22 @@ def features_of(engine: EngineName, deterministic: bool, gradient: GradientSpec,
 
 
 def engine_with(features: Set[Feature]) -> Capabilities:
-    """The engine that trains a job with these features, unless `refusal` returns a reason."""
+    """Return the engine that trains a job with these features, provided that `refusal` returns None."""
     return next(each for each in ENGINES if each.chosen_by is None or each.chosen_by in features)
 
 
 def refusal(features: Set[Feature]) -> str | None:
-    """The reason why no engine can train a job with these features, as a sentence; None if an engine can."""
+    """Return the reason why no engine can train a job with these features, as a sentence; None if an engine can."""
     engine = engine_with(features)
     for feature in Feature:
         if feature in features and feature is not engine.chosen_by and feature not in engine.supports:
-            assert engine.chosen_by is not None, "the engine of all other jobs supports what none selects"
+            assert engine.chosen_by is not None, "the default engine supports every feature that selects no engine"
             return f"{feature} cannot be combined with {engine.chosen_by}; remove one of them"
     return None
 
 
 def markdown_table() -> str:
-    """The table of engines and features, for the documentation."""
+    """Return the table of engines and features in Markdown, for the documentation."""
     lines = [f"| | {' | '.join(each.name for each in ENGINES)} |", f"|---|{'---|' * len(ENGINES)}"]
     for feature in Feature:
         cells = (

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a group, as torch does them."""
+"""Collectives of torch.distributed over the ranks of a process group."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 AllReduce: TypeAlias = Callable[[Tensor], None]
-"""Sums a tensor over the ranks of a group, in place."""
+"""Function that sums a tensor over the ranks of a process group, in place."""
 
 
 def all_reduce_over(group: dist.ProcessGroup) -> AllReduce:
-    """The all-reduce of torch over a group."""
+    """Return a function that sums tensors over a process group with torch.distributed."""
     return partial(_all_reduce, group)
 
 
@@ -23,12 +23,12 @@ def _all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> None:
 
 
 def broadcast_from_rank_0(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
+    """Copy the parameters and buffers of rank 0 to every other rank."""
     if dist.get_world_size(group) > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             own = tensor.detach()
             sent = own.contiguous()
-            # As bytes, because gloo knows only some of the types.
+            # Tensors are sent as bytes because gloo supports only some dtypes.
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
             if sent is not own:
                 own.copy_(sent)

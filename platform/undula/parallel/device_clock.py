@@ -1,4 +1,4 @@
-"""Marks on the time line of a device, to tell where the seconds of a step go without waiting for the device."""
+"""Timestamps on a device, which measure the parts of a step. Recording a timestamp does not wait for the device."""
 
 import time
 from typing import Protocol
@@ -7,13 +7,13 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in time on a device."""
+    """Timestamp on a device."""
 
     def seconds_since(self, start: "Mark") -> float: ...
 
 
 class HostMark:
-    """Now, on the host's clock."""
+    """Timestamp on the host's clock."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
@@ -24,7 +24,7 @@ class HostMark:
 
 
 class CudaMark:
-    """The moment at which the GPU gets to this point of its current stream; reading it waits until it has."""
+    """Time at which the GPU reaches this point of its current stream. Reading it waits until the GPU has reached the point."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -37,5 +37,5 @@ class CudaMark:
 
 
 def mark_on(device: torch.device) -> Mark:
-    """A mark at the present point of the device's work."""
+    """Record a timestamp at the current point of the device's work."""
     return CudaMark() if device.type == "cuda" else HostMark()

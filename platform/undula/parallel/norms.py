@@ -1,4 +1,4 @@
-"""The norm of a step's gradient, and clipping by it."""
+"""Norm of a step's gradient, and clipping of the gradient to a maximum norm."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,10 @@ from undula.state.pieces import is_sharded_tensor
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, a scalar: of whole gradients, where each rank has shards of them.
+    """Return the 2-norm of all gradients together, as a scalar tensor.
 
-    Every rank calls it if gradients are sharded. Does not wait for the device.
+    If ranks have shards of the gradients, it is the norm of the whole gradients, and all ranks must call this. It does not wait for the
+    device.
     """
     gradients = [real_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -27,7 +28,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients so that their norm, which is `norm`, becomes `max_norm` where it is larger."""
+    """Scale all gradients so that their norm becomes `max_norm`, if their present norm `norm` is larger."""
     dense = []
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -38,12 +39,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
 
 
 def real_values(gradient: Tensor) -> Tensor:
-    """The stored numbers of a gradient that may be sparse or complex, as real ones."""
+    """Return the stored values of a gradient, which may be sparse or complex, as real numbers."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _norms(gradients: list[Tensor]) -> tuple[Tensor, ...]:
-    """The norm of each gradient, in float32 for types that have fewer bits."""
+    """Return the norm of each gradient, in float32 for bfloat16 and float16 gradients."""
     dtype = torch.float32 if gradients[0].dtype in (torch.bfloat16, torch.float16) else None
     return tuple(torch._foreach_norm(gradients, 2, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The part of a job's spec that says how gradients are reduced."""
+"""Spec of the gradient: the part of a job's settings that engines use."""
 
 from typing import Annotated, Literal
 
@@ -12,16 +12,17 @@ EngineName = Literal["torch", "horovod"]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class GradientSpec:
-    """What happens to the gradient before the optimizer sees it."""
+    """Operations on the gradient before the optimizer's step."""
 
     max_norm: Annotated[float, Gt(0)] | None = None
-    """Norm to which the gradient is clipped; by default it is not."""
+    """Maximum norm of the gradient, to which larger gradients are clipped; by default gradients are not clipped."""
     reduce: Literal["average", "sum", "adasum"] = "average"
-    """How the virtual workers' gradients become one: their mean over the step's samples; that times the number of virtual workers, as
-    Horovod's `Sum` over as many ranks; or Adasum (arXiv:2006.02924), with the memory of one gradient for each virtual worker of a rank,
-    and for each rank."""
+    """Operation that combines the virtual workers' gradients. `average` is their mean over the step's samples. `sum` is this mean times the
+    number of virtual workers, which equals Horovod's `Sum` over as many ranks. `adasum` is Adasum (arXiv:2006.02924); each rank then needs
+    memory for one gradient of each of its virtual workers and one gradient of each rank."""
     compression: Literal["none", "fp16"] = "none"
-    """How gradients go over the network: as they are, or as 16-bit floats, whose rounding depends on the number of workers."""
+    """Format in which gradients are sent between workers: unchanged (none) or as 16-bit floats (fp16), whose rounding depends on the number
+    of workers."""
     noise_every_steps: Annotated[int, Ge(0)] = 0
-    """Steps between measurements of the gradient noise scale (arXiv:1812.06162), which the ledger then has as `noise_scale`, in samples;
-    0 for none. A schedule.batch_rule that needs it has it measured in each."""
+    """Number of steps between measurements of the gradient noise scale (arXiv:1812.06162); 0 for none. The ledger records it as
+    `noise_scale`, in samples. If schedule.batch_rule needs the noise scale, every step measures it."""

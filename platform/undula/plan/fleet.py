@@ -1,4 +1,4 @@
-"""Number of spot and on-demand workers that a run wants. Pure.
+"""Number of spot and on-demand workers that a run requests. Pure.
 
 The policy for a deadline is Uniform Progress: Wu et al., "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024,
 sections 5.2.2 (its four rules) and 5.5 (several instances). In the paper, a job of N nodes runs on all of them or not at all. An elastic
@@ -118,14 +118,14 @@ def on_demand_floor(size: int, floor: int) -> Fleet:
 
 
 def by_deadline(size: int, available: Fleet, ready: Fleet, remaining: RemainingWork, is_urgent: bool) -> Fleet:
-    """Decide by Uniform Progress: all available spot nodes, and on-demand nodes for the missing ones while the run is behind.
+    """Return the fleet of Uniform Progress: spot workers, and on-demand workers in place of missing ones while the run is behind.
 
     Args:
-        size: number of workers of the whole fleet.
-        available: number of workers that fit on the present nodes, including nodes that are still starting.
-        ready: number of workers that train. An on-demand node stays until the spot node that replaces it is ready.
-        remaining: work and time of the run until its deadline.
-        is_urgent: whether the remaining work only just fits into the remaining time. The run can then no longer afford to lose a spot
+        size: Number of workers of the whole fleet.
+        available: Number of workers that fit on the present nodes, including nodes that are still starting.
+        ready: Number of workers that train. An on-demand node stays until the spot node that replaces it is ready.
+        remaining: Work and time of the run until its deadline.
+        is_urgent: Whether the remaining work only just fits into the remaining time. The run can then no longer afford to lose a spot
             node, so on-demand nodes replace all spot nodes, one by one as they become ready.
 
     Returns:

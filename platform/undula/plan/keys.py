@@ -1,4 +1,4 @@
-"""Random keys of the plan: stable 64-bit keys from names and integers, and permutations that can be evaluated at any place."""
+"""Random keys of the plan: stable 64-bit keys from names and integers, and permutations that can be evaluated at single places."""
 
 from hashlib import blake2b
 
@@ -43,9 +43,9 @@ def permuted(places: ArrayLike, sizes: ArrayLike, keys: ArrayLike) -> Ids:
     places need a second application.
 
     Args:
-        places: places to evaluate, each in range(size).
-        sizes: size of the permutation, one for each place or one for all.
-        keys: key of the permutation, one for each place or one for all.
+        places: Places to evaluate, each in range(size).
+        sizes: Size of the permutation, one for each place or one for all.
+        keys: Key of the permutation, one for each place or one for all.
 
     Returns:
         The numbers at these places, in the broadcast shape of the arguments.

@@ -1,4 +1,4 @@
-"""Data set that each sample of a mix comes from. The pattern is fixed, so it can be evaluated at any position of a stream."""
+"""Choice of the data set that each sample of a mix comes from, as a fixed pattern that can be evaluated at any stream position."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ PERIOD = 2**16
 
 @dataclass(frozen=True)
 class Mix:
-    """Several data sets mixed by weight. Sample n of virtual worker v comes from data set `sources(v, n, 1)[0]`, whatever was read before.
+    """Several data sets mixed by weight. Sample n of virtual worker v comes from data set `sources(v, n, 1)[0]`.
 
     Each data set has a share of the places of a period, rounded by the largest remainder method and spread as evenly as possible. Each
     virtual worker starts at a different place, keyed by the seed. Otherwise all virtual workers would draw the same data set at once.

@@ -16,7 +16,7 @@ Positive = Annotated[int, Gt(0)]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PlanSpec:
-    """Samples that a run's steps consume, and in which order."""
+    """Samples that the steps of a run consume, and their order."""
 
     global_batch: Positive = 64
     """Number of samples per optimizer step; must be a multiple of virtual_workers."""

@@ -34,7 +34,7 @@ class PriceList:
     date: str
     """Day, month or year of the prices."""
     source: str
-    """Where the prices come from, such as a URL."""
+    """Origin of the prices, such as a URL."""
     regions: tuple[str, ...]
     """Regions in which the prices apply; empty if they apply everywhere."""
     on_demand: Mapping[str, float]

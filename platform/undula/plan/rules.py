@@ -1,7 +1,7 @@
 """Rules by which the learning rate follows the batch size, the optimizers that each rule is known for, and the re-warmup. Pure.
 
 A rule is a function of `kappa`, the batch size as a multiple of the base batch that base_lr was tuned for, and, if the rule uses it, the
-gradient noise scale in base batches. It returns what changes.
+gradient noise scale in base batches. It returns the changes to a step as `Scaled`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +113,7 @@ class Rule:
     """A rule and its properties."""
 
     scaled: Callable[[float, float | None], Scaled]
-    """Function of kappa and the noise scale, in base batches, that returns what changes."""
+    """Function that returns the changes to a step, given kappa and the noise scale in base batches (None before it is measured)."""
     holds_for: frozenset[str] | None
     """Class names of the optimizers in torch.optim and undula.optim that the rule's derivation or experiments cover; None for all."""
     is_measured: bool = False
@@ -138,8 +138,8 @@ def warning(name: RuleName, optimizer: Sequence[str]) -> str | None:
     """Return a warning if the rule is not known to hold for an optimizer, else None.
 
     Args:
-        name: name of the rule.
-        optimizer: names of the optimizer's class and its base classes, in method resolution order.
+        name: Name of the rule.
+        optimizer: Names of the optimizer's class and its base classes, in method resolution order.
     """
     holds_for = RULES[name].holds_for
     # torch's AdamW derives from Adam, so the first class that any rule knows decides.
@@ -167,7 +167,7 @@ def scaled_beta(beta: float, factor: float) -> float:
 
 
 def changes_rate_alone(rule: RuleName, warmup: int) -> bool:
-    """Whether training with the rule equals training without it at another learning rate, so that both lie on one curve."""
+    """Return whether a rule only changes the learning rate, so that results with and without it lie on one curve over the rate."""
     scaled = RULES[rule].scaled(2.0, None)
     return not RULES[rule].is_measured and replace(scaled, lr=1.0, warmup=scaled.warmup if warmup else 1.0) == Scaled()
 

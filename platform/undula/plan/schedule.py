@@ -1,4 +1,4 @@
-"""Learning-rate schedules. They advance by samples, so they mean the same at any batch size."""
+"""Learning-rate schedules. They advance by samples, so that their shape is the same at any batch size."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,11 +87,11 @@ class ScheduleSpec:
                 raise ValueError(f"{key} has no effect with decay={self.decay}; remove it or set decay={owners[0]}")
 
     def follows_batch(self, plan: PlanSpec) -> bool:
-        """Whether steps can have another batch size than the one that base_lr was tuned for."""
+        """Return whether steps can have another batch size than the one that base_lr was tuned for."""
         return plan.batch == "elastic" or self.base_batch not in (None, plan.global_batch)
 
     def is_measured(self, plan: PlanSpec) -> bool:
-        """Whether the learning rate depends on the gradient noise scale."""
+        """Return whether the learning rate depends on the gradient noise scale."""
         return self.follows_batch(plan) and RULES[self.batch_rule].is_measured
 
     def base_of(self, plan: PlanSpec) -> int:
@@ -99,7 +99,7 @@ class ScheduleSpec:
         return self.base_batch or plan.global_batch
 
     def scaled(self, plan: PlanSpec) -> Scaled:
-        """Return what the rule changes for steps of one global batch, before the first measurement."""
+        """Return the changes by the rule to steps of one global batch, before the first measurement of the noise scale."""
         return RULES[self.batch_rule].scaled(plan.global_batch / self.base_of(plan), None)
 
     def over(self, plan: Plan) -> "Schedule":
@@ -134,7 +134,7 @@ class Schedule:
         return self._warmup(samples / self.warmup_samples) if samples < self.warmup_samples else self._decay(samples)
 
     def _warmup(self, done: float) -> float:
-        """Return the factor in a warmup of which the fraction `done` is over.
+        """Return the factor during the warmup, given the fraction `done` of the warmup that is over.
 
         The constant and linear shapes are from Goyal et al. 2017 (arXiv:1706.02677, section 2.2).
         """

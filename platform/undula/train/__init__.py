@@ -1,1 +1,1 @@
-"""The training loop of a rank."""
+"""Training loop of a rank."""

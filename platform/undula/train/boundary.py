@@ -1,4 +1,4 @@
-"""The boundary between two steps: where a step commits, snapshots and checkpoints are taken, and a group leaves."""
+"""The boundary between two steps, at which a step is committed, snapshots and checkpoints are taken, and a worker group can end."""
 
 import threading
 import time
@@ -17,17 +17,17 @@ from undula.train.step_reduction import Wants
 
 
 class StepBoundary:
-    """Commits steps, and saves and hands over the state between them.
+    """Commits steps, saves the state between steps, and hands it over to the next worker group.
 
     Args:
-        context: the run on this rank.
+        context: State of the run on this rank.
     """
 
     def __init__(self, context: TrainContext):
         self._context = context
 
     def wants(self) -> Wants:
-        """Requests of this rank for the time after the step that it is about to commit."""
+        """Return the requests of this rank for the boundary after the step that it is about to commit."""
         context = self._context
         snapshots = context.snapshots
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
@@ -46,9 +46,9 @@ class StepBoundary:
 
     @contextmanager
     def changing_state(self, steps: int) -> Iterator[None]:
-        """Surround the optimizer's step, which commits `steps` steps of the plan.
+        """Surround the optimizer's step, and count `steps` more steps of the plan as committed after it.
 
-        An exception inside leaves the state between two steps. Such a state must not be handed over.
+        An exception inside may leave the state partly changed. Such a state is not handed over.
         """
         context = self._context
         if context.snapshots:
@@ -60,7 +60,7 @@ class StepBoundary:
         context.buffers.keep_step()
 
     def committed(self, row: StepRow, stored_steps: int, wants: Wants) -> None:
-        """Record a committed step, and begin the snapshot that is due."""
+        """Record a committed step, and begin a snapshot if one is due."""
         context = self._context
         worker, snapshots = context.setup.worker, context.snapshots
         context.rows = [*(each for each in context.rows if each.step >= stored_steps), row]
@@ -78,10 +78,10 @@ class StepBoundary:
             self.finish_saving()
 
     def save_and_leave(self, done: int, checkpoint_is_due: bool) -> None:
-        """Write the checkpoint that is due or wanted after `done` steps, and leave the group if the ranks agreed to.
+        """Write a checkpoint after `done` steps if one is due or requested, and leave the group if the ranks agreed to.
 
         Raises:
-            LeaveGroup: The group ends here.
+            LeaveGroup: The group ends at this boundary.
         """
         context = self._context
         began = time.perf_counter()
@@ -92,22 +92,26 @@ class StepBoundary:
         context.blocked_s += time.perf_counter() - began
 
     def save(self, done: int) -> None:
-        """Begin to write a checkpoint of `done` steps."""
+        """Begin to write a checkpoint of the state after `done` steps."""
         self.finish_saving()
         context = self._context
         context.checkpoints.save(done, context.setup.plan_digest, context.live.held())
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the checkpoint that is being written. Returns its error, or None."""
+        """Wait for the checkpoint that is being written, and report its failure.
+
+        Returns:
+            The error of the checkpoint, or None.
+        """
         error = self._context.checkpoints.wait()
         if error:
             self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
         return error
 
     def _leave(self, done: int) -> None:
-        """End the group here. All ranks call it at the same step boundary."""
+        """End the group. All ranks must call this at the same step boundary."""
         context = self._context
-        # A rank that is not in the next group may have the only copy of a piece.
+        # A rank that will not be in the next group may have the only copy of a piece.
         if context.wants.gives and not context.live.is_whole:
             replicas = context.setup.replicas
             is_given = replicas is not None and replicas.give(self.held_state(done))
@@ -120,15 +124,15 @@ class StepBoundary:
         raise LeaveGroup
 
     def held_state(self, done: int) -> HeldState:
-        """The state of this rank after `done` steps, for the process to keep."""
+        """Return the state of this rank after `done` steps in host memory, where the process keeps it."""
         context = self._context
         state = context.live.held().on_host()
         return HeldState(context.setup.plan_digest, context.setup.attempt, done, state, tuple(context.rows))
 
     def hand_over(self) -> None:
-        """Keep the state of the last step boundary for the next worker group of this process, if that state is complete."""
+        """Keep the state of the last step boundary for the next worker group of this process, if that state is intact."""
         context, worker = self._context, self._context.setup.worker
-        # Otherwise the state of an earlier group is still the newest one, or no step was committed, so that there is nothing to keep.
+        # Otherwise this group has no intact state of a committed step, and the process keeps what it held before.
         if context.committed:
             worker.held = None
             context.buffers.undo_step()
@@ -140,20 +144,20 @@ class StepBoundary:
         """End the run: wait for the last checkpoint and delete the snapshots."""
         context = self._context
         if error := self.finish_saving():
-            raise StorageError(f"the last checkpoint was not written: {_reason(error)}") from error
+            raise StorageError(f"the last checkpoint of the run could not be written: {_reason(error)}") from error
         if context.snapshots:
             context.snapshots.delete()
         context.report(EndEvent(step=context.setup.plan.total_steps))
 
     def close(self, wait: bool = True) -> None:
-        """End the threads that work beside the loop.
+        """End the threads that run beside the training loop.
 
         Args:
             wait: Whether to wait until all reports are stored.
         """
         context = self._context
         if context.stream:
-            # Closing may wait for Ray Data's first block, and the next worker group must not wait for it.
+            # Closing may wait for Ray Data's first block, which must not delay the next worker group.
             _in_thread(context.stream.close)
         if context.snapshots:
             context.snapshots.close()

@@ -1,8 +1,8 @@
-"""Buffers that a forward pass changes, as BatchNorm's running statistics, defined per virtual worker so that ranks do not matter.
+"""Buffers that a forward pass changes, such as BatchNorm's running statistics, with a result that does not depend on the ranks.
 
-Every micro-batch starts from the buffers that the step began with. After the step, floating-point and complex buffers have moved by
-the mean of the micro-batches' changes, weighted by samples, and counters have moved on by one. A forward pass may change a buffer in
-place or replace it by another tensor.
+Every micro-batch starts from the buffers that the step began with. The step then changes floating-point and complex buffers by the mean
+of the micro-batches' changes, weighted by samples, and increases counters by one. A forward pass may change a buffer in place or replace
+it by another tensor.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from undula.parallel.reduce.exact import ExactSum
 
 
 class BufferMean:
-    """The mean of a module's buffers over the virtual workers of a step.
+    """Averages the changes of a module's buffers over the virtual workers of a step.
 
     Args:
-        module: has the buffers.
-        all_reduce: sums over the ranks.
-        exact: whether to sum in integers, so that no order of virtual workers and ranks changes a bit.
+        module: Module that has the buffers.
+        all_reduce: Function that sums a tensor over the ranks, in place.
+        exact: Whether to sum in integers, so that the order of virtual workers and ranks does not change any bit.
     """
 
     def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False):
@@ -34,7 +34,7 @@ class BufferMean:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the module has buffers of which the mean is taken."""
+        """Whether the module has buffers to average."""
         return bool(self._groups)
 
     def begin_step(self) -> None:
@@ -45,12 +45,12 @@ class BufferMean:
             group.begin_step()
 
     def undo_step(self) -> None:
-        """Go back to the buffers that the unfinished step began with."""
+        """Restore the buffers that the unfinished step began with."""
         if self._begin:
             self.begin_micro_batch()
 
     def keep_step(self) -> None:
-        """The step is committed: there is nothing to undo until the next one begins."""
+        """Keep the buffers of a committed step, so that `undo_step` has no effect until the next step begins."""
         self._begin = []
 
     def begin_micro_batch(self) -> None:
@@ -69,7 +69,7 @@ class BufferMean:
             group.end_step(step_samples)
 
     def _lay_out(self) -> None:
-        """Look at the buffers that the module has now."""
+        """Find the buffers that the module has now, and group them by dtype."""
         self._in_places = [buffers[key] for buffers, key in self._places]
         self._buffers = list({id(buffer): buffer for buffer in self._in_places if buffer is not None}.values())
         moving = [buffer for buffer in self._buffers if buffer.is_floating_point() or buffer.is_complex()]
@@ -79,13 +79,13 @@ class BufferMean:
         ]
 
     def _put_back(self) -> None:
-        """Have the module use the tensors of the step's beginning again where its forward pass has replaced them."""
+        """Undo the replacement of buffers by the forward pass: the module gets back the tensors that it had when the step began."""
         for (buffers, key), known in zip(self._places, self._in_places, strict=True):
             if buffers[key] is not known:
                 buffers[key] = known
 
     def _take_over(self) -> None:
-        """Copy what has replaced a tensor into it. A buffer that has just come into being stays until the next micro-batch."""
+        """Copy each tensor that has replaced a buffer into the buffer. A new buffer keeps its tensor until the next micro-batch."""
         for (buffers, key), known in zip(self._places, self._in_places, strict=True):
             found = buffers[key]
             if known is not None and found is not None and found is not known:
@@ -94,7 +94,7 @@ class BufferMean:
 
 
 class _Group:
-    """Buffers of one type, computed with as one tensor because a model has many small ones."""
+    """Buffers of one dtype, which are processed as one tensor because a model has many small buffers."""
 
     def __init__(self, buffers: Sequence[Tensor], all_reduce: AllReduce, exact: bool):
         self._all_reduce = all_reduce
@@ -111,7 +111,7 @@ class _Group:
 
     def end_micro_batch(self, samples: int) -> None:
         values = self._values()
-        # A constant buffer stays exactly what it is, infinities included.
+        # An element that has not changed must keep its value, even if it is infinite.
         moved = (values - self._begin).masked_fill_(values == self._begin, 0)
         if self._sums:
             for place, part in enumerate(torch.split(moved * samples, self._sizes)):

@@ -1,4 +1,4 @@
-"""What the loop, its steps and their boundaries share: the run as this rank trains it."""
+"""State of a run on a rank, which the training loop, its steps and their boundaries share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,20 +32,20 @@ from undula.train.step_reduction import StepReducer, Wants
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is known of a run on a rank before the script has made its model."""
+    """Parts of a run that a rank knows before the script has made its model."""
 
     job: Job
     layout: Layout
     worker: WorkerState
     publish: Publisher
     replicas: ReplicaClient | None
-    """Client of the controller's replica store; None under a controller of Ray's own."""
+    """Client of the controller's replica store; None with Ray Train's own controller."""
     store: Store
-    """The run directory."""
+    """Storage of the run directory."""
     data: Data
     plan: Plan
     plan_digest: str
-    """Identity of the logical run."""
+    """Digest of the plan and the data."""
     attempt: int
     """Number of this attempt, the same on every rank."""
 
@@ -53,7 +53,7 @@ class RunSetup:
     def of(
         cls, job: Job, layout: Layout, worker: WorkerState, publish: Publisher, replicas: ReplicaClient | None
     ) -> "RunSetup":
-        """Look at the run's data and directory. All ranks call it."""
+        """Read the run's data set and its directory. All ranks must call this."""
         store, data = open_store(job.run_url), load_data(job.data)
         plan = Plan(job.plan, data.num_rows)
         attempt: list[int] = [next_attempt(store) if layout.is_first else 0]
@@ -62,18 +62,18 @@ class RunSetup:
 
     @property
     def virtual_workers(self) -> range:
-        """The virtual workers of this rank's cell."""
+        """Virtual workers of this rank's cell."""
         return self.layout.virtual_workers(self.job.plan.virtual_workers)
 
 
 @dataclass
 class TrainContext:
-    """A run on a rank while it trains."""
+    """State of a run on a rank while it trains."""
 
     setup: RunSetup
     engine: Engine
     model: nn.Module
-    """The module that the script calls."""
+    """Module that the script calls."""
     optimizer: torch.optim.Optimizer
     buffers: BufferMean
     noise: NoiseScaleMeter
@@ -83,23 +83,23 @@ class TrainContext:
     reducer: StepReducer
     rate: Rate
     open_stream: Callable[[int], SampleStream]
-    """Opens the stream of this rank's samples at a step."""
+    """Function that opens the stream of this rank's samples at a step."""
     stream: SampleStream | None = None
     snapshots: RankSnapshots | None = None
     telemetry: Telemetry | None = None
-    """Where rank 0 reports; None on other ranks."""
+    """Destination of rank 0's reports; None on other ranks."""
     committed: int | None = None
-    """Number of committed steps; None while the optimizer steps, when the state is between two steps."""
+    """Number of committed steps; None before the state is restored, and while the optimizer changes it."""
     rows: list[StepRow] = field(default_factory=list)
     """Rows of the ledger that may not have reached storage."""
     wants: Wants = field(default_factory=Wants)
-    """What the ranks agreed on at the last commit."""
+    """Requests that the ranks agreed on at the last commit."""
     step_s: float = 0.0
-    """Seconds that the last step took."""
+    """Duration of the last step in seconds."""
     blocked_s: float = 0.0
-    """Seconds since the last step for which a checkpoint held the training up."""
+    """Time in seconds for which checkpoints have blocked the training since the last step."""
 
     def report(self, event: Event) -> None:
-        """Report an event of the run. Only rank 0's reach the ledger."""
+        """Report an event of the run. Only the events of rank 0 reach the ledger."""
         if self.telemetry:
             self.telemetry.event(event)

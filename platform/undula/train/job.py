@@ -1,4 +1,4 @@
-"""A job as its workers see it: the parts of its spec that do not mention the cluster."""
+"""Settings of a job that its workers use: the parts of its spec that do not mention the cluster."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from undula.state.spec import CheckpointSpec
 
 @dataclass(frozen=True)
 class Job:
-    """A job as its workers see it."""
+    """Settings of a job that its workers use."""
 
     name: str
     run_url: str
@@ -26,11 +26,11 @@ class Job:
     config: Any
     engine: EngineName = "torch"
     run_id: str = ""
-    """Identity that tells this run from a former one in the same directory."""
+    """Identity that distinguishes this run from an earlier run in the same directory."""
 
     @property
     def noise_every_steps(self) -> int:
-        """Steps between measurements of the gradient noise scale: 1 where the learning rate follows it, 0 for none."""
+        """Number of steps between measurements of the gradient noise scale; 1 if the learning rate depends on it, 0 for none."""
         return 1 if self.schedule.is_measured(self.plan) else self.gradient.noise_every_steps
 
     @property

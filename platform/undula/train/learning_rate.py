@@ -1,4 +1,4 @@
-"""The learning rate of a worker group: the schedule, times what the rule makes of the batch; and how it gets into an optimizer."""
+"""Learning rate of a worker group, which is the schedule times the factor of the batch rule, and its transfer to an optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,59 +14,69 @@ from undula.state.events import BatchEvent
 
 GROUP_RATES = "schedule.group_rates"
 AVERAGES = ("betas", "alpha", "eps")
-"""Of an optimizer's groups: what a rule may change beside the rate. alpha is RMSprop's name for a beta."""
+"""Settings of an optimizer's groups that a rule can change in addition to the learning rate. alpha is RMSprop's name for a beta."""
 
 
 @dataclass(frozen=True)
 class StepRate:
-    """Of one step."""
+    """Learning rate of one step, and the other settings that the batch rule changes."""
 
     lr: float
-    """Factor on the learning rate that the script's optimizer was made with."""
+    """Factor on the learning rate that the script gave to its optimizer."""
     scaled: Scaled
-    """By the rule, for the whole batch of the step; its lr is not on the way to there."""
+    """Changes by the rule for the full batch of the step. Unlike `lr` above, its `lr` ignores the re-warmup."""
     clock: float
-    """Of the schedule after the step, in samples of the base batch."""
+    """Position of the schedule after the step, in samples of the base batch."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What the base learning rate is multiplied with, step by step."""
+    """Factor on the base learning rate for each step of a worker group."""
 
     schedule: Schedule
     rule: RuleName
     base_batch: int
-    """Samples of a step for which the rule changes nothing."""
+    """Number of samples in a step for which the rule changes nothing."""
     batch: int
-    """Samples of a global batch."""
+    """Number of samples in a global batch."""
     batches: int = 1
-    """Global batches in a step of this group."""
+    """Number of global batches in a step of this group."""
     ramp: Ramp | None = None
-    """Of an elastic batch."""
+    """Transition of the batch size that the rule sees; None unless the batch is elastic."""
 
     def at(self, samples: int, step_samples: int, span: int, measured: Measured) -> StepRate:
-        """Of the step of `span` global batches that brings the run to `samples`; at an epoch's end it may be a smaller one."""
+        """Return the learning rate of a step.
+
+        Args:
+            samples: Number of samples that the run has consumed after the step.
+            step_samples: Number of samples in the step.
+            span: Number of steps of the plan that the step merges; at the end of an epoch it can be smaller than `batches`.
+            measured: Measurements of the run up to the step.
+        """
         kappa = span * self.batch / self.base_batch
         seen = min(self.ramp.at(samples), kappa) if self.ramp else kappa
         noise = None if measured.noise.samples is None else measured.noise.samples / self.base_batch
         scaled = RULES[self.rule].scaled(seen, noise)
-        # A short step at an epoch's end moves the clock by its part.
+        # A short step at the end of an epoch advances the clock in proportion to its samples.
         clock = samples if scaled.gain is None else measured.clock + step_samples * scaled.gain / kappa
         return StepRate(scaled.lr * self.schedule.multiplier(clock), RULES[self.rule].scaled(kappa, noise), clock)
 
     def values(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold to go on from here."""
+        """Return the values that a checkpoint stores, so that a resumed run continues with the same learning rate."""
         return {"batches": self.batches, "ramp": self.ramp.values()} if self.ramp else {}
 
 
 def rate_for(
     schedule: ScheduleSpec, plan: Plan, cells: int, start: int, former: Mapping[str, Any]
 ) -> tuple[Rate, BatchEvent | None]:
-    """The rate of a group that goes on from step `start`, and what changes with it.
+    """Return the rate of a group that starts at step `start`, and an event if its batch size differs from before or from the base batch.
 
     Args:
-        cells: number of cells of the group.
-        former: `values()` of the rate that the run had up to there; empty at its beginning.
+        schedule: Spec of the schedule.
+        plan: Plan of the run.
+        cells: Number of cells of the group.
+        start: Number of committed steps.
+        former: Values that `Rate.values` returned for the rate before `start`; empty at the beginning of the run.
     """
     base, batch = schedule.base_of(plan.spec), plan.spec.global_batch
     batches = plan.batch_factor(cells)
@@ -96,40 +106,40 @@ def _batch_event(rate: Rate, warmup_samples: float, step: int) -> BatchEvent:
 
 
 class GroupRates:
-    """Moves an optimizer along the rate, from what the script made it with.
+    """Sets the learning rates of an optimizer's groups, as multiples of the rates that the script gave to the groups.
 
     Raises:
-        SpecError: the rule's averages would forget more than there is, for a batch that this run may come to.
+        SpecError: The rule would make a beta zero or negative for the largest batch that this run can reach.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: ScheduleSpec, plan: Plan):
-        self._made = [_made(group) for group in optimizer.param_groups]
-        self._own = len(self._made)
+        self._initial = [_initial_settings(group) for group in optimizer.param_groups]
+        self._num_first_groups = len(self._initial)
         largest = plan.batch_factor(plan.spec.virtual_workers) * plan.spec.global_batch / schedule.base_of(plan.spec)
-        for made in self._made:
-            _with_averages(made, RULES[schedule.batch_rule].scaled(largest, None))  # raises
+        for initial in self._initial:
+            _scaled_averages(initial, RULES[schedule.batch_rule].scaled(largest, None))  # raises SpecError
         classes = [each.__name__ for each in type(optimizer).__mro__ if issubclass(each, torch.optim.Optimizer)]
         self.warning = warning(schedule.batch_rule, classes) if schedule.follows_batch(plan.spec) else None
-        """Why the rule may not hold for the optimizer; None where it is known to."""
+        """Warning that the rule may not hold for the optimizer; None if it is known to hold."""
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
-        """Set the learning rate, and the averages that the rule scales, of each group."""
-        self._made += [_made(group) for group in optimizer.param_groups[len(self._made) :]]
-        for group, made in zip(optimizer.param_groups, self._made, strict=True):
-            group.update(_with_averages(made, rate.scaled))
-            group["lr"] = made["lr"] * rate.lr
+        """Set the learning rate of each group, and the averages that the rule scales."""
+        self._initial += [_initial_settings(group) for group in optimizer.param_groups[len(self._initial) :]]
+        for group, initial in zip(optimizer.param_groups, self._initial, strict=True):
+            group.update(_scaled_averages(initial, rate.scaled))
+            group["lr"] = initial["lr"] * rate.lr
 
     def values(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold of groups that the script adds while it trains: what they were made with."""
-        return {GROUP_RATES: self._made} if len(self._made) > self._own else {}
+        """Return the initial settings of all groups for a checkpoint, if the script has added groups during training."""
+        return {GROUP_RATES: self._initial} if len(self._initial) > self._num_first_groups else {}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take over `values()` for the groups that the script had added before."""
-        self._made += [dict(made) for made in values.get(GROUP_RATES, ())[len(self._made) :]]
+        """Restore the initial settings that `values` returned, for the groups that the script added before the checkpoint."""
+        self._initial += [dict(initial) for initial in values.get(GROUP_RATES, ())[len(self._initial) :]]
 
 
-def _made(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group was made with, of what the rate and the rule set."""
+def _initial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that the rate and the rule change, as the script set them."""
     found = {key: group[key] for key in AVERAGES if key in group}
     return {
         "lr": float(group["lr"]),
@@ -137,15 +147,15 @@ def _made(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_averages(made: Mapping[str, Any], scaled: Scaled) -> dict[str, Any]:
-    """The values of a group's averages as a rule scales them; none where it leaves them alone."""
+def _scaled_averages(initial: Mapping[str, Any], scaled: Scaled) -> dict[str, Any]:
+    """Return a group's averages as the rule scales them; empty if the rule keeps them."""
     if scaled.one_minus_beta is None:
         return {}
     found: dict[str, Any] = {}
-    if "betas" in made:
-        found["betas"] = tuple(scaled_beta(beta, scaled.one_minus_beta) for beta in made["betas"])
-    if "alpha" in made:
-        found["alpha"] = scaled_beta(made["alpha"], scaled.one_minus_beta)
-    if found and "eps" in made:
-        found["eps"] = made["eps"] * scaled.eps
+    if "betas" in initial:
+        found["betas"] = tuple(scaled_beta(beta, scaled.one_minus_beta) for beta in initial["betas"])
+    if "alpha" in initial:
+        found["alpha"] = scaled_beta(initial["alpha"], scaled.one_minus_beta)
+    if found and "eps" in initial:
+        found["eps"] = initial["eps"] * scaled.eps
     return found

@@ -1,4 +1,4 @@
-"""The training loop of a rank: from the state that the run has come to, step by step, to the end of the plan."""
+"""Training loop of a rank, from the newest state of the run to the end of the plan."""
 
 from collections.abc import Iterator
 
@@ -21,12 +21,12 @@ from undula.train.validation import Loss, Validation
 
 
 class TrainingLoop:
-    """Yields the steps that are left of a run, and does what is due between them.
+    """Yields the remaining steps of a run. Between steps it validates and saves whenever that is due.
 
     Args:
-        context: the run on this rank.
-        validate: mean loss of a batch; None for a script that does not validate.
-        map_validation: transform of the samples of validation data.
+        context: State of the run on this rank.
+        validate: Function that returns the mean loss of a batch; None if the script does not validate.
+        map_validation: Transform of the samples of validation data; None for none.
     """
 
     def __init__(self, context: TrainContext, validate: Loss | None, map_validation: SampleFunction | None):
@@ -36,7 +36,7 @@ class TrainingLoop:
         self._validation = self._make_validation(validate, map_validation)
 
     def steps(self) -> Iterator[Step]:
-        """The steps from the newest whole state on."""
+        """Restore the newest complete state, and yield the steps that follow it."""
         context, setup = self._context, self._context.setup
         plan, worker = setup.plan, setup.worker
         restored = self._restore()
@@ -52,16 +52,16 @@ class TrainingLoop:
                 yield step
                 if not step.updated:
                     raise UsageError(
-                        f"step {index} ended without step.update(): call it after the loop over step.batches()"
+                        f"step {index} ended without step.update(); call it after the loop over step.batches()"
                     )
                 index += step.merged_steps
                 self._after_step(step.index, index)
             if start == plan.total_steps and not restored.is_checkpoint:
-                # The last group was lost on its way to the last checkpoint.
+                # The previous group committed the last step but was lost before it wrote the last checkpoint.
                 self._after_step(start - 1, start)
             self.boundary.end()
         except LeaveGroup:
-            self.boundary.close(wait=False)  # rows that are not stored yet go to the next group with the state
+            self.boundary.close(wait=False)  # the held state takes rows that are not stored yet to the next group
             raise
         finally:
             self.boundary.close()
@@ -88,7 +88,7 @@ class TrainingLoop:
         return restored
 
     def _begin(self, restored: Restored) -> None:
-        """Start what works beside the loop, and report what the group begins with."""
+        """Start telemetry and snapshots, set the learning rate, and report the state that the group starts from."""
         context, setup = self._context, self._context.setup
         job, layout, start = setup.job, setup.layout, restored.step
         context.committed = start

@@ -1,7 +1,7 @@
-"""Measures the gradient noise scale while a run trains, from the gradients of its micro-batches.
+"""Measurement of the gradient noise scale during training, from the gradients of the micro-batches.
 
-Micro-batches are cut by the plan, not by the ranks, and their squared norms are summed exactly. So the result is a function of the
-plan: up to the rounding of the gradient itself, and bit for bit where the gradient is summed exactly.
+Micro-batches are defined by the plan, not by the ranks, and their squared norms are summed exactly. The result therefore depends only on
+the plan, up to the rounding of the gradient. It is equal bit for bit if the gradient is summed exactly.
 """
 
 from collections.abc import Sequence
@@ -16,35 +16,35 @@ from undula.state.pieces import Piece, piece_of
 
 STATE = "measured.gradient_noise"
 HELD_BYTES = 32 * 2**20
-"""Bytes of gradients that a backward pass collects before it takes their norms at once."""
+"""Size in bytes of the gradients that a backward pass collects before it computes their norms together."""
 
 
 class NoiseScaleMeter:
-    """Norms of a step's gradients by hooks, and averages of what they say.
+    """Computes the norms of a step's gradients in hooks, and averages the estimates of the noise scale.
 
-    A hook of a parameter sees the gradient of one backward pass before it is added to those before and before engines reduce it,
-    so that none need be told apart again. In the steps that are measured each gradient is read once more.
+    The hook of a parameter receives the gradient of one backward pass, before it is accumulated and before engines reduce it. The
+    gradients of micro-batches are therefore still separate. A step that is measured reads each gradient one more time.
 
     Args:
-        every_steps: steps between measurements; 0 for none.
-        scale: factor by which the engine's gradients are larger than the mean over samples.
+        every_steps: Number of steps between measurements; 0 for none.
+        scale: Factor by which the engine's gradients are larger than the mean over samples.
     """
 
     def __init__(self, every_steps: int, scale: float = 1.0):
         self._every_steps = every_steps
         self.scale = scale
         self._is_measured = self._is_on = False
-        self._seen: list[Tensor] = []
-        self._seen_bytes = 0
+        self._collected: list[Tensor] = []
+        self._collected_bytes = 0
         self._parts: list[Tensor] = []
         self._squares: list[tuple[Tensor, int]] = []
         self._hooked: set[nn.Parameter] = set()
-        # A tensor, so that snapshots and checkpoints take it as they take the weights: it changes with every measurement.
+        # The state is a tensor, so that snapshots and checkpoints copy it like the weights: it changes with every measurement.
         self._state = torch.tensor(Measured().values(), dtype=torch.float64, device="cpu")
         self._piece = piece_of(self._state)
 
     def state(self) -> dict[str, Piece]:
-        """What a checkpoint must hold to go on from here; restored in place."""
+        """Return the measurements for a checkpoint, as a tensor that is restored in place; empty if nothing is measured."""
         return {STATE: self._piece} if self._every_steps else {}
 
     @property
@@ -52,10 +52,12 @@ class NoiseScaleMeter:
         return Measured.of(*self._state.tolist())
 
     def begin_step(self, index: int, steps: int, trainable: Sequence[nn.Parameter]) -> None:
-        """Begin an optimizer step of so many steps of the plan. Whether it is measured depends on the plan, so that all ranks do.
+        """Begin an optimizer step. The plan decides whether the step is measured, so that all ranks agree.
 
         Args:
-            trainable: parameters that may get a gradient.
+            index: Number of the optimizer step's first step of the plan.
+            steps: Number of steps of the plan that the optimizer step merges.
+            trainable: Parameters that may get a gradient.
         """
         every = self._every_steps
         self._is_measured = bool(every) and (index + steps) // every > index // every
@@ -63,7 +65,7 @@ class NoiseScaleMeter:
         if self._is_measured:
             for parameter in trainable:
                 if parameter not in self._hooked:
-                    parameter.register_hook(self._see)  # type: ignore[no-untyped-call]
+                    parameter.register_hook(self._collect)  # type: ignore[no-untyped-call]
                     self._hooked.add(parameter)
 
     def begin_backward(self) -> None:
@@ -71,27 +73,35 @@ class NoiseScaleMeter:
         self._clear()
 
     def end_backward(self, samples: int) -> None:
-        """End the backward pass of a micro-batch; of no samples where a rank has no share of a short step."""
-        self._reduce_seen()
+        """End the backward pass of a micro-batch. `samples` is 0 if this rank has no share of a short step."""
+        self._reduce_collected()
         if samples and self._parts:
             self._squares.append((torch.stack(self._parts).sum(), samples))
         self._is_on = False
         self._clear()
 
     def small_squares(self, step_samples: int) -> list[float]:
-        """For each micro-batch of this rank the squared norm of its mean gradient, times its share of the step's samples.
+        """Return the squared norm of the mean gradient of each micro-batch of this rank, times its share of the step's samples.
 
-        Waits for the device.
+        This waits for the device.
         """
         if not self._squares:
             return []
-        # What was seen is the mean gradient times samples / step_samples, and the engine's scale.
+        # The hooks received the mean gradient times samples / step_samples, and times the engine's scale.
         parts = torch.tensor([samples / step_samples for _, samples in self._squares], dtype=torch.float64)
         squares = torch.stack([square for square, _ in self._squares]).cpu()
         return [float(square) for square in squares / parts / self.scale**2]
 
     def keep(self, norms: StepNorms | None, clock: float) -> float | None:
-        """Take in a committed step. Returns the noise scale in samples if it was measured and is finite."""
+        """Add the measurement of a committed step to the averages.
+
+        Args:
+            norms: Gradient norms of the step; they are ignored if the step is not measured.
+            clock: Position of the schedule after the step, in samples of the base batch.
+
+        Returns:
+            The noise scale in samples, or None if the step is not measured or the noise scale is not finite.
+        """
         if not self._every_steps:
             return None
         before = self.measured
@@ -100,27 +110,27 @@ class NoiseScaleMeter:
         found = noise.samples if self._is_measured else None
         return None if found in (None, float("inf")) else found
 
-    def _see(self, gradient: Tensor) -> None:
-        """Keep the gradient itself, not a view of it: autograd then leaves it alone, and adds up elsewhere."""
+    def _collect(self, gradient: Tensor) -> None:
+        """Collect the gradient itself, not a view of it, because autograd then accumulates into another tensor instead of changing it."""
         if self._is_on:
             values = real_values(gradient)
-            self._seen.append(values)
-            self._seen_bytes += values.nbytes
-            if self._seen_bytes >= HELD_BYTES:
-                self._reduce_seen()
+            self._collected.append(values)
+            self._collected_bytes += values.nbytes
+            if self._collected_bytes >= HELD_BYTES:
+                self._reduce_collected()
 
-    def _reduce_seen(self) -> None:
-        if self._seen:
-            self._parts.append(_sum_of_squares(self._seen))
-        self._seen, self._seen_bytes = [], 0
+    def _reduce_collected(self) -> None:
+        if self._collected:
+            self._parts.append(_sum_of_squares(self._collected))
+        self._collected, self._collected_bytes = [], 0
 
     def _clear(self) -> None:
-        """Free what was seen, also by a backward pass that did not finish."""
-        self._seen, self._seen_bytes, self._parts = [], 0, []
+        """Free the collected gradients and norms, including those of a backward pass that did not finish."""
+        self._collected, self._collected_bytes, self._parts = [], 0, []
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """The squared norm of all gradients together, in one kernel for each type."""
+    """Return the squared norm of all gradients together, with one kernel for each dtype."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for each in gradients:
         by_type.setdefault(each.dtype, []).append(each.detach())

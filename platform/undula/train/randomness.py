@@ -10,19 +10,19 @@ from undula.plan.keys import key64
 
 
 def seed_weights(seed: int) -> None:
-    """Seed the code before the first step, equally on every rank."""
+    """Seed the random numbers of code that runs before the first step and initializes weights, equally on every rank."""
     key = key64("weights", seed)
-    torch.manual_seed(_for_torch(key))  # of devices, too, that come into use only afterwards
+    torch.manual_seed(_for_torch(key))  # also seeds devices that are initialized later
     _seed(key)
 
 
 def seed_micro_batch(seed: int, step: int, virtual_worker: int, micro_batch: int) -> None:
-    """Seed the random numbers of a micro-batch, such as those of dropout. They do not depend on its rank."""
+    """Seed the random numbers of a micro-batch, such as those of dropout. They do not depend on the rank that runs it."""
     _seed(key64("micro-batch", seed, step, virtual_worker, micro_batch))
 
 
 def seed_update(seed: int, step: int) -> None:
-    """Seed the optimizer's step, equally on every rank, for optimizers that draw random numbers."""
+    """Seed the random numbers that an optimizer may draw in its step, equally on every rank."""
     _seed(key64("update", seed, step))
 
 
@@ -30,7 +30,7 @@ def compute_deterministically() -> None:
     """Restrict torch to deterministic algorithms. An operation without one raises an error that names it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # for finding bugs, and slow
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # is slow and only helps to find bugs
     torch.backends.cudnn.benchmark = False
     # The number of threads changes the order of sums. Ray sets it to the worker's CPUs on every node, and to 1 for a worker without CPUs.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -46,5 +46,5 @@ def _seed(key: int) -> None:
 
 
 def _for_torch(key: int) -> int:
-    """The key as a seed of torch, which has 63 bits."""
+    """Return the key as a seed for torch, which has 63 bits."""
     return key >> 1

@@ -1,4 +1,4 @@
-"""The run as the script sees it: what its train function gets as its argument.
+"""The run as the script sees it: the argument of its train function.
 
 def train(run: undula.Run) -> None:
     model = run.model(GPT(run.config.model))
@@ -42,21 +42,23 @@ from undula.train.validation import Loss
 
 
 class Run:
-    """A rank's view of the run.
+    """A run on one rank, as the script uses it.
 
     Args:
-        job: what to train.
-        layout: the ranks of the worker group.
-        worker: the state of this process that outlives the group.
-        publish: takes messages for the driver.
-        replicas: client of the controller's replica store; None under a controller of Ray's own.
-        engine: makes the engine of the model; by default the one that the job's settings select.
+        job: Settings of the job.
+        layout: Layout of the worker group.
+        worker: State of this process that outlives the group.
+        publish: Function that sends messages to the driver.
+        replicas: Client of the controller's replica store; None with Ray Train's own controller.
+        engine: Function that makes the engine of the model; by default the job's settings select the engine.
 
     Attributes:
-        config: the script's own settings.
-        base_lr: learning rate at the top of the schedule.
-        plan: the samples of each step.
-        rank, world_size, device: place of this process.
+        config: Settings of the script.
+        base_lr: Learning rate at the peak of the schedule.
+        plan: Plan of the run, which defines the samples of each step.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -87,67 +89,73 @@ class Run:
         seed_weights(job.plan.seed)
 
     def model(self, module: nn.Module) -> nn.Module:
-        """Place a module; its weights become those of rank 0, then those of the checkpoint when the run resumes.
+        """Move a module to the device, and give all ranks the weights of rank 0. If the run resumes, `steps` restores its weights.
 
-        A module that torch's `fully_shard` has sharded is taken as it is.
+        A module that torch's `fully_shard` has sharded is not moved, and its weights are not copied between ranks.
+
+        Returns:
+            The module that the script must call.
 
         Raises:
-            UsageError: the run has a model already, the module has lazy parameters, or no engine can train it with these settings.
+            UsageError: The run already has a model, the module has lazy parameters, or no engine can train it with the job's settings.
         """
         if self._model is not None:
-            raise UsageError("run.model() was called twice, but a run has one model: put several modules into one")
+            raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
         if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
             raise UsageError(
-                f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet: run a batch through the module first"
+                f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
             )
         self._engine = self._make_engine(module, self._setup.layout)
         self._model = self._engine.place(module)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Hand over the optimizer: the loop steps it, and moves the learning rate of each of its groups along the schedule.
+        """Register the optimizer. Each step updates the model with it, and sets the learning rate of each of its groups by the schedule.
+
+        Returns:
+            The optimizer itself.
 
         Raises:
-            UsageError: the run has no model yet, or the optimizer is Horovod's.
+            UsageError: The run has no model yet, or the optimizer is Horovod's.
         """
         if self._model is None or self._engine is None:
-            raise UsageError("run.optimizer() was called before run.model(): give the model first")
+            raise UsageError("run.optimizer() was called before run.model(); call run.model() first")
         if hasattr(optimizer, "skip_synchronize"):
-            raise UsageError(
-                "run.optimizer() got a DistributedOptimizer of Horovod: hand over the optimizer that it wraps"
-            )
+            raise UsageError("run.optimizer() got a DistributedOptimizer of Horovod; pass the optimizer that it wraps")
         self._optimizer = optimizer
         self._engine.prepare(self._model, optimizer)
         self._group_rates = GroupRates(optimizer, self._setup.job.schedule, self.plan)
         return optimizer
 
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
-        """Transform every sample where it is read, in Ray Data's tasks: decode, crop, augment.
+        """Transform every sample when it is read, for example to decode, crop or augment it. The function runs in Ray Data's tasks.
 
         Args:
-            function: (sample, random generator) -> sample, columns by name. The generator is keyed by epoch and sample, so that
-                augmentation is the same at any world size and after any resume.
-            validation: the function for validation data; by default the same one.
+            function: Function that takes a sample, whose columns are given by name, and a random generator, and returns a sample. The
+                generator is keyed by epoch and sample, so that augmentation is the same at any world size and after any resume.
+            validation: Function for validation data; by default the same function.
 
         Raises:
-            UsageError: the steps have begun.
+            UsageError: `steps` was called before.
         """
         if self._has_started:
-            raise UsageError("run.map() was called after run.steps(), which begins to read samples: call it before")
+            raise UsageError(
+                "run.map() was called after run.steps(), which starts to read samples; call run.map() first"
+            )
         self._map, self._validation_map = function, validation or function
 
     def steps(self, validate: Loss | None = None) -> Iterator[Step]:
-        """The steps that are left of the plan, from the newest whole checkpoint on.
+        """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
 
         Args:
-            validate: mean loss of a batch; called without gradients, in eval mode, on validation data before the first step, every
-                validation.every_steps steps and after the last.
+            validate: Function that returns the mean loss of a batch. It is called on validation data, without gradients and in eval mode:
+                before the first step, every validation.every_steps steps, and after the last step.
 
         Raises:
-            UsageError: the model or the optimizer is missing.
+            UsageError: The model or the optimizer is missing or not supported.
         """
         if self._optimizer is None:
-            raise UsageError("run.steps() was called before run.model() and run.optimizer(): give both first")
+            raise UsageError("run.steps() was called before run.model() and run.optimizer(); call both first")
         self._has_started = True
         assert self._model is not None
         check_step(self._optimizer)
@@ -156,12 +164,12 @@ class Run:
         yield from self._loop.steps()
 
     def hand_over(self) -> None:
-        """Leave the state of the last step boundary to the next worker group of this process, and end what works beside the loop."""
+        """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""
         if self._loop:
             self._loop.boundary.hand_over()
 
     def free(self) -> None:
-        """Free model and optimizer. The next group of this process makes them anew, and there may not be room for both."""
+        """Free the model and the optimizer. The next group makes new ones, and the device may not have memory for both."""
         self._model = self._optimizer = self._engine = self._loop = self._group_rates = None
 
     def _selected_engine(self, module: nn.Module, layout: Layout) -> Engine:

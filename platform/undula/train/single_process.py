@@ -1,4 +1,4 @@
-"""A rank that trains in this process, without a worker group of Ray."""
+"""Training of a rank in this process, without a worker group of Ray."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,16 +15,17 @@ from undula.train.run import Run
 
 
 class SingleProcess:
-    """A training in this process: by itself, or with ranks in other processes of this machine.
+    """Trains a run in this process, either alone or with ranks in other processes of this machine.
 
-    One at a time, because torch's process group belongs to the process.
+    A process can train only one run at a time, because torch's default process group belongs to the process.
 
     Args:
-        train: The script's train function.
-        job: What to train.
-        publish: Takes messages for the driver.
-        rank, world_size: Place of this process.
-        rendezvous: File by which the ranks find each other. It must not exist before.
+        train: Train function of the script.
+        job: Settings of the job.
+        publish: Function that sends messages to the driver.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        rendezvous: Path of a file through which the ranks find each other. The file must not exist before.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class SingleProcess:
         self._worker = WorkerState(is_run=True)
 
     def __call__(self) -> None:
-        """Train from the newest state on, to the end of the plan or until `leave`.
+        """Train from the newest state of the run, until the plan ends or `leave` is called.
 
         Raises:
-            Exception: whatever the script raises.
+            Exception: Any exception that the script raises.
         """
         has_gpus = torch.cuda.device_count() >= self._world_size
         device = torch.device("cuda", self._rank) if has_gpus else torch.device("cpu")
@@ -63,7 +64,7 @@ class SingleProcess:
                 run.free()
 
     def leave(self, saves: bool = False) -> None:
-        """End the training at its next step boundary, with a checkpoint there if `saves`; callable from another thread."""
+        """End the training at its next step boundary, and save a checkpoint there if `saves`. Other threads can call this."""
         self._worker.request = Request(leaves=True, saves=saves)
 
 
@@ -71,7 +72,7 @@ class SingleProcess:
 def local_world(
     device: torch.device, rank: int = 0, world_size: int = 1, rendezvous: str | None = None
 ) -> Iterator[None]:
-    """A process group with this process alone, or with those that have the same rendezvous file."""
+    """Make a default process group of this process alone, or of all processes that have the same rendezvous file."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""One optimizer step as the script's loop sees it: micro-batches, their backward passes, and the commit point."""
+"""One optimizer step as the script's loop uses it: its micro-batches, their backward passes, and the commit."""
 
 import json
 import time
@@ -22,16 +22,17 @@ from undula.train.step_reduction import LocalStep, StepTotals
 
 STEP_SECONDS = ("data_s", "compute_s", "communication_s")
 DIGEST_EVERY = 10
-"""Steps between digests of the weights in the ledger of a deterministic run."""
+"""Number of steps between digests of the weights in the ledger of a deterministic run."""
 
 
 class Step:
     """One optimizer step.
 
     Attributes:
-        index: number of the step in the plan, from 0 over the whole run; of the first one, if an elastic batch merges several.
-        samples: number of samples in the step.
-        lr: learning rate of the schedule at this step, for a parameter group whose own rate is the base rate.
+        index: Number of the step in the plan, counted from 0 over the whole run. If an elastic batch merges several steps, it is the
+            number of the first.
+        samples: Number of samples in the step.
+        lr: Learning rate at this step of a parameter group whose initial rate is run.base_lr.
     """
 
     def __init__(self, context: TrainContext, boundary: StepBoundary, index: int):
@@ -48,7 +49,7 @@ class Step:
         plan = context.setup.plan
         self.index = index
         self.merged_steps = plan.merged_steps(index, context.setup.layout.num_cells)
-        """Number of steps of the plan that this step takes as one."""
+        """Number of steps of the plan that this step merges."""
         self._shapes = [plan.step(each) for each in range(index, index + self.merged_steps)]
         self.samples = sum(shape.samples for shape in self._shapes)
         self._samples_after = self._shapes[0].samples_before + self.samples
@@ -57,10 +58,10 @@ class Step:
         self.updated = False
 
     def batches(self) -> Iterator[Batch]:
-        """The micro-batches of this rank's virtual workers. Call `backward` once for each."""
+        """Yield the micro-batches of this rank's virtual workers. Call `backward` once for each of them."""
         if self._has_begun:
             raise UsageError(
-                f"step.batches() was called twice in step {self.index}: iterate over it once, as samples come once"
+                f"step.batches() was called twice in step {self.index}, but it yields its samples only once; iterate over it once"
             )
         self._has_begun = True
         context, work = self._context, self._work()
@@ -81,15 +82,16 @@ class Step:
             self._micro_batch = None
             if self._in_micro_batch is not None:
                 raise UsageError(
-                    f"a batch of step {self.index} ended without step.backward(loss): call it once for each batch"
+                    f"a batch of step {self.index} ended without step.backward(loss); call it once for each batch"
                 )
         self._has_ended = True
 
     def _work(self) -> list[MicroBatch]:
-        """The micro-batches of this rank.
+        """Return the micro-batches that this rank runs.
 
-        Without a share in a short step, two rows of weight zero run instead if the ranks' collectives must match: some layers,
-        BatchNorm among them, cannot train on one row.
+        A rank without a share of a short step runs a micro-batch of weight zero. If all ranks must run the same number of micro-batches,
+        a rank runs one of weight zero for each that it lacks. Such a micro-batch has two rows, because some layers, such as BatchNorm,
+        cannot train on one row.
         """
         setup, steps = self._context.setup, range(self.index, self.index + self.merged_steps)
         work = setup.plan.work(steps, setup.virtual_workers)
@@ -98,16 +100,16 @@ class Step:
         return work + [MicroBatch(self.index, setup.virtual_workers[0], 0, 0)] * (rounds - len(work))
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of the current batch.
+        """Run the backward pass of the current batch, and accumulate its gradient.
 
         Args:
-            loss: mean over the batch's samples, a scalar.
+            loss: Mean loss over the batch's samples, a scalar.
         """
         context, micro_batch = self._context, self._micro_batch
         begin, self._in_micro_batch = self._in_micro_batch, None
         if begin is None or micro_batch is None:
             raise UsageError(
-                "step.backward(loss) was called outside of a batch: call it once for each batch of step.batches()"
+                "step.backward(loss) was called outside of a batch; call it once for each batch of step.batches()"
             )
         if self._is_last:
             context.setup.worker.enter("reduce")
@@ -122,7 +124,11 @@ class Step:
         context.buffers.end_micro_batch(micro_batch.samples)
 
     def log(self, **values: float | Tensor) -> None:
-        """Record values in the ledger, averaged over the step's samples: of the current batch, or of the rank outside of one."""
+        """Record values in the ledger, averaged over the step's samples.
+
+        Inside the loop over `batches`, a value counts for the samples of the current batch. Outside of it, a value counts for the samples
+        of all batches that this rank has run in the step.
+        """
         inside = self._micro_batch
         weight = float(inside.samples if inside else sum(size for _, size in self._losses))
         for name, value in values.items():
@@ -130,12 +136,12 @@ class Step:
             self._local.logged[name] = (total + float(value) * weight, weights + weight)
 
     def update(self) -> None:
-        """Clip the gradient, step the optimizer along the schedule, and commit the step."""
+        """Reduce and clip the gradient, commit the step, and step the optimizer with the learning rate of the schedule."""
         context, job = self._context, self._context.setup.job
         if not self._has_ended:
             raise UsageError(
-                f"step.update() was called before the loop over step.batches() of step {self.index} had ended: "
-                "run all batches, as each is part of the step"
+                f"step.update() was called before the loop over step.batches() of step {self.index} had ended; "
+                "run all batches before calling it"
             )
         context.setup.worker.enter("reduce")
         begin = mark_on(context.setup.layout.device)
@@ -144,9 +150,8 @@ class Step:
             context.buffers.end_step(self.samples)
         self._intervals.append(("communication_s", begin, mark_on(context.setup.layout.device)))
         context.group_rates.set(context.optimizer, self._rate)
-        totals = self._reduced(
-            norm
-        )  # the commit point: where a rank is lost up to here, the others stand before the step
+        # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
+        totals = self._reduced(norm)
         with self._boundary.changing_state(self.merged_steps):
             seed_update(job.plan.seed, self.index)
             applied = context.engine.step()
@@ -170,7 +175,7 @@ class Step:
         return batch
 
     def _reduced(self, norm: Tensor) -> StepTotals:
-        """The step over all ranks. On a GPU this waits for the backward pass."""
+        """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
         context, local, layout = self._context, self._local, self._context.setup.layout
         losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist()
         local.seconds["data_s"] = self._data_s
@@ -216,7 +221,7 @@ class Step:
         setup.worker.progress.committed(done, time.perf_counter() - self._began)
 
     def _weights_digest(self, done: int) -> int | None:
-        """The digest of the model's weights where the ledger of a deterministic run is to have it."""
+        """Return the digest of the model's weights if the run is deterministic and a digest is due, else None."""
         setup = self._context.setup
         is_due = done // DIGEST_EVERY > self.index // DIGEST_EVERY or done == setup.plan.total_steps
         if not (setup.job.deterministic and is_due):

@@ -1,6 +1,6 @@
-"""What the ranks measured of a step, made one: loss, seconds, sample ids, norms, logged values, and what the ranks want next.
+"""Reduction of each step's measurements over the ranks: losses, seconds, sample ids, norms, logged values, and requests of the ranks.
 
-Losses, digests and norms are summed exactly, so that they do not depend on how many ranks there are.
+Losses, digests and norms are summed exactly, so that they do not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,30 +23,31 @@ Total = TypeVar("Total")
 
 @dataclass(frozen=True)
 class Reduction(Generic[Local, Total]):
-    """How a value of each rank becomes one of the step, by way of a sum over the ranks."""
+    """Reduction of one value of each rank to one value of the step, by a sum over the ranks."""
 
     width: int
     """Number of float64 terms that a rank contributes."""
     encode: Callable[[Local], Sequence[float]]
+    """Function that returns the terms of a rank's value."""
     decode: Callable[[Sequence[float], int], Total]
-    """Makes the result of the sums, given the number of ranks."""
+    """Function that returns the result, given the sums of the terms and the number of ranks."""
 
 
 def reduced(reduction: Reduction[Any, Any], **default: Any) -> Any:
-    """A field of what a rank measured, with its reduction. Takes the arguments of `dataclasses.field`."""
+    """Return a dataclass field with a reduction. `default` has arguments of `dataclasses.field`."""
     return field(metadata={"reduction": reduction}, **default)
 
 
 SUM = Reduction[float, float](1, lambda value: [value], lambda sums, ranks: sums[0])
 MEAN = Reduction[float, float](1, lambda value: [value], lambda sums, ranks: sums[0] / ranks)
 FROM_FIRST = SUM
-"""For a value that rank 0 measures, and that is 0 on all other ranks."""
+"""Reduction of a value that rank 0 measures and that is 0 on all other ranks."""
 ANY = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] > 0)
 ALL = Reduction[bool, bool](1, lambda value: [float(value)], lambda sums, ranks: sums[0] == ranks)
 
 
 def _limbs(value: int, count: int) -> list[float]:
-    """An integer as limbs that add up. The last limb is signed and as large as it takes."""
+    """Split an integer into `count` limbs, which can be summed over ranks. The last limb is signed and has all remaining bits."""
     limbs = [(value >> (_LIMB_BITS * place)) % 2**_LIMB_BITS for place in range(count - 1)]
     return [*map(float, limbs), float(value >> (_LIMB_BITS * (count - 1)))]
 
@@ -56,12 +57,12 @@ def _joined(limbs: Sequence[float]) -> int:
 
 
 def _encode_exact(values: list[float]) -> list[float]:
-    total, odd = exact_total(values)
-    return [odd, *_limbs(total, _EXACT_LIMBS)]
+    total, not_finite = exact_total(values)
+    return [not_finite, *_limbs(total, _EXACT_LIMBS)]
 
 
 def _mapping(names: Sequence[str], of: Reduction[float, float]) -> Reduction[Mapping[str, float], dict[str, float]]:
-    """A reduction of several values by name."""
+    """Return a reduction of several values by name."""
     return Reduction(
         len(names),
         lambda values: [of.encode(values[name])[0] for name in names],
@@ -72,31 +73,31 @@ def _mapping(names: Sequence[str], of: Reduction[float, float]) -> Reduction[Map
 EXACT_SUM = Reduction[list[float], float](
     1 + _EXACT_LIMBS, _encode_exact, lambda sums, ranks: total_value(_joined(sums[1:]), sums[0])
 )
-"""The sum of all values of all ranks, which no order of them changes."""
+"""Sum of all values of all ranks, which does not depend on their order."""
 DIGEST = Reduction[int, int](
     _DIGEST_LIMBS, lambda value: _limbs(value % 2**64, _DIGEST_LIMBS), lambda sums, ranks: _joined(sums) % 2**64
 )
-"""The sum modulo 2^64."""
+"""Sum modulo 2^64."""
 
 
 @dataclass
 class Wants:
-    """What a rank wants after the step, or what all of them do."""
+    """Requests for the boundary after the step, of one rank or reduced over all ranks."""
 
     leaves: bool = reduced(ANY, default=False)
     """Whether to leave the group."""
     gives: bool = reduced(ANY, default=False)
-    """Whether a rank will not be in the next group, so that what only it has must go to the controller."""
+    """Whether a rank will not be in the next group. State that only this rank has must then be sent to the controller."""
     saves: bool = reduced(ANY, default=False)
-    """Whether to write a durable checkpoint."""
+    """Whether to write a checkpoint."""
     snapshots: bool = reduced(ANY, default=False)
-    """Whether to take a snapshot in memory."""
+    """Whether to take a snapshot."""
     sends: bool = reduced(ANY, default=False)
     """Whether to send a replica of the snapshot to the controller."""
     lacks_memory: bool = reduced(ANY, default=False)
-    """Whether there is no memory for a snapshot of a rank's pieces, without which those of the others are of no use."""
+    """Whether a node has no memory for a snapshot of a rank's pieces. The snapshots of the other ranks are then useless."""
     has_saved: bool = reduced(ALL, default=False)
-    """Whether a checkpoint that is to be collected has been written."""
+    """Whether the writing of a checkpoint has ended, so that its result can be collected."""
 
 
 def _fields_of(kind: type) -> tuple[tuple[str, Reduction[Any, Any]], ...]:
@@ -115,60 +116,62 @@ WANTS = Reduction[Wants, Wants](
 
 @dataclass
 class LocalStep:
-    """What one rank measured of a step."""
+    """Measurements of a step on one rank."""
 
     losses: list[float] = reduced(EXACT_SUM, default_factory=list)
-    """For each micro-batch the sum of the loss over its samples."""
+    """Sum of the loss over the samples of each micro-batch."""
     sample_digest: int = reduced(DIGEST, default=0)
     """Digest of the ids of the samples, modulo 2^64."""
     seconds: dict[str, float] = reduced(_mapping(SECONDS, MEAN), default_factory=partial(dict.fromkeys, SECONDS, 0.0))
     small_squares: list[float] = reduced(EXACT_SUM, default_factory=list)
-    """For each micro-batch the squared norm of its gradient, times its share of the step's samples; empty if not measured."""
+    """Squared gradient norm of each micro-batch, times its share of the step's samples; empty if the step is not measured."""
     micro_batches: float = reduced(SUM, default=0.0)
     """Number of micro-batches in `small_squares`."""
     grad_norm: float = reduced(FROM_FIRST, default=0.0)
     """Norm of the step's gradient before clipping."""
     stored_steps: float = reduced(FROM_FIRST, default=0.0)
-    """Number of steps whose rows of the ledger have reached storage."""
+    """Number of steps whose ledger rows have reached storage."""
     wants: Wants = reduced(WANTS, default_factory=Wants)
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Logged values by name: weighted sum, and weight."""
+    """Weighted sum and weight of each logged value, by name."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """A step over all ranks: the fields of LocalStep, reduced."""
+    """Measurements of a step, reduced over all ranks. The fields are those of LocalStep."""
 
     losses: float
-    """Sum of the loss over the samples of the step."""
+    """Sum of the loss over all samples of the step."""
     sample_digest: int
     seconds: dict[str, float]
-    """Means over the ranks."""
+    """Mean durations over the ranks in seconds, by class."""
     small_squares: float
     micro_batches: float
     grad_norm: float
     stored_steps: float
     wants: Wants
     logged: dict[str, float]
-    """Weighted means."""
+    """Weighted mean of each logged value, by name."""
 
     def norms(self, samples: int, scale: float = 1.0) -> StepNorms:
-        """Norms of the gradients of a step of so many samples, for the noise scale.
+        """Return the gradient norms of the step, for the noise scale.
 
         Args:
-            scale: factor by which gradients are larger than the mean over samples.
+            samples: Number of samples in the step.
+            scale: Factor by which gradients are larger than the mean over samples.
         """
         return StepNorms(self.small_squares, (self.grad_norm / scale) ** 2, int(self.micro_batches), samples)
 
 
 class StepReducer:
-    """Sums what the ranks measured with one small all-reduce a step.
+    """Reduces the measurements of the ranks with one small all-reduce per step.
 
-    Logged names are agreed on when one first shows up, so that ranks may log different ones.
+    Ranks may log values of different names. When a name is logged for the first time, the ranks exchange the names that they log.
 
     Args:
-        group: the ranks; must reach CPU tensors.
-        local_type, total_type: LocalStep and StepTotals, or subclasses with more fields.
+        group: Process group of the ranks, which must support CPU tensors.
+        local_type: LocalStep, or a subclass with more fields.
+        total_type: StepTotals, or a subclass with more fields.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class StepReducer:
         self._names: list[str] = []
 
     def reduce(self, local: LocalStep) -> StepTotals:
-        """Make one of what the ranks measured. All ranks call it."""
+        """Reduce the measurements of a step. All ranks must call this."""
         sums = self._sum(local)
         if next(sums)[0] > 0:
             self._agree_on_names(local)
@@ -197,7 +200,7 @@ class StepReducer:
         return self._total_type(**totals, logged=means)
 
     def _sum(self, local: LocalStep) -> Iterator[list[float]]:
-        """Sums over the ranks: whether one has a new name, then each field, then the logged values."""
+        """Return sums over the ranks: first the number of ranks with a new name, then each field, and last the logged values."""
         terms = [[float(any(name not in self._names for name in local.logged))]]
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
         terms += [[part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]]
@@ -212,8 +215,16 @@ class StepReducer:
 
 
 def exact_mean(losses: Sequence[float], samples: int, group: dist.ProcessGroup) -> tuple[float, int]:
-    """The mean of sums of losses over the samples of all ranks, which no order changes, and the number of samples."""
+    """Return the mean loss over the samples of all ranks, and the number of these samples. All ranks must call this.
+
+    The mean does not depend on the order of the losses.
+
+    Args:
+        losses: Sums of losses on this rank.
+        samples: Number of samples on this rank.
+        group: Process group of the ranks.
+    """
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, (*exact_total(losses), samples), group=group)
-    totals, odds, counts = (sum(column) for column in zip(*parts, strict=True))
-    return total_value(totals, odds) / counts, counts
+    total, not_finite, count = (sum(column) for column in zip(*parts, strict=True))
+    return total_value(total, not_finite) / count, count

@@ -1,4 +1,4 @@
-"""Validation over a fixed set of samples, cut into virtual workers as training is, so that the world size does not change it."""
+"""Validation on a fixed set of samples, which virtual workers share as in training, so that its result is equal at any world size."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,29 +15,29 @@ from undula.plan.plan import Plan, PlanSpec
 from undula.train.job import Job
 
 Loss = Callable[[Batch], Tensor]
-"""Mean loss over a batch's samples, as a scalar tensor."""
+"""Function that returns the mean loss over a batch's samples, as a scalar tensor."""
 
 
 def validation_plan(job: Job, manifest: Manifest) -> Plan:
-    """The plan of a validation: full batches in the order of the data, or one short batch where the data is smaller than that."""
+    """Return the plan of a validation. It takes each sample once, in stored order, in full steps except where the data ends."""
     steps = -(-min(job.validation.samples or manifest.num_rows, manifest.num_rows) // job.plan.global_batch)
-    spec = replace(job.plan, shuffle="none", epochs=1, max_steps=steps)
+    spec = replace(job.plan, shuffle="none", last_step="short", epochs=1, max_steps=steps)
     assert isinstance(spec, PlanSpec)
     return Plan(spec, manifest.num_rows)
 
 
 class Validation:
-    """The validation of a rank.
+    """Validates the model on one rank.
 
     Args:
-        model: the module that the script calls.
-        loss: mean loss of a batch.
-        job: what is trained.
-        manifest: of the validation data.
-        function: transform of the samples.
-        layout: the ranks of the group.
-        enter: called with the name of the phase before each batch.
-        equal_rounds: whether every rank must run the model equally often, because it gathers the model's parameters.
+        model: Module that the script calls.
+        loss: Function that returns the mean loss of a batch.
+        job: Settings of the job.
+        manifest: Manifest of the validation data.
+        function: Transform of the samples; None for none.
+        layout: Layout of the worker group.
+        enter: Function that is called with the name of the phase before each batch.
+        equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Validation:
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
     def losses(self) -> tuple[list[float], int]:
-        """For each micro-batch of this rank the sum of the loss over its samples, and the number of samples."""
+        """Return the sum of the loss over the samples of each micro-batch of this rank, and the number of all these samples."""
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
         stream = rank_stream(self._manifest, self._plan, virtual_workers, self._job.data, 0, self._function)
         steps = range(self._plan.total_steps)

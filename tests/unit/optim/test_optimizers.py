@@ -172,16 +172,19 @@ def test_both_groups_follow_the_schedule_and_lambs_betas_follow_the_rule(name: s
     [
         (
             {"name": "adamw", "momentum": 0.9},
-            "momentum is 0.9, but name: adamw has no such setting: remove it, or use ",
+            "momentum is 0.9, but name: adamw has no such setting; remove it or use ",
         ),
         (
             {"name": "lamb", "nesterov": False},
-            "nesterov is false, but name: lamb has no such setting: .* name: sgd or lars",
+            "nesterov is false, but name: lamb has no such setting; .* name: sgd or lars",
         ),
         ({"name": "sgd", "betas": (0.9, 0.99)}, r"betas is \(0.9, 0.99\), but name: sgd .* adam or adamw or lamb"),
         ({"name": "lars", "eps": 1e-8}, "eps is 1e-08, but name: lars has no such setting"),
-        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient is 0.1, .* remove it, or use name: lars"),
-        ({"name": "lars", "momentum": 0.0, "nesterov": True}, "nesterov is true, but momentum is 0"),
+        ({"name": "sgd", "trust_coefficient": 0.1}, "trust_coefficient is 0.1, .* remove it or use name: lars"),
+        (
+            {"name": "lars", "momentum": 0.0, "nesterov": True},
+            "nesterov is true, but momentum is 0; set momentum above 0",
+        ),
     ],
 )
 def test_a_setting_that_the_optimizer_does_not_have_is_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -204,7 +207,7 @@ def test_a_jobs_optimizer_is_checked_with_its_yaml(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as refusal:
         load_spec(file, ["config.optimizer.eps=1e-3"], Config)
     assert str(refusal.value) == (
-        "command line: config.optimizer.eps is 0.001, but name: lars has no such setting: remove it, or use name: "
+        "command line: config.optimizer.eps is 0.001, but name: lars has no such setting; remove it or use name: "
         "adam or adamw or lamb"
     )
 
@@ -213,7 +216,7 @@ def test_a_jobs_optimizer_is_checked_with_its_yaml(tmp_path: Path) -> None:
 def test_sparse_gradients_are_refused(name: str, title: str) -> None:
     module = nn.Embedding(4, 2, sparse=True)
     module(torch.tensor([1])).sum().backward()
-    with pytest.raises(RunError, match=f"^{title} does not support sparse gradients: .* sparse=False, or use SGD$"):
+    with pytest.raises(RunError, match=f"^{title} does not support sparse gradients; .* sparse=False or use SGD$"):
         make_optimizer(module, config(name), LR).step()
 
 
@@ -263,7 +266,7 @@ def test_a_step_does_not_change_gradients_and_returns_the_loss_of_the_closure(na
 
 
 def test_lamb_refuses_complex_numbers() -> None:
-    with pytest.raises(SpecError, match="lamb, which supports real parameters only, but weight is complex: use adamw"):
+    with pytest.raises(SpecError, match="lamb, which supports real parameters only, but weight is complex; use adamw"):
         make_optimizer(nn.Linear(2, 2, dtype=torch.complex64), config("lamb"), LR)
 
 

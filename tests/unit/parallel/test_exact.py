@@ -53,7 +53,9 @@ def test_the_maximum_number_of_largest_values_stays_in_range_and_one_more_is_ref
         sums.add(0, torch.tensor([largest], dtype=torch.float64))
     assert float(sums.values()[0]) == pytest.approx(MOST_ADDED * largest)
     sums.add(0, torch.tensor([1.0]))
-    with pytest.raises(UsageError, match="this step has 8193 micro-batches, and deterministic=true sums at most 8192"):
+    with pytest.raises(
+        UsageError, match="this step has 8193 micro-batches, but deterministic=true can sum at most 8192"
+    ):
         sums.values()
 
 

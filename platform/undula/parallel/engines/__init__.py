@@ -1,1 +1,1 @@
-"""Engines: one contract for whatever places a model, runs its backward pass and steps its optimizer."""
+"""Engines, which place a model, run its backward passes, reduce its gradients and step its optimizer."""

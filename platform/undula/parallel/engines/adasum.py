@@ -1,6 +1,6 @@
-"""The engine of Adasum: combines the gradients of virtual workers in a tree that does not depend on the ranks.
+"""Engine of Adasum. It combines the gradients of virtual workers in a tree that does not depend on the ranks.
 
-The paper and Horovod combine the gradients of ranks, so that their result depends on the number of ranks.
+The paper and Horovod combine the gradients of ranks instead, so their result depends on the number of ranks.
 """
 
 import torch
@@ -15,12 +15,14 @@ from undula.plan.plan import MicroBatch
 
 
 class AdasumEngine(Engine):
-    """Combines gradients by Adasum. It needs memory for one gradient of each virtual worker of a rank, and for one of each rank.
+    """Engine that combines gradients by Adasum.
+
+    Each rank needs memory for one gradient of each of its virtual workers, and for one gradient of each rank.
 
     Args:
-        layout: the ranks of the worker group.
-        virtual_workers: number of virtual workers of the plan.
-        all_reduce: Sums a tensor over the ranks, in place.
+        layout: Layout of the worker group.
+        virtual_workers: Number of virtual workers of the plan.
+        all_reduce: Function that sums a tensor over the ranks, in place.
     """
 
     capabilities = ADASUM
@@ -59,10 +61,11 @@ class AdasumEngine(Engine):
                 part += parameter.grad.flatten()
 
     def reduce_gradients(self, samples: int) -> None:
-        """Combine the gradients of this rank's virtual workers, exchange the results, and combine the rest as all ranks do."""
+        """Combine the gradients of this rank's virtual workers, exchange the results, and combine those of all ranks on every rank."""
         found = torch.zeros(len(self._exchanged), sum(self._sizes), device=self.layout.device)
         for virtual_worker, count in self._samples.items():
-            self._sums[virtual_worker] *= samples / max(count, 1)  # the mean over the virtual worker's own samples
+            # Losses are weighted by the samples of the step, but Adasum combines means over each virtual worker's own samples.
+            self._sums[virtual_worker] *= samples / max(count, 1)
         own = {(each, each + 1): sums for each, sums in self._sums.items()}
         for row, interval in zip(found, self._exchanged, strict=True):
             if interval[0] in self._own:

@@ -1,4 +1,4 @@
-"""The engine of most jobs: each rank has the whole model, and gradients are summed beside the last backward pass."""
+"""The default engine. Each rank has the whole model, and gradients are summed while the last backward pass is still running."""
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,11 @@ from undula.plan.plan import MicroBatch
 
 
 class DataParallelEngine(Engine):
-    """Sums gradients over ranks in buckets, during the backward pass of each step's last micro-batch.
+    """Engine that sums gradients over ranks in buckets, during the backward pass of each step's last micro-batch.
 
     Args:
-        layout: the ranks of the worker group.
-        sent_as: type in which gradients travel; None for their own.
+        layout: Layout of the worker group.
+        sent_as: Dtype in which gradients are sent; None for their own dtype.
     """
 
     capabilities = DATA_PARALLEL
@@ -51,17 +51,17 @@ class DataParallelEngine(Engine):
             parameter.grad = self._summed(parameter)
 
     def _summed(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum of a sparse gradient over the ranks, which have different rows of it; None if no rank has any."""
+        """Return the sum of a sparse gradient over the ranks, each of which has different rows of it; None if it has no rows."""
         own = parameter.grad
         if own is None:
             own = torch.zeros_like(parameter).to_sparse(1)
-        summed = own.coalesce().cpu()  # gloo sums sparse tensors on the host
+        summed = own.coalesce().cpu()  # gloo sums sparse tensors in host memory
         dist.all_reduce(summed, group=self.layout.control)
         summed = summed.coalesce()
         return summed.to(parameter.device) if summed._nnz() else None
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters whose gradients are sparse: those of layers that were made with sparse=True."""
+    """Return the parameters with sparse gradients, which are those of layers made with sparse=True."""
     layers = [layer for layer in module.modules() if getattr(layer, "sparse", False) is True]
     return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""The contract of an engine, and what engines have in common."""
+"""Base class of all engines."""
 
 from typing import ClassVar
 
@@ -17,18 +17,17 @@ from undula.state.pieces import Piece
 class Engine:
     """Places a model, runs its backward passes, combines the gradients of all ranks, and steps the optimizer.
 
-    The loop calls `place` and `prepare` once; then for each step `begin_step`; for each micro-batch `before_forward` and
-    `backward`; and at the end of the step `finish_gradients` and `step`. Each loss comes with its weight, its share of the
-    step's samples, so that the plain sum over micro-batches and ranks is the mean over the step for any assignment of virtual
-    workers.
+    `place` and `prepare` are called once. Each step begins with `begin_step`, calls `before_forward` and `backward` for each micro-batch,
+    and ends with `finish_gradients` and `step`. The weight of a micro-batch's loss is the micro-batch's share of the step's samples, so
+    that the plain sum over micro-batches and ranks is the mean over the step for any assignment of virtual workers.
 
-    A parameter that has no gradient on any rank has None after `finish_gradients`, so that no optimizer moves it, whatever the
-    number of ranks.
+    If a parameter has no gradient on any rank, its gradient is None after `finish_gradients`, so that no optimizer changes the parameter,
+    whatever the number of ranks.
 
-    This class runs one rank by itself. Subclasses define what happens between ranks.
+    This class trains on a single rank. Subclasses implement the communication between ranks.
 
     Args:
-        layout: the ranks of the worker group.
+        layout: Layout of the worker group.
     """
 
     capabilities: ClassVar[Capabilities]
@@ -36,10 +35,14 @@ class Engine:
     def __init__(self, layout: Layout):
         self.layout = layout
         self.gradients_ready: Mark | None = None
-        """Time at which the last gradient of the step was computed and only the reduction remained; None if the two do not overlap."""
+        """Time from which only the reduction of the step remained; None if the reduction does not overlap with the backward pass."""
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Move a module to the device, with the weights of rank 0 on every rank. Returns the module that the script calls."""
+        """Move a module to the device, and copy the weights of rank 0 to every rank.
+
+        Returns:
+            The module that the script calls.
+        """
         self.module = module.to(self.layout.device)
         broadcast_from_rank_0(self.module, self.layout.everyone)
         self.trainable = trainable(self.module)
@@ -47,11 +50,11 @@ class Engine:
         return self.module
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer that `step` steps, and the module that `place` returned."""
+        """Accept the module that `place` returned, and the optimizer that `step` is to step."""
         self.optimizer = optimizer
 
     def lay_out(self) -> None:
-        """Prepare the reduction of the gradients of `trainable`. It is called again when the script freezes or unfreezes parameters."""
+        """Prepare the reduction of the gradients of `trainable`; called again after the script has frozen or unfrozen parameters."""
 
     def begin_step(self, micro_batches: int) -> None:
         """Begin a step in which this rank runs `micro_batches` micro-batches."""
@@ -61,24 +64,25 @@ class Engine:
             self.lay_out()
 
     def before_forward(self, is_last: bool) -> None:
-        """Called before the forward pass of a micro-batch. `is_last` marks the last one of the step on this rank."""
+        """Prepare the forward pass of a micro-batch. `is_last` is true for the last micro-batch of the step on this rank."""
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
-        """Compute the gradients of a micro-batch and add them to those of the step.
+        """Compute the gradients of a micro-batch and add them to the gradients of the step.
 
         Args:
-            loss: mean over the micro-batch's samples, a scalar.
-            weight: factor on the loss.
-            micro_batch: The micro-batch. It has no samples if this rank runs the model only because others do, in a short step.
-            is_last: whether it is the last of the step on this rank.
+            loss: Mean loss over the micro-batch's samples, a scalar.
+            weight: Factor on the loss.
+            micro_batch: Micro-batch of the loss. It has no samples if this rank has no share of a short step and only runs the model
+                because the other ranks do.
+            is_last: Whether it is the last micro-batch of the step on this rank.
         """
         (loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def finish_gradients(self, samples: int, max_norm: float | None) -> Tensor:
-        """Leave the gradient of a step of `samples` samples in the parameters, clipped to `max_norm` unless that is None.
+        """Reduce the gradients of a step of `samples` samples, and clip them to `max_norm` unless that is None.
 
         Returns:
-            The norm of the gradient before clipping, a scalar on the device.
+            Norm of the gradient before clipping, a scalar on the device.
         """
         self.reduce_gradients(samples)
         parameters = list(self.module.parameters())
@@ -88,23 +92,27 @@ class Engine:
         return norm
 
     def reduce_gradients(self, samples: int) -> None:
-        """Replace the gradients of this rank by those of the step over all ranks."""
+        """Replace the gradients of this rank by the gradients of the step over all ranks."""
 
     def step(self) -> bool:
-        """Step the optimizer and free the gradients. Returns whether the step was applied; mixed precision may skip it."""
+        """Step the optimizer and free the gradients.
+
+        Returns:
+            Whether the step was applied. Mixed precision may skip it.
+        """
         self.optimizer.step()
         self.free_gradients()
         return True
 
     def free_gradients(self) -> None:
-        """Free all gradients, including those of parameters that the optimizer does not have."""
+        """Free all gradients, including the gradients of parameters that the optimizer does not have."""
         self.module.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Piece]:
-        """Tensors of the engine's own that change from step to step, by name. They are restored in place."""
+        """Return the engine's own tensors that change from step to step, by name. They are restored in place."""
         return {}
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that need a gradient."""
+    """Return the parameters that require a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""The engine of deterministic jobs. It sums gradients as integers, so that the order of the terms does not change any bit."""
+"""Engine of deterministic jobs. It sums gradients as integers, so that the order of the terms does not change any bit."""
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,14 @@ from undula.plan.plan import MicroBatch
 
 
 class ExactEngine(Engine):
-    """Sums gradients as integers over virtual workers and ranks.
+    """Engine that sums gradients as integers over virtual workers and ranks.
 
-    The gradients of each micro-batch are added to the sums and freed. The sums of a step are reduced at its end, not beside the
-    backward pass. They have 16 bytes for each parameter; the data-parallel engine sends 4. A single rank does the same arithmetic.
+    The gradients of each micro-batch are added to the sums and then freed. The sums are reduced at the end of the step, not during the
+    backward pass. They take 16 bytes per parameter, whereas the data-parallel engine sends 4. A single rank uses the same arithmetic.
 
     Args:
-        layout: the ranks of the worker group.
-        all_reduce: Sums a tensor of integers over the ranks, in place.
+        layout: Layout of the worker group.
+        all_reduce: Function that sums a tensor of integers over the ranks, in place.
     """
 
     capabilities = EXACT
@@ -54,12 +54,12 @@ class ExactEngine(Engine):
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as real numbers with one more dimension, and any other as it is."""
+    """Return a complex tensor as real numbers with one more dimension, and any other tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def like_parameter(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A sum of `as_real` gradients in the type of their parameter."""
+    """Convert a sum of gradients that `as_real` returned to the dtype of their parameter."""
     if not parameter.is_complex():
         return value.to(parameter.dtype)
     return torch.view_as_complex(value.contiguous()).to(parameter.dtype)

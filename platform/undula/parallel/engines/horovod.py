@@ -1,4 +1,4 @@
-"""The engine of jobs with `engine: horovod`; imported only for one, because nothing else needs Horovod."""
+"""Engine of jobs with `engine: horovod`. It is imported only for such a job, because nothing else needs Horovod."""
 
 import time
 from collections.abc import Iterable
@@ -16,20 +16,23 @@ POLL_INTERVAL_S = 0.0002
 
 
 def sum_over_horovod(tensor: Tensor) -> None:
-    """The all-reduce of Horovod, over all ranks."""
+    """Sum a tensor over all ranks in place, with Horovod's all-reduce."""
     handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"undula.{tensor.dtype}.{tensor.numel()}")
     _await([handle])
     hvd.synchronize(handle)
 
 
 def _await(handles: Iterable[Any]) -> None:
-    """Wait with pauses between looks. Horovod's own wait spins, and so takes the core that its thread or another rank could use."""
+    """Poll operations until they are complete. Horovod's own wait spins, which takes the core that its thread or another rank needs."""
     while not all(map(hvd.poll, handles)):
         time.sleep(POLL_INTERVAL_S)
 
 
 class SentAs:
-    """The type in which gradients travel, as a Compressor of Horovod, which takes contiguous tensors only and has no bfloat16."""
+    """Horovod `Compressor` that converts gradients to the dtype in which they are sent.
+
+    Horovod accepts only contiguous tensors and does not support bfloat16.
+    """
 
     def __init__(self, dtype: torch.dtype | None):
         self._dtype = dtype
@@ -43,15 +46,15 @@ class SentAs:
 
 
 class HorovodEngine(Engine):
-    """Reduces gradients by Horovod's DistributedOptimizer, while the backward pass of a step's last micro-batch goes on.
+    """Engine that reduces gradients by Horovod's DistributedOptimizer during the backward pass of each step's last micro-batch.
 
-    Losses come weighted by their share of the step's samples, so the operation is the sum, whatever the ranks have. A rank runs the
-    model as often as it has micro-batches: each says how many backward passes its step has. Only the reduction of the
-    DistributedOptimizer is used, around an optimizer that never steps: the script's own optimizer keeps its class and its state.
+    Losses are weighted by their share of the step's samples, so the gradients of all ranks are summed. Ranks may have different numbers
+    of micro-batches, so each rank sets its own number of backward passes per step. Only the reduction of DistributedOptimizer is used:
+    it wraps an optimizer that never steps, so that the script's own optimizer keeps its class and its state.
 
     Args:
-        layout: the ranks of the worker group.
-        sent_as: type in which gradients travel; None for their own.
+        layout: Layout of the worker group.
+        sent_as: Dtype in which gradients are sent; None for their own dtype.
     """
 
     capabilities = HOROVOD
@@ -62,7 +65,7 @@ class HorovodEngine(Engine):
         self._reduction: Any = None
 
     def lay_out(self) -> None:
-        self._reduction = None  # and with it the hooks of a former one, before there are new ones
+        self._reduction = None  # frees the previous one with its hooks, before new hooks are registered
         self._reduction = hvd.DistributedOptimizer(
             torch.optim.SGD(self.module.parameters(), lr=0.0),
             named_parameters=self.module.named_parameters(),
@@ -82,13 +85,14 @@ class HorovodEngine(Engine):
         self._send_the_rest()
         _await([counting, *(handle for handle, _ in self._reduction._handles.values())])
         self._reduction.synchronize()
-        # Horovod makes zeros of gradients that no rank has; the optimizer of a rank by itself would pass them over.
+        # Horovod sets a gradient that no rank has to zero. It becomes None again, so that the optimizer skips the parameter, as it
+        # would on a single rank.
         for parameter, ranks in zip(self.trainable, hvd.synchronize(counting).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
 
     def _send_the_rest(self) -> None:
-        """Send the gradients that the last backward pass did not bring: other ranks may wait for them, and Horovod sends them late."""
+        """Send the gradients that the last backward pass did not compute. Other ranks may wait for them, and Horovod sends them late."""
         sent = self._reduction._handles
         for parameter in self.trainable:
             if sent.get(parameter, (None, None))[0] is None:

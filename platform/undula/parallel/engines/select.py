@@ -17,7 +17,7 @@ from undula.parallel.spec import EngineName, GradientSpec
 from undula.state.pieces import is_sharded_tensor
 
 MakeEngine = Callable[[nn.Module, Layout], Engine]
-"""Makes the engine of a module."""
+"""Function that makes the engine of a module."""
 
 
 def make_engine(
@@ -29,7 +29,7 @@ def make_engine(
     measures_noise: bool,
     virtual_workers: int,
 ) -> Engine:
-    """The engine that trains a module with a job's settings.
+    """Make the engine that trains a module with a job's settings.
 
     Raises:
         UsageError: No engine supports these settings with this module. Preflight finds most of these cases before any worker starts.
@@ -58,7 +58,7 @@ def make_engine(
 
 
 def features_of_model(module: nn.Module) -> set[Feature]:
-    """Features that a module requires of its engine."""
+    """Return the features that a module requires of its engine."""
     asked = {
         Feature.SHARDED: any(is_sharded_tensor(parameter) for parameter in module.parameters()),
         Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),

@@ -1,1 +1,1 @@
-"""Sums of gradients: exact ones, and Adasum."""
+"""Reduction of gradients: sums in buckets, exact sums, and Adasum."""

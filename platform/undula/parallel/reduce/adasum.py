@@ -1,4 +1,4 @@
-"""Adasum: gradients that agree are averaged, orthogonal ones are added, layer by layer and two at a time.
+"""Adasum, which averages gradients that agree and adds orthogonal ones, layer by layer and two gradients at a time.
 
 Maleki et al. 2020, arXiv:2006.02924, equation 4. Pure functions of tensors.
 """
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 Interval = tuple[int, int]
-"""First virtual worker, and the one after the last."""
+"""Consecutive virtual workers: the first one, and the one after the last."""
 
 
 def adasum(one: Tensor, other: Tensor) -> Tensor:
-    """The combination of two gradients of a layer."""
+    """Combine two gradients of a layer."""
     dot, one_squared, other_squared = (
         float(torch.dot(left.flatten().double(), right.flatten().double()))
         for left, right in ((one, other), (one, one), (other, other))
@@ -24,14 +24,14 @@ def adasum(one: Tensor, other: Tensor) -> Tensor:
 
 
 def halves(interval: Interval) -> tuple[Interval, Interval]:
-    """The two subtrees of an interval; the first is as long as the largest power of two below its length."""
+    """Split an interval into its two subtrees. The length of the first is the largest power of two below the length of the interval."""
     begin, end = interval
     middle = begin + 2 ** ((end - begin - 1).bit_length() - 1)
     return (begin, middle), (middle, end)
 
 
 def largest_within(interval: Interval, shares: Sequence[range]) -> list[Interval]:
-    """The largest subtrees of `interval` that a rank has the whole of, given each rank's virtual workers."""
+    """Return the largest subtrees of `interval` that belong to a single rank each, given the virtual workers of each rank."""
     begin, end = interval
     if any(share.start <= begin and end <= share.stop for share in shares):
         return [interval]

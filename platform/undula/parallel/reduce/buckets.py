@@ -1,8 +1,9 @@
-"""Gradients summed over ranks in buckets, while the backward pass of a step's last micro-batch goes on.
+"""Sums of gradients over ranks in buckets, which are sent while the backward pass of a step's last micro-batch is still running.
 
-The scheme of torch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704, section 3.2): parameters in reverse order, so that
-buckets fill in about the order in which gradients are computed. Unlike there, a parameter without a gradient costs nothing: each
-bucket carries a count of the ranks that have a gradient of each parameter, and one that no rank has stays None.
+The scheme is that of torch's DistributedDataParallel (Li et al. 2020, arXiv:2006.15704, section 3.2): buckets take the parameters in
+reverse order, so that they fill in about the order in which gradients are computed. Unlike in DistributedDataParallel, a parameter
+without a gradient costs nothing: each bucket also counts the ranks that have a gradient of each parameter, and a gradient that no rank
+has stays None.
 """
 
 from collections.abc import Sequence
@@ -15,34 +16,35 @@ from torch import Tensor, nn
 from undula.parallel.device_clock import Mark, mark_on
 
 FIRST_BUCKET_BYTES = 2**20
-"""Size of the first bucket, which is small so that the network has something to do soon."""
+"""Maximum size of the first bucket in bytes. It is small so that communication starts early."""
 BUCKET_BYTES = 25 * 2**20
+"""Maximum size of all other buckets in bytes."""
 
 
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter]
     flat: Tensor
-    """The gradients, one after another, and after them a count for each parameter."""
+    """Gradients of all parameters, followed by one count per parameter."""
     views: list[Tensor]
-    """Parts of `flat` in the shapes of the parameters."""
+    """Views of `flat` in the shapes of the parameters."""
     counts: Tensor
-    """Part of `flat`: number of ranks that have a gradient of each parameter."""
+    """View of `flat` with the number of ranks that have a gradient of each parameter."""
     missing: int = 0
-    """Number of gradients that the last backward pass has not brought yet."""
+    """Number of gradients that the last backward pass has not computed yet."""
     sent: Tensor | None = None
     work: dist.Work | None = field(default=None, repr=False)
 
 
 class GradientBuckets:
-    """Sums the gradients of some dense parameters over the ranks of a group.
+    """Sums the gradients of dense parameters over the ranks of a process group.
 
-    Between steps the memory of the buckets stays; during a step each gradient is a view of its bucket.
+    The buckets keep their memory between steps. During a step, each gradient is a view of its bucket.
 
     Args:
-        parameters: all that may get a gradient, the same on every rank.
-        group: the ranks.
-        sent_as: type in which gradients travel; None for their own.
+        parameters: Dense parameters that may get a gradient, the same on every rank.
+        group: Process group of the ranks.
+        sent_as: Dtype in which gradients are sent; None for their own dtype.
     """
 
     def __init__(
@@ -61,15 +63,15 @@ class GradientBuckets:
         self._is_last = False
         self._next = 0
         self.ready: Mark | None = None
-        """When the last bucket was sent during the backward pass."""
+        """Time at which the backward pass sent its latest bucket; None if it has sent none."""
 
     def close(self) -> None:
-        """Leave the parameters as they were before."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def begin_last(self) -> None:
-        """The next backward pass is the last of the step: from now on complete buckets are sent."""
+        """Begin the last backward pass of the step, which sends buckets as soon as they are complete."""
         self._is_last = True
         self._next = 0
         self.ready = None
@@ -77,7 +79,7 @@ class GradientBuckets:
             bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
-        """Send the rest, wait for all sums, and leave them in the parameters."""
+        """Send the remaining buckets, wait for all sums, and store the sums as the gradients of the parameters."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         self._is_last, self._next = False, len(self._buckets)
@@ -88,7 +90,7 @@ class GradientBuckets:
                 _as_real(bucket.flat).copy_(bucket.sent)
             bucket.work = bucket.sent = None
             absent = [place for place, each in enumerate(bucket.parameters) if each.grad is None]
-            # Only a rank that lacks a gradient need know whether others have it: reading the counts waits for the device.
+            # Reading the counts waits for the device, so only a rank that lacks gradients checks whether other ranks have them.
             counts = bucket.counts.abs().tolist() if absent else []
             for place in absent:
                 if counts[place]:
@@ -105,7 +107,7 @@ class GradientBuckets:
         if not self._is_last:
             return
         bucket.missing -= 1
-        # In order on every rank, as the ranks' collectives must match.
+        # All ranks send the buckets in the same order, because their collectives must match.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._send(self._buckets[self._next])
             self._next += 1
@@ -116,7 +118,7 @@ class GradientBuckets:
         for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
             if parameter.grad is None:
                 view.zero_()
-            elif parameter.grad is not view:  # made by the script, not by a backward pass
+            elif parameter.grad is not view:  # set by the script, not by a backward pass
                 view.copy_(parameter.grad)
                 parameter.grad = view
         if all(has):
@@ -130,7 +132,7 @@ class GradientBuckets:
 
 
 def _assigned(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters by bucket: each of one type and device, and of at most BUCKET_BYTES or one parameter."""
+    """Assign parameters to buckets of one dtype and device. A bucket with several parameters has at most BUCKET_BYTES."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
@@ -154,12 +156,16 @@ def _make_bucket(parameters: list[nn.Parameter]) -> _Bucket:
 
 
 def _shaped_like(parameter: nn.Parameter, piece: Tensor) -> Tensor:
-    """With the strides of the parameter where those leave no gaps: otherwise optimizers could not treat all of them at once."""
+    """Return a view of `piece` with the shape of the parameter.
+
+    The view also has the strides of a channels-last parameter, because optimizers process all parameters at once only if gradients have
+    the strides of their parameters.
+    """
     is_channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     strides = parameter.stride() if is_channels_last else None
     return piece.as_strided(parameter.size(), strides) if strides else piece.view(parameter.size())
 
 
 def _as_real(flat: Tensor) -> Tensor:
-    """The same memory in a type that every backend sums."""
+    """Return the same memory with a dtype that every backend can sum."""
     return torch.view_as_real(flat) if flat.is_complex() else flat
