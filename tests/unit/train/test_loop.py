@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,27 @@ def train(job: Job, after_backward: Callable[[Step, int], None] = lambda step, n
             step.backward(model(batch["x"][:, None] / 48).square().mean())
             after_backward(step, number)
         step.update()
+
+
+@pytest.mark.parametrize("last_step", ["short", "drop", "wrap"])
+def test_a_validation_uses_every_sample_once(tmp_path: Path, last_step: str) -> None:
+    """Training data may leave out or repeat samples of the last step of an epoch, which has 8 of 20 samples here."""
+    job = numbers_job(tmp_path, global_batch=20, last_step=last_step, max_steps=1)
+    run = cpu_run(replace(job, data=replace(job.data, validation=job.data.train)))
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    validated: list[float] = []
+
+    def loss(batch):
+        validated.extend(batch["x"].tolist())
+        return model(batch["x"][:, None]).mean()
+
+    for step in run.steps(validate=loss):
+        assert sorted(validated) == list(range(48))
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None]).mean())
+        step.update()
+    assert sorted(validated) == sorted(2 * list(range(48)))
 
 
 def test_an_epoch_uses_every_sample_once(job: Job) -> None:
