@@ -115,7 +115,7 @@ def test_missing_s3_credentials_are_named(text: str, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(session_jobs: Jobs, on_one_rank: Finished, tmp_path: Path) -> None:
     same = (f"name={job_json(on_one_rank.store)['name']}", *session_jobs.past_an_epoch())
     sentence = refusal(session_jobs.text, session_jobs.runs, *same, "config.model.width=64")
-    assert "config.model.width is 64, and" in sentence
+    assert "config.model.width is 64, but" in sentence
     assert "was started with 32; restore it, set another name, or start over with --fresh" in sentence
 
     # The same settings, and a script whose model has changed.

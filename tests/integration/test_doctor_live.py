@@ -166,7 +166,7 @@ def test_a_node_that_dies_during_the_examination_is_named(two_nodes: Nodes, tmp_
     assert found.status == 1
     assert found.took_s < LIMIT_S
     assert f"({node[:8]}) could not be examined completely" in found.of("fail")["nodes"]
-    assert len(found.facts["stored"]) == 2
+    assert len(found.facts["stored"]) == 3, "the head and the other nodes are examined"
 
 
 def test_a_missing_token_is_reported_with_the_variable_to_set(two_nodes: Nodes, tmp_path: Path) -> None:
