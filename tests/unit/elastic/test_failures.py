@@ -10,7 +10,14 @@ from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.config import FailureConfig
 
-from undula.elastic.ray.failures import LONGEST_PAUSE_S, STORAGE_FAILURES, RetryUnlessBug, summary, whole_story
+from undula.elastic.ray.failures import (
+    LONGEST_PAUSE_S,
+    STORAGE_FAILURES,
+    RetryUnlessBug,
+    lacks_cause,
+    summary,
+    whole_story,
+)
 from undula.errors import ManifestError, StorageError, UsageError
 from undula.train.tracebacks import keep_traceback
 
@@ -146,3 +153,12 @@ def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
 )
 def test_the_reason_why_a_worker_was_lost_is_named(error: Exception, words: str) -> None:
     assert summary(failed(error)).startswith(f"rank 0: {words}")
+
+
+def test_broken_collectives_lack_their_cause_until_another_rank_fails() -> None:
+    broken = raised(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert not lacks_cause({}, 2)
+    assert lacks_cause({0: broken}, 2)
+    assert not lacks_cause({0: broken, 1: raised(OSError("a fault of the user's code"))}, 2)
+    assert not lacks_cause({0: broken, 1: broken}, 2)
+    assert not lacks_cause({1: raised(OSError("a fault of the user's code"))}, 2)

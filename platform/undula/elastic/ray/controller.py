@@ -12,7 +12,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.config import ScalingConfig
 
 from undula.elastic.ray.events import ControllerEvents, EventQueue
-from undula.elastic.ray.failures import RetryUnlessBug
+from undula.elastic.ray.failures import RetryUnlessBug, lacks_cause
 from undula.elastic.ray.group import WorkerGroups
 from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.scaling import PoolPolicy, elastic_statuses
@@ -26,6 +26,8 @@ FAST_FOR_S = 1.0
 """Seconds for which polling is fast after such a call."""
 POLL_TIMEOUT_S = 0.05
 """Maximum seconds for which a poll waits for answers. The next poll collects the answers that arrive later."""
+CAUSE_LIMIT_S = 0.15
+"""Maximum seconds to wait for the failure that broke the collectives of other ranks, whose answers can arrive earlier."""
 
 
 class ElasticController(TrainController):
@@ -80,6 +82,10 @@ class ElasticController(TrainController):
         await self._pause()
         assert self._worker_group is not None
         status = self._worker_group.poll_status(timeout=POLL_TIMEOUT_S)
+        deadline = time.monotonic() + CAUSE_LIMIT_S
+        while lacks_cause(status.errors, len(status.worker_statuses)) and time.monotonic() < deadline:
+            await asyncio.sleep(FAST_POLL_S)
+            status = self._worker_group.poll_status(timeout=POLL_TIMEOUT_S)
         ranks = [each.progress for each in elastic_statuses(status) if each.progress]
         self._retries.has_stepped |= any(rank.longest_step_s > 0 for rank in ranks)
         return status

@@ -1,6 +1,7 @@
 """Decision whether to start another worker group after a failure, and descriptions of failures."""
 
 import re
+from collections.abc import Mapping
 
 import torch
 from ray.train import WorkerGroupError
@@ -91,6 +92,11 @@ def is_exception(error: BaseException) -> bool:
     """Return whether a worker failed because its own code raised an exception, and not because another worker was lost."""
     failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
     return any(kept_traceback(failure) is not None and not is_of_collective(failure) for failure in failures)
+
+
+def lacks_cause(failures: Mapping[int, BaseException], world_size: int) -> bool:
+    """Return whether all failures so far are broken collectives, so that the cause must be a rank that is not among them."""
+    return 0 < len(failures) < world_size and all(is_of_collective(failure) for failure in failures.values())
 
 
 def is_of_storage(error: BaseException) -> bool:
