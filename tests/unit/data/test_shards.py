@@ -139,7 +139,7 @@ def test_reading_continues_after_the_store_was_down(
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ({"ContentRange": "bytes 0-9/4000"}, "answers range requests with another range"),
+        ({"ContentRange": "bytes 0-9/4000"}, "returned another range than the requested one"),
         ({"ETag": '"other"'}, "has changed since"),
     ],
 )
