@@ -9,9 +9,11 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import boto3
 import pytest
+from forking.interpreter import write_interpreter
 from hypothesis import settings
 from jobs_kit import Jobs
 from small_text import write_text
@@ -94,8 +96,15 @@ def s3(s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[LocalCluster]:
-    with local_cluster(num_cpus=4) as running:
+def forking_python() -> Iterator[str]:
+    """Interpreter with which nodes start workers quickly."""
+    with TemporaryDirectory(prefix="undula-python-") as folder:
+        yield write_interpreter(Path(folder))
+
+
+@pytest.fixture(scope="session")
+def cluster(forking_python: str) -> Iterator[LocalCluster]:
+    with local_cluster(num_cpus=4, python=forking_python) as running:
         yield running
 
 

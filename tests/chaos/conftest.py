@@ -10,9 +10,9 @@ from undula.testing.nodes import Nodes, nodes
 
 
 @pytest.fixture(scope="session")
-def spot() -> Iterator[Nodes]:
+def spot(forking_python: str) -> Iterator[Nodes]:
     """Cluster with two nodes that can be killed, and a head without workers."""
-    with nodes() as running:
+    with nodes(python=forking_python) as running:
         for _ in range(2):
             running.add()
         running.await_all()

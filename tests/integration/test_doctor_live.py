@@ -41,8 +41,8 @@ class Examined:
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Nodes]:
-    with nodes() as found:
+def two_nodes(forking_python: str) -> Iterator[Nodes]:
+    with nodes(python=forking_python) as found:
         found.add()
         found.add()
         found.await_all()

@@ -18,9 +18,9 @@ from undula.study.records import REPORT, read_spec
 
 
 @pytest.fixture(scope="module")
-def s3_cluster(s3_env: dict[str, str]) -> Iterator[LocalCluster]:
+def s3_cluster(s3_env: dict[str, str], forking_python: str) -> Iterator[LocalCluster]:
     """Cluster whose processes find the S3 server."""
-    with local_cluster(num_cpus=4, env=s3_env) as cluster:
+    with local_cluster(num_cpus=4, env=s3_env, python=forking_python) as cluster:
         yield cluster
 
 

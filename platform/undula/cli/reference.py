@@ -23,9 +23,9 @@ JSON schema."""
 
 _ENGINES = """## Engines and what they can do
 
-An engine runs the model on the ranks and reduces its gradients. In the table, `selects` marks the feature that selects an
-engine: a job is trained by the first engine whose selecting feature it uses, or else by the last engine. A job that uses a feature that
-its engine does not support is refused before any worker starts."""
+An engine runs the model on the ranks and reduces its gradients. The table lists the engines in order. A job is
+trained by the first engine that has `selects` at a feature that the job uses, or by the last engine if there is none. If that engine does
+not support another feature of the job, the job is refused before any worker starts."""
 
 
 def markdown() -> str:

@@ -21,7 +21,7 @@ RECONNECT_S = 2.0
 RECONNECTS = 30
 """Maximum number of consecutive failed attempts."""
 LASTING_S = 30.0
-"""Minimum duration of a connection in seconds so that its loss starts a new count of failed attempts."""
+"""Duration in seconds after which a connection counts as a success: if it is lost later, failed attempts are counted from zero."""
 LOST = (OSError, RuntimeError, ClientError)
 """Exceptions that Ray's client raises if the job API does not answer: those of requests, its own, and those of aiohttp."""
 STOP_TIMEOUT_S = 5.0

@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank represents all ranks: it writes the ledger, and the others take over its copy of data that all ranks have."""
+        """Whether this is the rank that writes the ledger, and whose values the other ranks take over where all must be equal."""
         return self.rank == 0
 
     def assignment(self, virtual_workers: int) -> tuple[range, ...]:

@@ -35,10 +35,11 @@ class Nodes:
         nodes: Ids of the nodes that were added and not killed, in order, including nodes that are still starting.
     """
 
-    def __init__(self, cluster: LocalCluster, env: Mapping[str, str]):
+    def __init__(self, cluster: LocalCluster, env: Mapping[str, str], python: str = sys.executable):
         self.cluster = cluster
         self.nodes: list[str] = []
         self._env = {**os.environ, **cluster.env, **env}
+        self._python = python
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._notices: dict[str, float] = {}
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
@@ -127,7 +128,7 @@ class Nodes:
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.cluster.address}"),
+            *(self._python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.cluster.address}"),
             *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
             *("--include-log-monitor=False", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
         ]
@@ -151,7 +152,10 @@ class Nodes:
 
 @contextmanager
 def nodes(
-    head_cpus: int = 0, env: Mapping[str, str] | None = None, node_env: Mapping[str, str] | None = None
+    head_cpus: int = 0,
+    env: Mapping[str, str] | None = None,
+    node_env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[Nodes]:
     """Start a cluster for this block, to which nodes can be added.
 
@@ -159,10 +163,11 @@ def nodes(
         head_cpus: Number of CPUs of the head; by default no worker fits on it.
         env: Additional environment variables of all processes.
         node_env: Additional environment variables of the added nodes.
+        python: Interpreter of the nodes and their workers.
     """
     settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {}), **(node_env or {})}
-    with local_cluster(num_cpus=head_cpus, env=env) as cluster:
-        found = Nodes(cluster, settings)
+    with local_cluster(num_cpus=head_cpus, env=env, python=python) as cluster:
+        found = Nodes(cluster, settings, python)
         try:
             yield found
         finally:

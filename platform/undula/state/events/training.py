@@ -163,7 +163,7 @@ WarningCode = Literal[
     "batch_rule",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
-    "checkpoint_skipped": "A damaged checkpoint is skipped, and an older state is used: {detail}.",
+    "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
     "checkpoint_failed": "A checkpoint could not be written, and training continues: {detail}.",
     "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
     "state_at_risk": "The newest state may be lost when its last node is removed: {detail}.",

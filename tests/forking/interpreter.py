@@ -1,0 +1,63 @@
+"""Interpreter that runs workers in forks. It imports little, because it is started twice for each worker."""
+
+import array
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).parents[1])
+SOCKET = "UNDULA_FORK_SERVER"
+"""Environment variable with the path of the socket on which the node's fork server listens."""
+JOB_ID = "RAY_JOB_ID"
+JOB_ID_BYTES = 8
+"""Length of a job's id in hexadecimal digits."""
+WORKER_SCRIPTS = ("/ray/_private/workers/setup_worker.py", "/ray/_private/workers/default_worker.py")
+AGENT_SCRIPT = "/ray/_private/runtime_env/agent/main.py"
+
+
+def write_interpreter(folder: Path) -> str:
+    """Write a virtual environment with this interpreter into an empty folder, and return the interpreter's path."""
+    (folder / "pyvenv.cfg").write_text(Path(sys.prefix, "pyvenv.cfg").read_text())
+    (folder / "lib").symlink_to(Path(sys.prefix, "lib"))
+    (folder / "bin").mkdir()
+    path = folder / "bin" / "python"
+    path.write_text(
+        f"#!{sys.executable} -IS\n"
+        f"import sys; sys.path.append({ROOT!r})\n"
+        "from forking.interpreter import interpret; interpret(*sys.argv)\n"
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def interpret(path: str, *arguments: str) -> None:
+    """Do what `python arguments...` does.
+
+    Args:
+        path: Path of this interpreter.
+        arguments: Its arguments.
+    """
+    script = next((each for each in arguments if not each.startswith("-")), "")
+    if arguments[:3] == ("-m", "ray.scripts.scripts", "start"):
+        code = f"import sys; sys.path.append({ROOT!r}); from forking.server import serve; serve(*sys.argv[1:])"
+        os.execv(sys.executable, [sys.executable, "-c", code, path, *arguments[1:]])
+    if SOCKET in os.environ and JOB_ID in os.environ and script.endswith(WORKER_SCRIPTS):
+        sys.exit(_run_in_fork(arguments[arguments.index(script) :]))
+    # Workers are started with the interpreter that the agent runs with.
+    os.execv(sys.executable, [path if script.endswith(AGENT_SCRIPT) else sys.executable, *arguments])
+
+
+def _run_in_fork(arguments: tuple[str, ...]) -> int:
+    """Run a script in a fork of the fork server, and return its exit status."""
+    request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(os.environ[SOCKET])
+        server.sendall(os.environ[JOB_ID].encode())
+        streams = array.array("i", [0, 1, 2]).tobytes()
+        server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        server.sendall(request)
+        answer = server.recv(1)
+    return answer[0] if answer else 128 + signal.SIGKILL

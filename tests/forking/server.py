@@ -1,0 +1,269 @@
+"""Fork servers of nodes and jobs."""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from forking.interpreter import JOB_ID_BYTES, SOCKET
+
+LIBRARIES = (
+    *("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard"),
+    *("pyarrow.parquet", "pyarrow.dataset", "boto3", "pydantic", "fsspec", "safetensors.torch", "horovod.torch"),
+)
+"""Modules that a node's server imports: those that workers import, or that torch imports in their first step."""
+RAY = ("ray._private.workers.default_worker", "ray._private.workers.setup_worker")
+"""Modules that a job's server imports. It must not import ray.train, which draws a random id: all forks would then draw the same ids."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment variables with which these modules start no threads: threads do not exist in a fork."""
+MAX_JOBS = 3
+"""Maximum number of jobs whose server waits for requests."""
+
+
+def serve(interpreter: str, module: str, *arguments: str) -> NoReturn:
+    """Run `python -m module arguments...`, which starts a node, and serve until it has ended.
+
+    Args:
+        interpreter: Path of the interpreter that asks for forks.
+        module: Name of the module.
+        arguments: Arguments of the module.
+    """
+    _import_all(LIBRARIES, dict(os.environ))
+    path = Path(interpreter).parent / str(os.getpid())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(64)
+    os.environ[SOCKET] = str(path)
+    status = NodeServer(listener, interpreter).run([module, *arguments])
+    path.unlink()
+    sys.exit(status)
+
+
+class ForkServer(ABC):
+    """Process that forks."""
+
+    def __init__(self, requests: socket.socket):
+        self._requests: socket.socket | None = requests
+        self._signals, self._signal_sender = socket.socketpair()
+        self._signal_sender.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # makes the signal wake up `select`
+        signal.set_wakeup_fd(self._signal_sender.fileno())
+
+    @abstractmethod
+    def sockets(self) -> list[socket.socket]:
+        """Return sockets to peers."""
+
+    @abstractmethod
+    def accept(self, requests: socket.socket) -> None:
+        """Accept a request."""
+
+    @abstractmethod
+    def peer_closed(self, peer: socket.socket) -> None:
+        """Handle the end of a peer."""
+
+    @abstractmethod
+    def child_ended(self, pid: int, status: int) -> None:
+        """Handle the end of a child."""
+
+    def fork(self, function: Callable[[], object]) -> int:
+        """Call `function` in a fork, which then ends, and return the process id of the fork."""
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            for each in (self._requests, self._signals, self._signal_sender, *self.sockets()):
+                if each is not None:
+                    each.close()
+            _call_and_end(function)
+        return pid
+
+    def serve_once(self) -> None:
+        """Wait until something happens, and handle it."""
+        requests = [] if self._requests is None else [self._requests]
+        for ready in select.select([self._signals, *requests, *self.sockets()], [], [])[0]:
+            if ready is self._requests:
+                self.accept(ready)
+            elif ready is not self._signals:
+                self.peer_closed(ready)
+            else:
+                self._signals.recv(4096)
+                with suppress(ChildProcessError):
+                    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                        status = os.waitstatus_to_exitcode(ended[1])
+                        self.child_ended(ended[0], status if status >= 0 else 128 - status)
+
+
+class NodeServer(ForkServer):
+    """Server of a node. It starts the node, and a server for each job."""
+
+    def __init__(self, listener: socket.socket, interpreter: str):
+        super().__init__(listener)
+        self._interpreter = interpreter
+        self._jobs: dict[bytes, socket.socket] = {}
+        """Connections to the servers of jobs, by the job's id, oldest first."""
+        self._status: int | None = None
+
+    def run(self, command: list[str]) -> int:
+        """Start the node, serve until it has ended, and return its exit status. SIGTERM is passed on to it."""
+        node = self.fork(lambda: self._start_node(command))
+        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(node, number))
+        self._node = node
+        while self._status is None:
+            self.serve_once()
+        return self._status
+
+    def _start_node(self, command: list[str]) -> None:
+        sys.executable = self._interpreter
+        sys.argv = command
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+    def sockets(self) -> list[socket.socket]:
+        return list(self._jobs.values())
+
+    def accept(self, requests: socket.socket) -> None:
+        """Pass a connection on to the server of its job."""
+        client, _ = requests.accept()
+        with client:
+            job = client.recv(JOB_ID_BYTES, socket.MSG_WAITALL)
+            if len(job) < JOB_ID_BYTES:  # the client has been killed
+                return
+            if job not in self._jobs:
+                self._jobs[job] = self._start_job()
+            socket.send_fds(self._jobs[job], [b"1"], [client.fileno()])
+        while len(self._jobs) > MAX_JOBS:
+            self._jobs.pop(next(iter(self._jobs))).close()
+
+    def _start_job(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+
+        def run() -> None:
+            ours.close()
+            JobServer(theirs, self._interpreter).run()
+
+        self.fork(run)
+        theirs.close()
+        return ours
+
+    def peer_closed(self, peer: socket.socket) -> None:
+        self._jobs = {job: each for job, each in self._jobs.items() if each is not peer}
+        peer.close()
+
+    def child_ended(self, pid: int, status: int) -> None:
+        if pid == self._node:
+            self._status = status
+
+
+class JobServer(ForkServer):
+    """Server of a job. It runs the scripts of workers in forks."""
+
+    def __init__(self, requests: socket.socket, interpreter: str):
+        super().__init__(requests)
+        self._interpreter = interpreter
+        self._clients: dict[int, socket.socket] = {}
+        """Connections to the interpreters that wait for a fork's end, by the process id of the fork."""
+        own = {"", *_paths_in_environment()}
+        self._library_paths = [each for each in sys.path if each not in own]
+        self._has_ray = False
+
+    def run(self) -> None:
+        """Serve until there are no more requests and all forks have ended."""
+        while self._requests is not None or self._clients:
+            self.serve_once()
+
+    def sockets(self) -> list[socket.socket]:
+        return list(self._clients.values())
+
+    def accept(self, requests: socket.socket) -> None:
+        """Run the script that a client asks for."""
+        _, connections, _, _ = socket.recv_fds(requests, 1, 1)
+        if not connections:
+            requests.close()
+            self._requests = None
+            return
+        client = socket.socket(fileno=connections[0])
+        head, streams, _, _ = socket.recv_fds(client, 4, 3)
+        with client.makefile("rb") as stream:
+            length = int.from_bytes(head, "big")
+            body = stream.read(length)
+        if len(head) < 4 or len(body) < length:  # the client has been killed
+            client.close()
+            return
+        arguments, folder, environment = json.loads(body)
+        if not self._has_ray:
+            _import_all(RAY, environment)
+            self._has_ray = True
+
+        def run() -> None:
+            client.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.executable = self._interpreter
+            sys.argv = arguments
+            sys.path[:] = [str(Path(arguments[0]).parent), *_paths_in_environment(), *self._library_paths]
+            runpy.run_path(arguments[0], run_name="__main__")
+
+        self._clients[self.fork(run)] = client
+        for stream in streams:
+            os.close(stream)
+
+    def peer_closed(self, peer: socket.socket) -> None:
+        """Kill the fork for which a client was waiting when it ended. To Ray, both are one process."""
+        for pid in [pid for pid, each in self._clients.items() if each is peer]:
+            os.kill(pid, signal.SIGKILL)
+            self._clients.pop(pid).close()
+
+    def child_ended(self, pid: int, status: int) -> None:
+        if client := self._clients.pop(pid, None):
+            with client, suppress(OSError):  # the client may have been killed
+                client.send(bytes([status]))
+
+
+def _import_all(names: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Import modules with an environment, which this process keeps."""
+    os.environ.clear()
+    os.environ.update({**environment, **ONE_THREAD})
+    for name in names:
+        importlib.import_module(name)
+    for name in ONE_THREAD:
+        os.environ.pop(name)
+    gc.freeze()  # otherwise, the first collection in a fork would copy the pages of all objects
+    assert len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _paths_in_environment() -> list[str]:
+    return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
+def _call_and_end(function: Callable[[], object]) -> NoReturn:
+    """Call a function and end the process as the interpreter does at the end of a script."""
+    status: object = 0
+    try:
+        function()
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
