@@ -41,7 +41,6 @@ def serve(interpreter: str, module: str, *arguments: str) -> NoReturn:
         module: Name of the module.
         arguments: Arguments of the module.
     """
-    _import_all(LIBRARIES, dict(os.environ))
     path = Path(interpreter).parent / str(os.getpid())
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -122,6 +121,7 @@ class NodeServer(ForkServer):
         node = self.fork(lambda: self._start_node(command))
         signal.signal(signal.SIGTERM, lambda number, frame: os.kill(node, number))
         self._node = node
+        _import_all(LIBRARIES, dict(os.environ))  # while the node starts
         while self._status is None:
             self.serve_once()
         return self._status

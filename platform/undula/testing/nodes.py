@@ -21,7 +21,7 @@ from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
 from undula.state.defaults import MEMORY
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 30.0
 ANSWER_LIMIT_S = 30.0
 """Time limit in seconds for an answer of the head, which is slow while many nodes start on few cores."""
 ATTEMPTS = 4

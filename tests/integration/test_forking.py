@@ -1,0 +1,34 @@
+"""Test of the interpreter of test clusters: workers are forks of one process, but they draw different ids."""
+
+import json
+import os
+import subprocess
+import sys
+
+from undula.cluster.local import LocalCluster
+
+DRIVER = """
+import json, logging, os
+import ray
+
+class Worker:
+    def look(self):
+        import sys
+        from ray._raylet import WorkerID
+        return os.getppid(), "torch" in sys.modules, "undula" in sys.modules, WorkerID.from_random().hex()
+
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+workers = [ray.remote(Worker).remote() for _ in range(2)]
+print(json.dumps(ray.get([worker.look.remote() for worker in workers])))
+"""
+
+
+def test_workers_are_forks_that_have_torch_and_draw_different_ids(cluster: LocalCluster) -> None:
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run([sys.executable, "-c", DRIVER], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    one, other = json.loads(done.stdout)
+    parent, has_torch, has_undula, drawn = one
+    assert other[:3] == [parent, has_torch, has_undula]
+    assert (has_torch, has_undula) == (True, False)
+    assert other[3] != drawn
