@@ -27,13 +27,18 @@ settings.register_profile("undula", deadline=None)  # a test on a busy machine m
 settings.load_profile("undula")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a cluster run in one process, one after another; the other files run beside them, each in one process."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         shared = next((name for name in ("spot", "cluster") if name in fixtures), None)
         item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Check that xdist knows the groups: it ignores them with some versions of pytest, and every process then starts every cluster."""
+    if getattr(session.config.option, "loadgroup", False):
+        assert all("@" in item.nodeid for item in session.items)
 
 
 @dataclass(frozen=True)
