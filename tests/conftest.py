@@ -27,6 +27,7 @@ settings.register_profile("undula", deadline=None)  # a test on a busy machine m
 settings.load_profile("undula")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a cluster run in one process, one after another; the other files run beside them, each in one process."""
     for item in items:
