@@ -27,8 +27,13 @@ LIBRARIES = (
 """Modules that a node's server imports: those that workers import, or that torch imports in their first step."""
 RAY = ("ray._private.workers.default_worker", "ray._private.workers.setup_worker")
 """Modules that a job's server imports. It must not import ray.train, which draws a random id: all forks would then draw the same ids."""
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment variables with which these modules start no threads: threads do not exist in a fork."""
+ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment variables with which these modules start no threads, because threads do not exist in a fork. torch reads the number of
+OpenMP threads when it is imported. Ray sets it to 1, too, for a worker with one CPU, but only after the fork."""
 MAX_JOBS = 3
 """Maximum number of jobs whose server waits for requests."""
 
