@@ -1,6 +1,5 @@
 """Tests of a job with its data and run directory on S3, over real HTTP."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from study_kit import Studies
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data.corpora import stdlib_text
 from undula.state.commit import find_commits
-from undula.state.directory import STUDY_FILE
 from undula.storage import open_store
 from undula.study.progress import read_progress
 from undula.study.records import REPORT, read_spec
@@ -49,15 +47,11 @@ def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(
     studies = Studies(s3_cluster, text, tmp_path)
     file = studies.file("on-s3", packed=1, base_lrs=[1e-2], overrides={"runs": s3.url("runs")})
     store = open_store(s3.url("runs/on-s3"))
-    driver = studies.start(file)
-    while not store.exists(STUDY_FILE):
-        assert driver.poll() is None, driver.communicate()
-        time.sleep(0.05)  # limits the polling rate
-    out, _ = (other := studies.start(file)).communicate(timeout=120)
-    assert other.returncode == 2
-    assert "is being trained by another job on this cluster" in out
-    out, _ = driver.communicate(timeout=240)
-    assert driver.returncode == 0, out[-3000:]
+    drivers = [studies.start(file) for _ in range(2)]
+    outs = [driver.communicate(timeout=240)[0] for driver in drivers]
+    assert sorted(driver.returncode for driver in drivers) == [0, 2], outs
+    refused = next(out for out, driver in zip(outs, drivers, strict=True) if driver.returncode)
+    assert "is being trained by another job on this cluster" in refused
     spec = read_spec(store)
     assert [record.state for record in read_progress(store, spec).records.values()] == ["complete"] * 2
     assert store.exists(f"{REPORT}/index.html")
