@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from undula.errors import CheckpointError
+from undula.errors import CheckpointError, StorageError
 from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, table_of, tensors_entry, write_share
 from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, attempt_of, commit_json, find_commits
 from undula.state.pieces import Box, Piece, RankState, Table
@@ -33,6 +33,7 @@ class Checkpointer:
         keep: Number of committed checkpoints to keep.
         before_commit: Callback that rank 0 calls before a checkpoint becomes visible, to flush the ledger. It runs in the saving thread.
         after_commit: Callback to which rank 0 passes the step and the duration of the save in seconds. It runs in the saving thread.
+        not_removed: Callback to which rank 0 passes the reason why old checkpoints could not be deleted. It runs in the saving thread.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Checkpointer:
         keep: int,
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int, float], None] = lambda step, seconds: None,
+        not_removed: Callable[[str], None] = lambda reason: None,
     ):
         self._store = store
         self._attempt = attempt
         self._keep = keep
         self._before_commit = before_commit
         self._after_commit = after_commit
+        self._not_removed = not_removed
         self._saving: Future[None] | None = None
         self._group = group
         self._saving_step = 0
@@ -130,7 +133,11 @@ class Checkpointer:
         }
         self._before_commit()
         self._store.write(f"{folder}/{COMMIT}", commit_json(body))
-        self._committed(step, time.monotonic() - began)
+        self._after_commit(step, time.monotonic() - began)
+        try:
+            self._remove_superseded()
+        except StorageError as error:  # the next save tries again
+            self._not_removed(str(error))
 
     @property
     def has_finished_here(self) -> bool:
@@ -203,8 +210,7 @@ class Checkpointer:
             self._store.delete(f"{folder}/{COMMIT}")  # first, so that readers ignore the remaining files
             self._store.delete(folder)
 
-    def _committed(self, step: int, seconds: float) -> None:
-        self._after_commit(step, seconds)
+    def _remove_superseded(self) -> None:
         self.remove_uncommitted()
         whole = [commit for commit in find_commits(self._store)[0] if commit.folder not in self._damaged]
         self._remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in whole], self._keep))

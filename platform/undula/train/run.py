@@ -25,7 +25,7 @@ from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
 from undula.state.checkpoint import Checkpointer
-from undula.state.events import CheckpointEvent
+from undula.state.events import CheckpointEvent, WarningEvent
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
 from undula.telemetry.messages import Publisher
@@ -201,6 +201,9 @@ class Run:
         def report_saved(done: int, seconds: float) -> None:
             context.report(CheckpointEvent(seconds, step=done))
 
+        def not_removed(reason: str) -> None:
+            context.report(WarningEvent("checkpoints_not_removed", reason))
+
         context = TrainContext(
             setup,
             engine,
@@ -214,7 +217,7 @@ class Run:
                 self._optimizer,
                 lambda: {**engine.state(), **noise.state(), **context.rate.values(), **context.group_rates.values()},
             ),
-            Checkpointer(setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved),
+            Checkpointer(setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved, not_removed),
             StepReducer(layout.control),
             rate,
             self._open_stream,

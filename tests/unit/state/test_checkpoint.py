@@ -3,12 +3,13 @@
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from undula.errors import CheckpointError
+from undula.errors import CheckpointError, StorageError
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import COMMIT, check_shapes, commit_json, find_commits
 from undula.state.pieces import rank_state
@@ -59,6 +60,19 @@ def test_only_the_newest_checkpoints_are_kept(store: Store) -> None:
         save(checkpoints, step, step)
     assert [commit.step for commit in find_commits(store)[0]] == [3, 2]
     assert not [entry for entry in store.list("checkpoints") if "step-00000001" in entry.name]
+
+
+def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str] = []
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1, not_removed=reasons.append)
+    save(checkpoints, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", Mock(side_effect=StorageError("cannot delete")))
+        save(checkpoints, 2, 2)
+    assert reasons == ["cannot delete"]
+    assert [commit.step for commit in find_commits(store)[0]] == [2, 1]
+    save(checkpoints, 3, 3)
+    assert [commit.step for commit in find_commits(store)[0]] == [3]
 
 
 def test_a_checkpoint_without_its_commit_is_invisible(store: Store) -> None:

@@ -108,7 +108,7 @@ class WorkerPool:
         self._collect_prepared()
         for worker in [worker for worker in self.workers.values() if not worker.in_group]:
             is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
-            may_leave = worker.node in self.notices and self._is_state_safe(worker)
+            may_leave = worker.node in self.notices and self._preserve_state(worker)
             if worker.node not in self.nodes or may_leave or is_late:
                 self.drop(worker.id)
         self._start_missing(now)
@@ -123,8 +123,8 @@ class WorkerPool:
             for node in nodes.values()
         }
 
-    def _is_state_safe(self, worker: PooledWorker) -> bool:
-        """Return whether a worker whose node will be removed is no longer needed to preserve the run's state.
+    def _preserve_state(self, worker: PooledWorker) -> bool:
+        """Preserve the run's state before a worker leaves with its node, and return whether the worker may leave.
 
         If no worker on a staying node has trained, the worker must first export its state to the replica store. If the export fails, the
         result is True, because nothing is left to wait for.
