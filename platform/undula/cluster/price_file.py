@@ -12,8 +12,9 @@ from undula.plan.prices import PriceList
 
 EXAMPLE = '"g6.xlarge" = 0.8048'
 PER_MACHINE = f"write US dollars per hour for each machine type, as {EXAMPLE}"
+EXAMPLE_DATE = 'date = "2026-11-22"'
 FIXES = {
-    "date": 'write the date of the prices, as date = "2026-11-22"',
+    "date": f"write the date of the prices, as {EXAMPLE_DATE}",
     "source": 'write where the prices come from, as source = "https://..."',
     "regions": 'write a list of names, as regions = ["us-west-2"]',
     "on-demand": PER_MACHINE,
@@ -76,7 +77,7 @@ def _sentence(error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         return f"{key} has no price: add one below [{name}.on-demand] or [{name}.spot], as {EXAMPLE}"
     if not path:
-        return f"{key} is {_shown(given)}: write a table [{name}] with {FIXES['date'].partition(', as ')[2]} and prices"
+        return f"{key} is {_shown(given)}: write a table [{name}] with {EXAMPLE_DATE} and prices"
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}: a price list has {', '.join(FIXES)}"
     if error["type"] == "missing":

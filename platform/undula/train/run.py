@@ -217,7 +217,9 @@ class Run:
                 self._optimizer,
                 lambda: {**engine.state(), **noise.state(), **context.rate.values(), **context.group_rates.values()},
             ),
-            Checkpointer(setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved, not_removed),
+            Checkpointer(
+                setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved, not_removed
+            ),
             StepReducer(layout.control),
             rate,
             self._open_stream,

@@ -194,9 +194,14 @@ def import_horovod() -> Any:
     try:
         return import_module("horovod.torch")
     except ImportError as error:
-        reason = "" if isinstance(error, ModuleNotFoundError) else f" with this torch ({error})"
+        is_missing = isinstance(error, ModuleNotFoundError)
+        problem = (
+            "Horovod, which is not installed here"
+            if is_missing
+            else f"a Horovod that was built for this torch ({error})"
+        )
         raise ClusterError(
-            f"engine: horovod needs Horovod, which is not installed here{reason}; run `undula build-horovod` to build and install it"
+            f"engine: horovod needs {problem}; run `undula build-horovod` to build and install it"
         ) from error
 
 
