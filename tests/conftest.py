@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import boto3
 import pytest
+from forking.drivers import with_forked_drivers
 from forking.interpreter import write_interpreter
 from hypothesis import settings
 from jobs_kit import Jobs
@@ -112,7 +113,7 @@ def forking_python() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def cluster(forking_python: str) -> Iterator[LocalCluster]:
     with local_cluster(num_cpus=4, python=forking_python) as running:
-        yield running
+        yield with_forked_drivers(running)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,7 @@ class Jobs:
         data = (f"data.train={self.text}/train", f"data.validation={self.text}/validation")
         # Options can be mixed with overrides, and the last override of a key wins.
         return [
-            sys.executable,
+            self.cluster.python,
             str(self.script),
             f"name={name}",
             f"runs={self.runs}",

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class Studies:
 
     def start(self, file: Path, *options: str, script: Path = LANGUAGE_MODEL) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, str(script), "--study", str(file), *options],
+            [self.cluster.python, str(script), "--study", str(file), *options],
             env={**os.environ, **self.cluster.env, "RAY_ADDRESS": self.cluster.address},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -86,7 +86,7 @@ def run_through(faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: s
     while len(spot.nodes) < 2:
         spot.add()
     spot.await_all()
-    driver = start_driver([*job, "workers.max=2"], spot.cluster, print)
+    driver = start_driver([spot.cluster.python, *job[1:], "workers.max=2"], spot.cluster, print)
     chaos = Chaos(spot, open_store(url), driver)
     try:
         assert chaos.run(faults, limit_s=300) == 0, driver.lines[-5:]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from alone import train_alone
 from chaos_kit import SCHEDULED_STEPS, SCRIPT, command
+from forking.drivers import with_forked_drivers
 
 from undula.testing.nodes import Nodes, nodes
 
@@ -16,6 +17,7 @@ def spot(forking_python: str) -> Iterator[Nodes]:
         for _ in range(2):
             running.add()
         running.await_all()
+        running.cluster = with_forked_drivers(running.cluster)
         yield running
 
 

@@ -61,7 +61,8 @@ def running(spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str
     while len(spot.nodes) < num_nodes:
         spot.add()
     spot.await_all()
-    driver = start_driver(command(text, str(folder), "run", *SETTINGS, *settings), spot.cluster, print)
+    _, *script = command(text, str(folder), "run", *SETTINGS, *settings)
+    driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
     job = Running(driver, open_store(f"{folder}/run"))
     try:
         job.wait_for(lambda: len(job.of(StartEvent)) > 0)

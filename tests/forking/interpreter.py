@@ -14,6 +14,10 @@ SOCKET = "UNDULA_FORK_SERVER"
 JOB_ID = "RAY_JOB_ID"
 JOB_ID_BYTES = 8
 """Length of a job's id in hexadecimal digits."""
+DRIVERS = "_drivers"
+"""Takes the place of a job's id in requests for drivers, which have none before they connect to Ray."""
+DRIVER_SOCKET = "UNDULA_FORK_DRIVER"
+"""Environment variable with the path of this socket on the head. It lets a process run its script in a fork, as a driver."""
 WORKER_SCRIPTS = ("/ray/_private/workers/setup_worker.py", "/ray/_private/workers/default_worker.py")
 AGENT_SCRIPT = "/ray/_private/runtime_env/agent/main.py"
 
@@ -44,20 +48,25 @@ def interpret(path: str, *arguments: str) -> None:
     if arguments[:3] == ("-m", "ray.scripts.scripts", "start"):
         code = f"import sys; sys.path.append({ROOT!r}); from forking.server import serve; serve(*sys.argv[1:])"
         os.execv(sys.executable, [sys.executable, "-c", code, path, *arguments[1:]])
-    if SOCKET in os.environ and JOB_ID in os.environ and script.endswith(WORKER_SCRIPTS):
-        sys.exit(_run_in_fork(arguments[arguments.index(script) :]))
+    if script.endswith(WORKER_SCRIPTS) and {SOCKET, JOB_ID} <= os.environ.keys():
+        sys.exit(_run_in_fork(os.environ[SOCKET], os.environ[JOB_ID], arguments[arguments.index(script) :]))
+    if arguments[0] == script and DRIVER_SOCKET in os.environ:
+        sys.exit(_run_in_fork(os.environ.pop(DRIVER_SOCKET), DRIVERS, arguments))
     # Workers are started with the interpreter that the agent runs with.
     os.execv(sys.executable, [path if script.endswith(AGENT_SCRIPT) else sys.executable, *arguments])
 
 
-def _run_in_fork(arguments: tuple[str, ...]) -> int:
-    """Run a script in a fork of the fork server, and return its exit status."""
+def _run_in_fork(path: str, job: str, arguments: tuple[str, ...]) -> int:
+    """Run a script in a fork of a job's server, and return its exit status. Signals are passed on to the fork."""
     request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.environ[SOCKET])
-        server.sendall(os.environ[JOB_ID].encode())
+        server.connect(path)
+        server.sendall(job.encode())
         streams = array.array("i", [0, 1, 2]).tobytes()
         server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
         server.sendall(request)
+        fork = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: os.kill(fork, number))
         answer = server.recv(1)
     return answer[0] if answer else 128 + signal.SIGKILL

@@ -22,11 +22,21 @@ from forking.interpreter import JOB_ID_BYTES, SOCKET
 
 LIBRARIES = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard"),
-    *("pyarrow.parquet", "pyarrow.dataset", "boto3", "pydantic", "fsspec", "safetensors.torch", "horovod.torch"),
+    *(
+        "pandas",
+        "pyarrow.parquet",
+        "pyarrow.dataset",
+        "boto3",
+        "pydantic",
+        "fsspec",
+        "safetensors.torch",
+        "horovod.torch",
+    ),
 )
 """Modules that a node's server imports: those that workers import, or that torch imports in their first step."""
-RAY = ("ray._private.workers.default_worker", "ray._private.workers.setup_worker")
-"""Modules that a job's server imports. It must not import ray.train, which draws a random id: all forks would then draw the same ids."""
+RAY = ("ray._private.workers.default_worker", "ray._private.workers.setup_worker", "ray.util.state")
+"""Modules that a job's server imports. It must not import ray.train or ray.data, which draw a random id: all forks would then draw the
+same ids."""
 ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -89,6 +99,7 @@ class ForkServer(ABC):
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for each in (self._requests, self._signals, self._signal_sender, *self.sockets()):
                 if each is not None:
                     each.close()
@@ -118,7 +129,7 @@ class NodeServer(ForkServer):
         super().__init__(listener)
         self._interpreter = interpreter
         self._jobs: dict[bytes, socket.socket] = {}
-        """Connections to the servers of jobs, by the job's id, oldest first."""
+        """Connections to the servers of jobs, by the job's id, the most recently used last."""
         self._status: int | None = None
 
     def run(self, command: list[str]) -> int:
@@ -146,8 +157,7 @@ class NodeServer(ForkServer):
             job = client.recv(JOB_ID_BYTES, socket.MSG_WAITALL)
             if len(job) < JOB_ID_BYTES:  # the client has been killed
                 return
-            if job not in self._jobs:
-                self._jobs[job] = self._start_job()
+            self._jobs[job] = self._jobs.pop(job, None) or self._start_job()
             socket.send_fds(self._jobs[job], [b"1"], [client.fileno()])
         while len(self._jobs) > MAX_JOBS:
             self._jobs.pop(next(iter(self._jobs))).close()
@@ -221,10 +231,16 @@ class JobServer(ForkServer):
             os.environ.update(environment)
             sys.executable = self._interpreter
             sys.argv = arguments
-            sys.path[:] = [str(Path(arguments[0]).parent), *_paths_in_environment(), *self._library_paths]
-            runpy.run_path(arguments[0], run_name="__main__")
+            script = Path(arguments[0]).absolute()
+            sys.path[:] = [str(script.parent), *_paths_in_environment(), *self._library_paths]
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(line_buffering=True)
+            runpy.run_path(str(script), run_name="__main__")
 
-        self._clients[self.fork(run)] = client
+        fork = self.fork(run)
+        self._clients[fork] = client
+        with suppress(OSError):  # the client may have been killed
+            client.send(fork.to_bytes(4, "big"))
         for stream in streams:
             os.close(stream)
 

@@ -1,14 +1,15 @@
-"""Test of the interpreter of test clusters: workers are forks of one process, but they draw different ids."""
+"""Test of the interpreter of test clusters: workers are forks of one process, but they draw different ids, and drivers are forks, too."""
 
 import json
 import os
 import subprocess
-import sys
+from pathlib import Path
 
 from undula.cluster.local import LocalCluster
 
 DRIVER = """
-import json, logging, os
+import json, logging, os, sys
+has_torch = "torch" in sys.modules
 import ray
 
 class Worker:
@@ -19,15 +20,18 @@ class Worker:
 
 ray.init(log_to_driver=False, logging_level=logging.ERROR)
 workers = [ray.remote(Worker).remote() for _ in range(2)]
-print(json.dumps(ray.get([worker.look.remote() for worker in workers])))
+print(json.dumps([has_torch, *ray.get([worker.look.remote() for worker in workers])]))
 """
 
 
-def test_workers_are_forks_that_have_torch_and_draw_different_ids(cluster: LocalCluster) -> None:
+def test_workers_are_forks_that_have_torch_and_draw_different_ids(cluster: LocalCluster, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run([sys.executable, "-c", DRIVER], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([cluster.python, str(script)], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    one, other = json.loads(done.stdout)
+    driver_has_torch, one, other = json.loads(done.stdout)
+    assert driver_has_torch
     parent, has_torch, has_undula, drawn = one
     assert other[:3] == [parent, has_torch, has_undula]
     assert (has_torch, has_undula) == (True, False)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forking.drivers import with_forked_drivers
 from jobs_kit import STREAMED, Jobs
 from study_kit import Studies
 
@@ -19,7 +20,7 @@ from undula.study.records import REPORT, read_spec
 def s3_cluster(s3_env: dict[str, str], forking_python: str) -> Iterator[LocalCluster]:
     """Cluster whose processes find the S3 server."""
     with local_cluster(num_cpus=4, env=s3_env, python=forking_python) as cluster:
-        yield cluster
+        yield with_forked_drivers(cluster)
 
 
 def test_data_and_run_directory_can_be_on_s3(s3, s3_cluster: LocalCluster, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class LocalCluster:
     """Environment variables that a client needs, with the path of the token."""
     pid: int
     """Process id of `ray start --block`, which leads the process group of all of the cluster's processes."""
+    python: str
+    """Path of the interpreter of the cluster and its jobs."""
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def local_cluster(
             preexec_fn=_before_exec,
         )
         stack.callback(_stop, process)
-        cluster = LocalCluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", auth, process.pid)
+        cluster = LocalCluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", auth, process.pid, python)
         _await_jobs(cluster, process, folder / "start.log")
         yield cluster
 

@@ -35,11 +35,10 @@ class Nodes:
         nodes: Ids of the nodes that were added and not killed, in order, including nodes that are still starting.
     """
 
-    def __init__(self, cluster: LocalCluster, env: Mapping[str, str], python: str = sys.executable):
+    def __init__(self, cluster: LocalCluster, env: Mapping[str, str]):
         self.cluster = cluster
         self.nodes: list[str] = []
         self._env = {**os.environ, **cluster.env, **env}
-        self._python = python
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._notices: dict[str, float] = {}
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
@@ -128,7 +127,14 @@ class Nodes:
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""
         command = [
-            *(self._python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={self.cluster.address}"),
+            *(
+                self.cluster.python,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--block",
+                f"--address={self.cluster.address}",
+            ),
             *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
             *("--include-log-monitor=False", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
         ]
@@ -167,7 +173,7 @@ def nodes(
     """
     settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {}), **(node_env or {})}
     with local_cluster(num_cpus=head_cpus, env=env, python=python) as cluster:
-        found = Nodes(cluster, settings, python)
+        found = Nodes(cluster, settings)
         try:
             yield found
         finally:

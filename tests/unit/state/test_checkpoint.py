@@ -62,7 +62,9 @@ def test_only_the_newest_checkpoints_are_kept(store: Store) -> None:
     assert not [entry for entry in store.list("checkpoints") if "step-00000001" in entry.name]
 
 
-def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_deleted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reasons: list[str] = []
     checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1, not_removed=reasons.append)
     save(checkpoints, 1, 1)
