@@ -124,7 +124,9 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
             return Save(reason)
         return Hold() if view.is_saved else Save(reason, ends=False)
     is_growth = len(wanted) > len(group) and grow != "never"
-    if is_growth and (grow == "always" or view.growth.pays(len(group), len(wanted))):
+    if is_growth and grow == "always":
+        return Resize(wanted, "workers are ready, and workers.grow is always")
+    if is_growth and view.growth.pays(len(group), len(wanted)):
         return Resize(wanted, view.growth.describe(len(group), len(wanted)))
     return Hold()
 
