@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from chaos_kit import command
+from forking.drivers import with_forked_drivers
 
 from undula.cluster.prices import load_prices
 from undula.plan.fleet import ON_DEMAND, SPOT
@@ -81,15 +82,18 @@ def finished(driver: Driver, url: str) -> RecordedRun:
 
 
 def start(there: Cloud, text: str, folder: Path, *overrides: str) -> Driver:
-    return start_driver(command(text, str(folder), "spot", "workers.max=2", *overrides), there.cluster, print)
+    _, *script = command(text, str(folder), "spot", "workers.max=2", *overrides)
+    return start_driver([there.cluster.python, *script], with_forked_drivers(there.cluster), print)
 
 
 def markets(there: Cloud) -> list[str]:
     return sorted(machine.market for machine in there.machines())
 
 
-def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(text: str, tmp_path: Path) -> None:
-    with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}) as there:
+def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(
+    forking_python: str, text: str, tmp_path: Path
+) -> None:
+    with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}, python=forking_python) as there:
         assert there.machines() == []
         url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=700")
@@ -114,8 +118,10 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(text: str, 
 
 
 @pytest.mark.soak
-def test_an_unavailable_machine_type_is_replaced_by_the_next_one(text: str, tmp_path: Path) -> None:
-    with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}) as there:
+def test_an_unavailable_machine_type_is_replaced_by_the_next_one(
+    forking_python: str, text: str, tmp_path: Path
+) -> None:
+    with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}, python=forking_python) as there:
         url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=300")
         try:
@@ -127,8 +133,10 @@ def test_an_unavailable_machine_type_is_replaced_by_the_next_one(text: str, tmp_
 
 
 @pytest.mark.soak
-def test_a_run_behind_its_deadline_trains_on_demand_until_spot_is_available(text: str, tmp_path: Path) -> None:
-    with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}) as there:
+def test_a_run_behind_its_deadline_trains_on_demand_until_spot_is_available(
+    forking_python: str, text: str, tmp_path: Path
+) -> None:
+    with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}, python=forking_python) as there:
         fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")
         url = f"{tmp_path}/spot"
         driver = start(there, text, tmp_path, "plan.max_steps=400", *fleet)

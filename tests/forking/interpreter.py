@@ -18,18 +18,26 @@ DRIVERS = "_drivers"
 """Takes the place of a job's id in requests for drivers, which have none before they connect to Ray."""
 DRIVER_SOCKET = "UNDULA_FORK_DRIVER"
 """Environment variable with the path of this socket on the head. It lets a process run its script in a fork, as a driver."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable that Ray sets for the driver of a submitted job."""
 WORKER_SCRIPTS = ("/ray/_private/workers/setup_worker.py", "/ray/_private/workers/default_worker.py")
 AGENT_SCRIPT = "/ray/_private/runtime_env/agent/main.py"
 
 
-def write_interpreter(folder: Path) -> str:
-    """Write a virtual environment with this interpreter into an empty folder, and return the interpreter's path."""
-    (folder / "pyvenv.cfg").write_text(Path(sys.prefix, "pyvenv.cfg").read_text())
-    (folder / "lib").symlink_to(Path(sys.prefix, "lib"))
+def write_interpreter(folder: Path, python: str = sys.executable) -> str:
+    """Write a virtual environment with this interpreter into an empty folder, and return the interpreter's path.
+
+    Args:
+        folder: Folder of the new virtual environment.
+        python: Path of the interpreter of a virtual environment, whose packages the new one has.
+    """
+    borrowed = Path(python).parents[1]
+    (folder / "pyvenv.cfg").write_text((borrowed / "pyvenv.cfg").read_text())
+    (folder / "lib").symlink_to(borrowed / "lib")
     (folder / "bin").mkdir()
     path = folder / "bin" / "python"
     path.write_text(
-        f"#!{sys.executable} -IS\n"
+        f"#!{python} -IS\n"
         f"import sys; sys.path.append({ROOT!r})\n"
         "from forking.interpreter import interpret; interpret(*sys.argv)\n"
     )
@@ -50,8 +58,9 @@ def interpret(path: str, *arguments: str) -> None:
         os.execv(sys.executable, [sys.executable, "-c", code, path, *arguments[1:]])
     if script.endswith(WORKER_SCRIPTS) and {SOCKET, JOB_ID} <= os.environ.keys():
         sys.exit(_run_in_fork(os.environ[SOCKET], os.environ[JOB_ID], arguments[arguments.index(script) :]))
-    if arguments[0] == script and DRIVER_SOCKET in os.environ:
-        sys.exit(_run_in_fork(os.environ.pop(DRIVER_SOCKET), DRIVERS, arguments))
+    of_head = os.environ.pop(DRIVER_SOCKET, os.environ.get(SOCKET) if JOB_CONFIG in os.environ else None)
+    if of_head and arguments[0] in ("-u", script):
+        sys.exit(_run_in_fork(of_head, DRIVERS, arguments[arguments.index(script) :]))
     # Workers are started with the interpreter that the agent runs with.
     os.execv(sys.executable, [path if script.endswith(AGENT_SCRIPT) else sys.executable, *arguments])
 

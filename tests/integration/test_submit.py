@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forking.interpreter import write_interpreter
 from jobs_kit import ROOT, SMALL, Jobs
 
 from undula.cluster.local import job_api_answers, local_cluster
@@ -43,7 +44,9 @@ def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str
     home = tmp_path / "home"
     (home / "undula" / "data").mkdir(parents=True)
     (home / "undula" / "data" / "stdlib-text").symlink_to(text)
-    with local_cluster(num_cpus=4, env={"HOME": str(home)}, python=bare_python) as cluster:
+    (tmp_path / "python").mkdir()
+    python = write_interpreter(tmp_path / "python", bare_python)
+    with local_cluster(num_cpus=4, env={"HOME": str(home)}, python=python) as cluster:
         command = [
             *(RAY, "job", "submit", "--address", cluster.dashboard, "--runtime-env", "jobs/runtime_env.yaml", "--"),
             *("python", "jobs/language_model.py", "--config", "jobs/language_model.yaml", *SMALL, "plan.max_steps=10"),

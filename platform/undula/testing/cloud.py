@@ -130,6 +130,7 @@ def cloud(
     idle_s: float = 3.0,
     max_workers: int = 8,
     env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[Cloud]:
     """Start a cluster for this block: a head without CPUs, and machines that Ray's autoscaler requests from a simulated cloud.
 
@@ -139,11 +140,12 @@ def cloud(
         idle_s: Time in seconds after which the autoscaler ends an idle machine.
         max_workers: Maximum number of machines.
         env: Additional environment variables of all processes.
+        python: Interpreter of the Ray nodes and their jobs.
     """
     folder = Path(tempfile.mkdtemp(prefix="undula-cloud-", dir=MEMORY))
     (folder / AVAILABLE).write_text(json.dumps(dict(available)))
     config = folder / "autoscaling.yaml"
-    config.write_text(yaml.safe_dump(_config(folder, types, idle_s, max_workers)))
+    config.write_text(yaml.safe_dump(_config(folder, types, idle_s, max_workers, python)))
     settings = {
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_enable_autoscaler_v2": "1",
@@ -153,7 +155,7 @@ def cloud(
         **(env or {}),
     }
     try:
-        with local_cluster(num_cpus=0, env=settings, autoscaling=config) as cluster:
+        with local_cluster(num_cpus=0, env=settings, python=python, autoscaling=config) as cluster:
             (folder / ADDRESS).write_text(cluster.address)
             try:
                 yield Cloud(folder, cluster)
@@ -166,7 +168,9 @@ def cloud(
         rmtree(folder, ignore_errors=True)
 
 
-def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_workers: int) -> dict[str, Any]:
+def _config(
+    folder: Path, types: Mapping[str, MachineType], idle_s: float, max_workers: int, python: str
+) -> dict[str, Any]:
     workers = {
         name: {
             "resources": {"CPU": each.cpus},
@@ -189,6 +193,7 @@ def _config(folder: Path, types: Mapping[str, MachineType], idle_s: float, max_w
             "type": "external",
             "module": module,
             "folder": str(folder),
+            "python": python,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
         },
@@ -206,6 +211,7 @@ class LocalNodeProvider(NodeProvider):
     def __init__(self, provider_config: dict[str, Any], cluster_name: str):
         super().__init__(provider_config, cluster_name)
         self._folder = Path(provider_config["folder"])
+        self._python = provider_config["python"]
         self._tags: dict[str, dict[str, str]] = {
             HEAD: {
                 TAG_RAY_NODE_KIND: NODE_KIND_HEAD,
@@ -276,7 +282,9 @@ class LocalNodeProvider(NodeProvider):
         }
         machine = asdict(CloudMachine(node, market, time.time()))
         address = (self._folder / ADDRESS).read_text()
-        description = {**machine, "address": address, "resources": dict(resources), "env": own}
+        description = {
+            **machine, "address": address, "resources": dict(resources), "env": own, "python": self._python
+        }  # fmt: skip
         (folder / MACHINE_FILE).write_text(json.dumps(description))
         command = [sys.executable, "-m", "undula.testing.machine", str(folder)]
         self._tags[node] = {**tags, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE}

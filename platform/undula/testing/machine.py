@@ -75,7 +75,14 @@ def _notice(folder: Path) -> float | None:
 def _ray_start(description: dict[str, Any]) -> list[str]:
     resources = description["resources"]
     return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={description['address']}"),
+        *(
+            description["python"],
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            f"--address={description['address']}",
+        ),
         *(f"--num-cpus={resources.get('CPU', 0):g}", f"--num-gpus={resources.get('GPU', 0):g}"),
         *(f"--object-store-memory={200 * 2**20}", "--disable-usage-stats", "--include-log-monitor=False"),
         f"--dashboard-agent-listen-port={free_ports(1)[0]}",
