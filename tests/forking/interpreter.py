@@ -17,11 +17,12 @@ JOB_ID_BYTES = 8
 DRIVERS = "_drivers"
 """Takes the place of a job's id in requests for drivers, which have none before they connect to Ray."""
 DRIVER_SOCKET = "UNDULA_FORK_DRIVER"
-"""Environment variable with the path of this socket on the head. It lets a process run its script in a fork, as a driver."""
+"""Environment variable with the path of this socket on the head. It lets a process run its program in a fork, as a driver."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the driver of a submitted job."""
 WORKER_SCRIPTS = ("/ray/_private/workers/setup_worker.py", "/ray/_private/workers/default_worker.py")
 AGENT_SCRIPT = "/ray/_private/runtime_env/agent/main.py"
+COMMAND = "undula.cli"
 
 
 def write_interpreter(folder: Path, python: str = sys.executable) -> str:
@@ -59,14 +60,16 @@ def interpret(path: str, *arguments: str) -> None:
     if script.endswith(WORKER_SCRIPTS) and {SOCKET, JOB_ID} <= os.environ.keys():
         sys.exit(_run_in_fork(os.environ[SOCKET], os.environ[JOB_ID], arguments[arguments.index(script) :]))
     of_head = os.environ.pop(DRIVER_SOCKET, os.environ.get(SOCKET) if JOB_CONFIG in os.environ else None)
-    if of_head and arguments[0] in ("-u", script):
-        sys.exit(_run_in_fork(of_head, DRIVERS, arguments[arguments.index(script) :]))
-    # Workers are started with the interpreter that the agent runs with.
-    os.execv(sys.executable, [path if script.endswith(AGENT_SCRIPT) else sys.executable, *arguments])
+    program = arguments[1:] if arguments[:1] == ("-u",) else arguments
+    if of_head and program and program[0] in ("-c", "-m", script):
+        sys.exit(_run_in_fork(of_head, DRIVERS, program))
+    # Workers are started with the interpreter that the agent runs with, and a command starts its cluster with its own.
+    starts_others = script.endswith(AGENT_SCRIPT) or arguments[:2] == ("-m", COMMAND)
+    os.execv(sys.executable, [path if starts_others else sys.executable, *arguments])
 
 
 def _run_in_fork(path: str, job: str, arguments: tuple[str, ...]) -> int:
-    """Run a script in a fork of a job's server, and return its exit status. Signals are passed on to the fork."""
+    """Do what `python arguments...` does in a fork of a job's server, and return its exit status. Signals are passed on to the fork."""
     request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)

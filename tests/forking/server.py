@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from forking.interpreter import JOB_ID_BYTES, SOCKET
@@ -183,7 +184,7 @@ class NodeServer(ForkServer):
 
 
 class JobServer(ForkServer):
-    """Server of a job. It runs the scripts of workers in forks."""
+    """Server of a job. It runs the programs of workers and drivers in forks."""
 
     def __init__(self, requests: socket.socket, interpreter: str):
         super().__init__(requests)
@@ -203,7 +204,7 @@ class JobServer(ForkServer):
         return list(self._clients.values())
 
     def accept(self, requests: socket.socket) -> None:
-        """Run the script that a client asks for."""
+        """Run the program that a client asks for."""
         _, connections, _, _ = socket.recv_fds(requests, 1, 1)
         if not connections:
             requests.close()
@@ -230,12 +231,10 @@ class JobServer(ForkServer):
             os.environ.clear()
             os.environ.update(environment)
             sys.executable = self._interpreter
-            sys.argv = arguments
-            script = Path(arguments[0]).absolute()
-            sys.path[:] = [str(script.parent), *_paths_in_environment(), *self._library_paths]
+            sys.path[:] = [*_paths_in_environment(), *self._library_paths]
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(line_buffering=True)
-            runpy.run_path(str(script), run_name="__main__")
+            _run_program(arguments)
 
         fork = self.fork(run)
         self._clients[fork] = client
@@ -266,6 +265,25 @@ def _import_all(names: Sequence[str], environment: Mapping[str, str]) -> None:
         os.environ.pop(name)
     gc.freeze()  # otherwise, the first collection in a fork would copy the pages of all objects
     assert len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _run_program(arguments: list[str]) -> None:
+    """Do what `python arguments...` does."""
+    first, *rest = arguments
+    if first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(rest[0], vars(main))
+    else:
+        script = Path(first).absolute()
+        sys.argv = arguments
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _paths_in_environment() -> list[str]:

@@ -77,7 +77,7 @@ def test_horovods_own_functions_work_in_a_script_except_its_optimizer(session_jo
 def test_a_script_of_rays_former_trainer_runs(cluster: LocalCluster, tmp_path: Path) -> None:
     digits().write(str(tmp_path / "digits"))
     script = ROOT / "jobs" / "horovod_trainer.py"
-    command = [sys.executable, str(script), f"--data={tmp_path}/digits/train", f"--storage={tmp_path}", "--epochs=2"]
+    command = [cluster.python, str(script), f"--data={tmp_path}/digits/train", f"--storage={tmp_path}", "--epochs=2"]
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

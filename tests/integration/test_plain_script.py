@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from undula.cluster.local import LocalCluster
@@ -47,7 +46,7 @@ def test_a_plain_script_resumes_from_its_last_reported_checkpoint(cluster: Local
     script = tmp_path / "plain.py"
     script.write_text(SCRIPT)
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    command = [sys.executable, str(script), str(tmp_path)]
+    command = [cluster.python, str(script), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from faulty_s3 import Fault, faulty_s3
+from forking.drivers import with_forked_drivers
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import stream
@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, cluster: LocalCluster, folder: Path):
         self._errors = folder / "errors"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", RANKS],
+            [cluster.python, "-c", RANKS],
             env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -166,13 +166,13 @@ def test_a_slow_rank_loses_no_sample(reader: Reader, url: str) -> None:
     assert reader.steps(url, 2, start=40, slow_s=0.2) == planned(url, 40)
 
 
-def test_an_object_store_that_spills_loses_no_sample(url: str, tmp_path: Path) -> None:
-    with local_cluster(num_cpus=1, object_store_bytes=80 * 2**20) as small:
+def test_an_object_store_that_spills_loses_no_sample(forking_python: str, tmp_path: Path) -> None:
+    with local_cluster(num_cpus=1, object_store_bytes=80 * 2**20, python=forking_python) as small:
         large = tmp_path / "large"
         rows = 300
         table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": pa.array([bytes(10**6)] * rows)})
         write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
-        with Reader(small, tmp_path) as own:
+        with Reader(with_forked_drivers(small), tmp_path) as own:
             found = own.steps(str(large), 2, prefetch_mib=1000, read_tasks=4, slow_s=0.5)
     assert found == planned(str(large))
 
@@ -212,7 +212,7 @@ def test_memory_of_a_rank_stays_flat_on_data_far_larger_than_its_prefetch(
     table = pa.table({"value": np.arange(rows), "payload": payload})  # 400 MiB, twelve times the prefetch
     write_shards(Store(str(tmp_path)), [table], table.schema, rows, num_shards=2, row_group_bytes=2**21)
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        [cluster.python, "-c", MEMORY, str(tmp_path)],
         env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
         capture_output=True,
         text=True,
@@ -248,7 +248,7 @@ print("CPU", min(shares))
 def test_reading_ahead_takes_no_core_from_slow_training(cluster: LocalCluster, url: str) -> None:
     """The execution has not ended but has nothing to do. Without a limit, it would use a core. It still runs when the script ends."""
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run([sys.executable, "-c", WAITING, url], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([cluster.python, "-c", WAITING, url], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("CPU"))
     assert float(line.split()[1]) < 0.3

@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,7 @@ from undula.cluster.local import job_api_answers, local_cluster
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
 
-UNDULA = str(Path(sys.executable).parent / "undula")
+UNDULA = (str(Path(sys.executable).parent / "undula"),)
 RAY = str(Path(sys.executable).parent / "ray")
 JOB = str(ROOT / "jobs" / "language_model.yaml")
 
@@ -67,6 +67,12 @@ def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str
 
 
 @pytest.fixture
+def forking_undula(forking_python: str) -> Sequence[str]:
+    """Command that starts a cluster whose workers and drivers are forks."""
+    return forking_python, "-m", "undula.cli"
+
+
+@pytest.fixture
 def mark() -> Iterator[str]:
     """Mark for the environment of all processes that a test starts, so that remaining ones can be found and ended."""
     name = uuid.uuid4().hex
@@ -92,12 +98,17 @@ def drivers_of(argument: str) -> list[int]:
 
 
 def start_undula_run(
-    mark: str, text: str, runs: Path, *overrides: str, env: dict[str, str] | None = None
+    undula: Sequence[str],
+    mark: str,
+    text: str,
+    runs: Path,
+    *overrides: str,
+    env: dict[str, str] | None = None,
 ) -> "subprocess.Popen[str]":
     data = (f"data.train={text}/train", f"data.validation={text}/validation", f"runs={runs}")
     bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     return subprocess.Popen(
-        [UNDULA, "run", JOB, *SMALL, *data, *overrides],
+        [*undula, "run", JOB, *SMALL, *data, *overrides],
         env={**bare, "UNDULA_TEST_MARK": mark, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -117,8 +128,10 @@ def await_nothing_left(mark: str) -> None:
         time.sleep(0.1)  # limits the polling rate
 
 
-def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
-    process = start_undula_run(mark, text, tmp_path, "name=own", "plan.max_steps=10")
+def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(
+    forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path
+) -> None:
+    process = start_undula_run(forking_undula, mark, text, tmp_path, "name=own", "plan.max_steps=10")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     assert "started with 2 workers" in out
@@ -131,8 +144,8 @@ def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(mark: str, tex
     await_nothing_left(mark)
 
 
-def test_ctrl_c_leaves_no_process_behind(mark: str, text: str, tmp_path: Path) -> None:
-    process = start_undula_run(mark, text, tmp_path, "name=interrupted", "plan.epochs=1000")
+def test_ctrl_c_leaves_no_process_behind(forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path) -> None:
+    process = start_undula_run(forking_undula, mark, text, tmp_path, "name=interrupted", "plan.epochs=1000")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):
@@ -148,14 +161,14 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
 ) -> None:
     cluster = session_jobs.cluster
     env = {**cluster.env, "RAY_API_SERVER_ADDRESS": cluster.dashboard}
-    process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", env=env)
+    process = start_undula_run(UNDULA, mark, text, tmp_path, "name=guest", "plan.max_steps=10", env=env)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     assert job_api_answers(cluster.dashboard)
     await_nothing_left(mark)
 
     # A killed driver cannot print anything itself.
-    process = start_undula_run(mark, text, tmp_path, "name=killed", "plan.epochs=1000", env=env)
+    process = start_undula_run(UNDULA, mark, text, tmp_path, "name=killed", "plan.epochs=1000", env=env)
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step "))
     (driver,) = drivers_of("name=killed")
@@ -167,7 +180,9 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     )
 
     # The job API passes on the message and the exit status of a user's mistake.
-    process = start_undula_run(mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env)
+    process = start_undula_run(
+        UNDULA, mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env
+    )
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 2
     assert "unknown key config.modle: did you mean model?" in out

@@ -36,7 +36,6 @@ LEAST_S = 5.0
 REPORT_LIMIT_S = 25.0
 """Time limit in seconds for a node's report. A new process on a small node takes 10 s to import torch."""
 GPU_LIMIT_S = 15.0
-CLOCK_LIMIT_S = 2.0
 CLOCK_TRIES = 8
 QUESTION_LIMIT_S = 5.0
 REACH_LIMIT_S = 10.0
@@ -249,7 +248,7 @@ class _Examination:
         for id in self._nodes:
             for _ in range(CLOCK_TRIES):
                 asked = time.time()
-                answers, problems = self._ask("clock", {id: ()}, CLOCK_LIMIT_S, "clocks")
+                answers, problems = self._ask("clock", {id: ()}, QUESTION_LIMIT_S, "clocks")
                 answered = time.time()
                 self._unresponsive.update(problems)
                 if id not in answers:

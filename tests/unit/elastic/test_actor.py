@@ -13,9 +13,11 @@ from undula.elastic.ray.actor import ElasticWorker, resident_memory
 @contextmanager
 def process_titled(title: str) -> "Iterator[subprocess.Popen[bytes]]":
     """Process that waits for the end of its input, with a title in its command line."""
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()", title]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", title]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
+            assert process.stdout is not None
+            process.stdout.readline()  # before that, the process may not have its command line yet
             yield process
         finally:
             process.kill()
