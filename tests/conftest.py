@@ -30,7 +30,11 @@ settings.load_profile("undula")
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a cluster run in one process, one after another; the other files run beside them, each in one process."""
+    """Tests that share a cluster run in one process, one after another; the other files run beside them, each in one process.
+
+    A long file comes first, because one process would be idle if the other ran it last.
+    """
+    items.sort(key=lambda item: item.path.name != "test_conformance.py")
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         shared = next((name for name in ("spot", "cluster") if name in fixtures), None)
