@@ -21,6 +21,8 @@ E = TypeVar("E", bound=Event)
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 SCHEDULED_STEPS = 130
 PACE_S = 0.1
+SLOW_S = 0.3
+"""Seconds per step of a run that only waits for nodes most of the time: more steps would only take processor time from the nodes."""
 JOB = (
     *MODEL,
     *PLAN,
@@ -62,14 +64,14 @@ if __name__ == "__main__":
 """
 
 
-def wrapped(folder: Path, hook: str = "") -> Path:
-    """Write a script of the main job in which a step takes at least PACE_S, because faults are scheduled by step.
+def wrapped(folder: Path, hook: str = "", pace_s: float = PACE_S) -> Path:
+    """Write a script of the main job in which a step takes at least `pace_s` seconds, because faults are scheduled by step.
 
     The code `hook` can define `before`, which is called at each step, and `prepared`, which is applied to the model.
     """
     path = folder / "job" / "wrapped.py"
     shutil.copytree(SCRIPT.parent, path.parent)
-    path.write_text(WRAPPED.format(hook=hook, pace_s=PACE_S))
+    path.write_text(WRAPPED.format(hook=hook, pace_s=pace_s))
     shutil.copy(SCRIPT.with_suffix(".yaml"), path.with_suffix(".yaml"))
     return path
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_kit import command
+from chaos_kit import SLOW_S, command, wrapped
 from forking.drivers import with_forked_drivers
 
 from undula.cluster.prices import load_prices
@@ -82,7 +82,8 @@ def finished(driver: Driver, url: str) -> RecordedRun:
 
 
 def start(there: Cloud, text: str, folder: Path, *overrides: str) -> Driver:
-    _, *script = command(text, str(folder), "spot", "workers.max=2", *overrides)
+    slow = wrapped(folder, pace_s=SLOW_S)
+    _, *script = command(text, str(folder), "spot", "workers.max=2", *overrides, script=slow)
     return start_driver([there.cluster.python, *script], with_forked_drivers(there.cluster), print)
 
 
@@ -96,7 +97,7 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(
     with cloud(TYPES, {SPOT: 3, ON_DEMAND: 1}, python=forking_python) as there:
         assert there.machines() == []
         url = f"{tmp_path}/spot"
-        driver = start(there, text, tmp_path, "plan.max_steps=700")
+        driver = start(there, text, tmp_path, "plan.max_steps=230")
         try:
             wait_for(driver, url, starts_with(2))
             first = there.machines()
@@ -123,7 +124,7 @@ def test_an_unavailable_machine_type_is_replaced_by_the_next_one(
 ) -> None:
     with cloud(TYPES, {SPOT: 1, ON_DEMAND: 1}, python=forking_python) as there:
         url = f"{tmp_path}/spot"
-        driver = start(there, text, tmp_path, "plan.max_steps=300")
+        driver = start(there, text, tmp_path, "plan.max_steps=100")
         try:
             wait_for(driver, url, refuses("spot-1"), starts_with(2))
             assert markets(there) == [ON_DEMAND, SPOT]
@@ -139,7 +140,7 @@ def test_a_run_behind_its_deadline_trains_on_demand_until_spot_is_available(
     with cloud(TYPES, {SPOT: 0, ON_DEMAND: 2}, python=forking_python) as there:
         fleet = ("workers.fleet.deadline=1h", "workers.fleet.node_start_s=10", "workers.min=2")
         url = f"{tmp_path}/spot"
-        driver = start(there, text, tmp_path, "plan.max_steps=400", *fleet)
+        driver = start(there, text, tmp_path, "plan.max_steps=130", *fleet)
         try:
             wait_for(driver, url, asks_for(2, 0), asks_for(2, 2), starts_with(2))
             assert markets(there) == [ON_DEMAND, ON_DEMAND]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 from alone import train_alone
-from chaos_kit import SCRIPT, assert_certified, command
+from chaos_kit import PACE_S, SCRIPT, SLOW_S, assert_certified, command, wrapped
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
@@ -54,14 +54,16 @@ class Running:
 
 
 @contextmanager
-def running(spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str) -> Iterator[Running]:
+def running(
+    spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str, pace_s: float = PACE_S
+) -> Iterator[Running]:
     """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block."""
     while len(spot.nodes) > num_nodes:
         spot.kill(spot.nodes[0])
     while len(spot.nodes) < num_nodes:
         spot.add()
     spot.await_all()
-    _, *script = command(text, str(folder), "run", *SETTINGS, *settings)
+    _, *script = command(text, str(folder), "run", *SETTINGS, *settings, script=wrapped(folder, pace_s=pace_s))
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
     job = Running(driver, open_store(f"{folder}/run"))
     try:
@@ -72,7 +74,7 @@ def running(spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str
 
 
 def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Nodes, text: str, tmp_path: Path) -> None:
-    with running(spot, text, tmp_path, 1, "workers.max=2") as job:
+    with running(spot, text, tmp_path, 1, "workers.max=2", pace_s=SLOW_S) as job:
         (first,) = spot.nodes
         second = spot.add()
         job.wait_for(lambda: 2 in job.sizes())
@@ -160,7 +162,7 @@ def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
         "schedule.rewarm_samples=240",
         "schedule.warmup_samples=0",
     )
-    with running(spot, text, tmp_path, 1, "workers.max=2", *batch) as job:
+    with running(spot, text, tmp_path, 1, "workers.max=2", *batch, pace_s=SLOW_S) as job:
         (first,) = spot.nodes
         spot.add()
         job.wait_for(lambda: job.sizes().count(2) > 10)

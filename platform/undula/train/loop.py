@@ -105,7 +105,7 @@ class TrainingLoop:
             context.report(change)
         if start == 0 and context.group_rates.warning:
             context.report(WarningEvent("batch_rule", context.group_rates.warning))
-        if self._has_loss is False and job.data.validation is not None:
+        if not self._has_loss and job.data.validation is not None:
             context.report(WarningEvent("no_validation"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:
             folder = folder_of(job.run_url, job.run_id)

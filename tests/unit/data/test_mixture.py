@@ -49,7 +49,7 @@ def alone(urls: dict[str, float]) -> list[list[int]]:
     return steps(urls, PLAN, 1, 0, 1000)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_resumes_at_any_world_sizes_do_not_change_the_mix(
     urls: dict[str, float], alone: list[list[int]], data: st.DataObject

@@ -71,7 +71,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(spec, NUM_ROWS)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plan=plans(), data=st.data())
 def test_resumes_at_any_world_sizes_do_not_change_the_samples(
     manifest: Manifest, plan: Plan, data: st.DataObject

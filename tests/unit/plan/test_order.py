@@ -105,7 +105,6 @@ def test_the_shares_of_all_ranks_make_up_the_step_at_any_world_size(order: Epoch
 WORLD_SIZES = [1, 2, 3, 5, 8, 16, 60, 120]
 
 
-@settings(max_examples=200)
 @given(
     row_counts=st.lists(st.integers(0, 400), min_size=1, max_size=60),
     shuffle=st.sampled_from(SHUFFLES),

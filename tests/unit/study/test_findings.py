@@ -100,7 +100,7 @@ def test_two_batches_never_reject_a_rule(rates: tuple[float, float]) -> None:
     assert {each.judgement for each in law_of(fit, dict(POWERS)).verdicts} == {"not tested"}  # type: ignore[arg-type]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     bests=st.lists(st.floats(0.02, 0.9), min_size=3, max_size=5),
     shifts=st.lists(st.floats(0.7, 1.4), min_size=2, max_size=2),
