@@ -171,9 +171,9 @@ class SnapshotWriter:
             if not is_private(self._folder):
                 self.problem = f"other users can write to {self._folder.parent}; remove that folder"
                 return False
-            _delete_old(self._folder.parent)
+            _delete_old(self._folder)
             room = os.statvfs(MEMORY)
-            own = sum(file.stat().st_size for file in self._own.glob("*/data"))
+            own = sum(file.stat().st_size for file in self._own.glob("*/data*"))
             free = min(room.f_bavail * room.f_frsize, available_memory()) + own
             if 2 * arrangement.bytes > FREE_SHARE * free:
                 need, limit = (
@@ -192,25 +192,19 @@ class SnapshotWriter:
 
 
 class _Slot:
-    """One of the two places in memory in which a rank writes its snapshots in turn."""
+    """One of the two places in memory in which a rank writes its snapshots in turn.
+
+    An existing snapshot stays valid until the first call of `write`.
+    """
 
     def __init__(self, folder: Path, arrangement: Arrangement):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
+        self._arrangement = arrangement
+        self._map: mmap.mmap | None = None
+        self._views: list[Tensor] = []
         self._meta: bytes | None = None
         self.bytes = arrangement.bytes
-        size = max(arrangement.bytes, 1)
-        descriptor = os.open(folder / "data", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if os.fstat(descriptor).st_size != size:  # the file is new, or has a snapshot of another model
-                (folder / "meta.json").unlink(missing_ok=True)
-                os.ftruncate(descriptor, 0)
-                # Without this, writing to a page for which there is no memory would kill the process. Here it only disables snapshots.
-                os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
-        self._views = arrangement.views(self._map)
 
     def write(self, sources: Sequence[Tensor], ready: torch.cuda.Event | None, meta: bytes) -> float:
         """Copy the tensors into the slot.
@@ -220,6 +214,9 @@ class _Slot:
         """
         self._meta = None
         began = time.thread_time()
+        if self._map is None:
+            self._map = self._mapped_file()
+            self._views = self._arrangement.views(self._map)
         (self._folder / "meta.json").unlink(missing_ok=True)
         if ready:  # a separate stream, so that the next step's kernels do not wait for the copies
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -236,8 +233,30 @@ class _Slot:
 
     def give(self, send: Send) -> None:
         """Pass the snapshot in this slot to `send`, if there is one."""
-        if self._meta is not None and self.bytes:
+        if self._meta is not None and self._map is not None and self.bytes:
             send(self._meta, memoryview(self._map))
+
+    def _mapped_file(self) -> mmap.mmap:
+        """Map the file of this slot. A file of another size is not changed but replaced, because other slots may have mapped it."""
+        size, data = max(self.bytes, 1), self._folder / "data"
+        fits = data.exists() and data.stat().st_size == size
+        file = data if fits else self._folder / "data.new"
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not fits:
+                # Without this, writing to a page for which there is no memory would kill the process. Here it only disables snapshots.
+                os.posix_fallocate(descriptor, 0, size)
+                os.ftruncate(descriptor, size)  # a writer that was killed may have left a larger file
+            mapped = mmap.mmap(descriptor, size)
+        except OSError:
+            file.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        if not fits:
+            (self._folder / "meta.json").unlink(missing_ok=True)
+            file.replace(data)
+        return mapped
 
 
 def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
@@ -249,9 +268,10 @@ def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     return event
 
 
-def _delete_old(folder: Path) -> None:
-    """Free the memory of runs that have taken no snapshot for KEPT_S seconds."""
-    for slot in folder.glob("*/*/*") if folder.name.startswith("undula-") else []:
+def _delete_old(own: Path) -> None:
+    """Free the memory of other runs that have taken no snapshot for KEPT_S seconds, given the folder of this run."""
+    for run in list(own.parent.iterdir()) if own.parent.name.startswith("undula-") else []:
         with suppress(OSError):  # the run may delete the folder at the same time
-            if time.time() - slot.stat().st_mtime > KEPT_S:
-                shutil.rmtree(slot.parent.parent, ignore_errors=True)
+            newest = max((slot.stat().st_mtime for slot in run.glob("*/*")), default=run.stat().st_mtime)
+            if run != own and time.time() - newest > KEPT_S:
+                shutil.rmtree(run, ignore_errors=True)

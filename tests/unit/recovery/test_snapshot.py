@@ -1,6 +1,8 @@
 """Tests of snapshots in the memory of a node."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,59 @@ def test_a_changed_set_of_tensors_gets_a_new_layout(tmp_path: Path) -> None:
     loaded = found.load().whole()
     assert torch.equal(loaded["model.w"], torch.full((3, 5), 2.0))
     assert torch.equal(loaded["model.more"], torch.full((1000,), 3.0))
+
+
+def test_a_snapshot_that_is_being_sent_does_not_change_when_the_layout_does(tmp_path: Path) -> None:
+    writer, laid_out, sent = SnapshotWriter(tmp_path, "plan"), threading.Event(), []
+
+    def send(meta: bytes, data: memoryview) -> None:
+        assert laid_out.wait(10)
+        sent.append(parsed(meta, bytearray(data)))
+
+    for step, size in ((1, 100), (2, 1000), (3, 10)):
+        held = rank_state({"model.w": torch.full((size,), float(step))})
+        laid_out.clear()
+        writer.begin(step, held, {}, [], send)
+        writer.wait()
+        writer.begin(step, rank_state({"model.w": torch.zeros(size + 50)}), {}, [])
+        laid_out.set()
+        writer.wait()
+    writer.close()
+    assert [found.load().pieces["model.w"].tensor.unique().tolist() for found in sent] == [[1.0], [2.0], [3.0]]
+
+
+def test_a_writer_that_is_killed_after_the_layout_has_changed_leaves_the_previous_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SnapshotWriter(tmp_path, "plan")
+    take(writer, 1)
+
+    def killed(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        writer.begin(2, rank_state({**state(2.0), "model.more": torch.ones(1000)}), {}, [])
+        writer.wait()
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    assert found.age == (0, 1)
+
+
+def test_the_memory_of_old_runs_is_freed_and_that_of_this_run_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "undula-0"
+    take(SnapshotWriter(folder / "own", "plan", local_rank=3), 1)
+    for local_rank in range(2):
+        take(SnapshotWriter(folder / "old", "plan", local_rank=local_rank), 1)
+    take(SnapshotWriter(folder / "recent", "plan", local_rank=0), 1)
+    take(SnapshotWriter(folder / "recent", "plan", local_rank=1), 1)
+    for slot in [*folder.glob("own/3/*"), *folder.glob("old/*/*"), *folder.glob("recent/1/*")]:
+        os.utime(slot, (0, 0))
+    writer = SnapshotWriter(folder / "own", "plan")
+    take(writer, 2)
+    assert writer.problem is None
+    assert sorted(path.name for path in folder.iterdir()) == ["own", "recent"]
+    assert {found.age for found in find_snapshots(folder / "own", "plan")} == {(0, 1), (0, 2)}
 
 
 @pytest.mark.usefixtures("process_group")
