@@ -209,7 +209,7 @@ class Run:
             engine,
             self._model,
             self._optimizer,
-            BufferMean(engine.module, all_reduce_over(layout.shards), exact=job.deterministic),
+            BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
             noise,
             self._group_rates,
             LiveState(

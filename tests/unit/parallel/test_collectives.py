@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
 
+from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.data_parallel import DataParallelEngine
 from undula.parallel.engines.exact import ExactEngine
@@ -116,6 +117,54 @@ def test_unchanged_buffers_keep_their_values() -> None:
     for mask, table in on_ranks(2, _constant_buffers):
         assert mask == [0.0, -torch.inf]
         assert table == torch.linspace(0, 1, 7).tolist()
+
+
+class _Statistics(nn.Module):
+    """Module with a buffer that each forward pass replaces, and one that the first forward pass sets."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("scale", None)
+
+    def forward(self, values: torch.Tensor, sets_scale: bool = True) -> None:
+        self.mean = 0.5 * self.mean + values.mean()
+        if self.scale is None and sets_scale:
+            self.scale = values.std().reshape(1)
+
+
+def _statistics(rank: int, world_size: int, sets_scale: bool = True) -> list[float] | str:
+    """Run two steps on micro-batches of one virtual worker each. The second step has no samples for the second half of them."""
+    torch.manual_seed(0)
+    data, module = torch.randn(4, 3), _Statistics()
+    buffers = BufferMean(module, all_reduce_over(dist.group.WORLD), exact=True, is_first=rank == 0)
+    for sizes in ((3, 3, 3, 3), (3, 3, 0, 0)):
+        buffers.begin_step()
+        for place in assign(4, world_size)[rank]:
+            buffers.begin_micro_batch()
+            module(data[place] * sum(sizes), sets_scale or rank == 0)
+            buffers.end_micro_batch(sizes[place])
+        try:
+            buffers.end_step(sum(sizes))
+        except UsageError as error:
+            return str(error)
+        buffers.keep_step()
+    assert module.scale is not None
+    return [float(module.mean), float(module.scale)]
+
+
+def test_buffers_that_a_forward_pass_replaces_or_sets_do_not_depend_on_the_world_size() -> None:
+    (alone,) = on_ranks(1, _statistics)
+    for world_size in (2, 4):
+        assert on_ranks(world_size, _statistics) == [alone] * world_size
+
+
+def test_a_buffer_that_only_some_ranks_set_is_refused() -> None:
+    for message in on_ranks(2, _statistics, False):
+        assert "the forward pass set the buffer 'scale', which was None, on some workers only" in str(message)
 
 
 def test_buffers_are_restored_after_an_unfinished_step_only() -> None:

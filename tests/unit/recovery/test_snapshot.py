@@ -194,8 +194,8 @@ def test_a_writer_that_is_killed_after_the_layout_has_changed_leaves_the_previou
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", killed)
+    writer.begin(2, rank_state({**state(2.0), "model.more": torch.ones(1000)}), {}, [])
     with pytest.raises(KeyboardInterrupt):
-        writer.begin(2, rank_state({**state(2.0), "model.more": torch.ones(1000)}), {}, [])
         writer.wait()
     found = newest_snapshot(tmp_path, "plan")
     assert found is not None
