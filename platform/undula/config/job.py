@@ -39,7 +39,7 @@ class JobSpec:
     runs: Annotated[str, MinLen(1)] = DEFAULT_RUNS
     """Path or s3:// URL of the folder that holds the run directories. All nodes must reach it."""
     engine: EngineName = "torch"
-    """Library that reduces the gradients: `torch` (DistributedDataParallel), or `horovod`, which `undula build-horovod` installs."""
+    """Library that reduces the gradients: `torch` (torch.distributed), or `horovod`, which `undula build-horovod` installs."""
     plan: PlanSpec = field(default_factory=PlanSpec)
     """Samples that each step consumes."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from undula.errors import CheckpointError
 from undula.state.optimizer_state import (
@@ -121,12 +120,10 @@ def live_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def bare_module(model: nn.Module) -> nn.Module:
-    """Return the user's own module, without the wrappers of DistributedDataParallel and torch.compile."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
+    """Return the user's own module, without the wrapper of torch.compile."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
         model = inner
+    return model
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:

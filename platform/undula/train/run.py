@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from undula.data.maps import SampleFunction
 from undula.data.streams import SampleStream, rank_stream
@@ -97,10 +98,13 @@ class Run:
             The module that the script must call.
 
         Raises:
-            UsageError: The run already has a model, the module has lazy parameters, or no engine can train it with the job's settings.
+            UsageError: The run already has a model, the module has lazy parameters or is wrapped in DistributedDataParallel, or no
+                engine can train it with the job's settings.
         """
         if self._model is not None:
             raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError("run.model() got a DistributedDataParallel module; pass the module that it wraps")
         if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
             raise UsageError(
                 f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
@@ -116,8 +120,12 @@ class Run:
             The optimizer itself.
 
         Raises:
-            UsageError: The run has no model yet, or the optimizer is Horovod's.
+            UsageError: The run has no model yet, it already has an optimizer, or the optimizer is Horovod's.
         """
+        if self._optimizer is not None:
+            raise UsageError(
+                "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"
+            )
         if self._model is None or self._engine is None:
             raise UsageError("run.optimizer() was called before run.model(); call run.model() first")
         if hasattr(optimizer, "skip_synchronize"):

@@ -103,13 +103,20 @@ class Step:
         """Run the backward pass of the current batch, and accumulate its gradient.
 
         Args:
-            loss: Mean loss over the batch's samples, a scalar.
+            loss: Mean loss over the batch's samples, a tensor with one element.
+
+        Raises:
+            UsageError: There is no current batch, its backward pass has run already, or the loss has several elements.
         """
         context, micro_batch = self._context, self._micro_batch
         begin, self._in_micro_batch = self._in_micro_batch, None
         if begin is None or micro_batch is None:
             raise UsageError(
                 "step.backward(loss) was called outside of a batch; call it once for each batch of step.batches()"
+            )
+        if loss.numel() != 1:
+            raise UsageError(
+                f"step.backward(loss) got a tensor of shape {tuple(loss.shape)}; pass the mean loss over the batch's samples"
             )
         if self._is_last:
             context.setup.worker.enter("reduce")
@@ -120,7 +127,7 @@ class Step:
         end = mark_on(context.setup.layout.device)
         ready = context.engine.gradients_ready if self._is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
-        self._losses.append((loss.detach(), micro_batch.samples))
+        self._losses.append((loss.detach().reshape(()), micro_batch.samples))
         context.buffers.end_micro_batch(micro_batch.samples)
 
     def log(self, **values: float | Tensor) -> None:
@@ -138,6 +145,8 @@ class Step:
     def update(self) -> None:
         """Reduce and clip the gradient, commit the step, and step the optimizer with the learning rate of the schedule."""
         context, job = self._context, self._context.setup.job
+        if self.updated:
+            raise UsageError(f"step.update() was called twice in step {self.index}; call it once, after the last batch")
         if not self._has_ended:
             raise UsageError(
                 f"step.update() was called before the loop over step.batches() of step {self.index} had ended; "

@@ -1,11 +1,16 @@
 """Tests of the reduction of sums, buffers and gradients over gloo between processes, with any assignment of the work."""
 
 import math
+import time
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
@@ -117,6 +122,88 @@ def test_unchanged_buffers_keep_their_values() -> None:
     for mask, table in on_ranks(2, _constant_buffers):
         assert mask == [0.0, -torch.inf]
         assert table == torch.linspace(0, 1, 7).tolist()
+
+
+class _Pause(torch.autograd.Function):
+    """Identity whose backward pass takes longer than an all-reduce of small gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.2)
+        return gradient
+
+
+class _RunsTwice(nn.Module):
+    """Module with a layer to whose gradient a backward pass adds twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = _Pause.apply(self.first(values))
+        for _ in range(2):
+            values = checkpoint(self.layer, values, use_reentrant=True)
+        return self.last(values).mean()
+
+
+class _Tied(nn.Module):
+    """Module that uses the weight of a sparse embedding densely as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 5, sparse=True)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return (self.embedding(torch.arange(3)) @ self.embedding.weight.T).sum() * values.mean()
+
+
+class _Branch(nn.Module):
+    """Module that uses a layer only for values with a positive mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(5, 1), nn.Linear(5, 1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output = self.always(values) + (self.sometimes(values) if values.mean() > 0 else 0)
+        return output.mean()
+
+
+def _gradients(rank: int, world_size: int, kind: Callable[[], nn.Module]) -> list[list[list[float] | None]]:
+    """Return the gradients of two steps of two virtual workers. The second virtual worker has no share of the second step."""
+    torch.manual_seed(0)
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    engine, model = DataParallelEngine(layout), kind()
+    engine.place(model)
+    found = []
+    for sizes in ((1, 1), (2, 0)):
+        work = [place for place in layout.virtual_workers(2) if sizes[place] or world_size == 2]
+        engine.begin_step(len(work))
+        for place in work:
+            # Only the samples of the first virtual worker have a negative mean.
+            values = torch.randn(2, 5).abs() if place else -torch.ones(2, 5)
+            is_last = place == work[-1]
+            engine.before_forward(is_last)
+            weight = sizes[place] / sum(sizes)
+            engine.backward(model(values.requires_grad_()), weight, MicroBatch(0, place, 0, sizes[place]), is_last)
+        engine.finish_gradients(sum(sizes), max_norm=None)
+        found.append([None if each.grad is None else each.grad.flatten().tolist() for each in model.parameters()])
+        engine.free_gradients()
+    return found
+
+
+@pytest.mark.parametrize("kind", [_RunsTwice, _Tied, _Branch])
+def test_any_model_has_the_gradients_of_one_rank(kind: Callable[[], nn.Module]) -> None:
+    (alone,) = on_ranks(1, _gradients, kind)
+    for found in on_ranks(2, _gradients, kind):
+        for own, expected in zip(found, alone, strict=True):
+            for gradient, other in zip(own, expected, strict=True):
+                assert gradient == other if other is None else gradient == pytest.approx(other, abs=1e-6)
 
 
 class _Statistics(nn.Module):

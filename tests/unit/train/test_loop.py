@@ -108,6 +108,42 @@ def test_the_batches_of_a_step_can_be_used_once(job: Job) -> None:
     steps.close()
 
 
+def test_a_step_is_committed_once(job: Job) -> None:
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    for batch in step.batches():
+        step.backward(model(batch["x"][:, None]).mean())
+    step.update()
+    with pytest.raises(UsageError, match=r"step\.update\(\) was called twice in step 0"):
+        step.update()
+    steps.close()
+
+
+def test_a_loss_has_one_element(job: Job) -> None:
+    def run_step(reduced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for batch in step.batches():
+            step.backward(reduced(model(batch["x"][:, None])))
+
+    steps = steps_of(job)
+    _, model, step = next(steps)
+    run_step(lambda output: output.mean(0))
+    step.update()
+    _, model, step = next(steps)
+    with pytest.raises(UsageError, match=r"got a tensor of shape \(\d+, 1\); pass the mean loss"):
+        run_step(lambda output: output)
+    steps.close()
+
+
+def test_a_run_has_one_optimizer_and_a_model_without_wrapper(job: Job) -> None:
+    run = cpu_run(job)
+    with pytest.raises(UsageError, match="pass the module that it wraps"):
+        run.model(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    with pytest.raises(UsageError, match="use one optimizer with several parameter groups"):
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+
+
 def test_a_group_lost_before_its_first_commit_leaves_the_state_of_a_fresh_start(job: Job) -> None:
     """Reading the state of AdamW before its first step must not count as a step."""
     worker = WorkerState()

@@ -47,10 +47,19 @@ class DataParallelEngine(Engine):
     def reduce_gradients(self, samples: int) -> None:
         if self._buckets:
             self._buckets.finish()
-        for parameter in self._sparse:
-            parameter.grad = self._summed(parameter)
+        if self._sparse:
+            # A layer that is also used in another way, such as an embedding tied to the output layer, has a dense gradient.
+            is_dense = torch.tensor([each.grad is not None and not each.grad.is_sparse for each in self._sparse]).int()
+            dist.all_reduce(is_dense, group=self.layout.control)
+            for parameter, ranks in zip(self._sparse, is_dense.tolist(), strict=True):
+                parameter.grad = self._dense_sum(parameter) if ranks else self._sparse_sum(parameter)
 
-    def _summed(self, parameter: nn.Parameter) -> Tensor | None:
+    def _dense_sum(self, parameter: nn.Parameter) -> Tensor:
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        dist.all_reduce(own, group=self.layout.shards)
+        return own
+
+    def _sparse_sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum of a sparse gradient over the ranks, each of which has different rows of it; None if it has no rows."""
         own = parameter.grad
         if own is None:

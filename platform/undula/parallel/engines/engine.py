@@ -76,7 +76,9 @@ class Engine:
                 because the other ranks do.
             is_last: Whether it is the last micro-batch of the step on this rank.
         """
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        # A gradient of zero would differ from none: with momentum, it would move a parameter that no sample uses.
+        if micro_batch.samples or self.capabilities.equal_rounds:
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def finish_gradients(self, samples: int, max_norm: float | None) -> Tensor:
         """Reduce the gradients of a step of `samples` samples, and clip them to `max_norm` unless that is None.

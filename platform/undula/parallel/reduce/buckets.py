@@ -4,6 +4,10 @@ The scheme is that of torch's DistributedDataParallel (Li et al. 2020, arXiv:200
 reverse order, so that they fill in about the order in which gradients are computed. Unlike in DistributedDataParallel, a parameter
 without a gradient costs nothing: each bucket also counts the ranks that have a gradient of each parameter, and a gradient that no rank
 has stays None.
+
+A backward pass can add to a gradient several times, as when activation checkpointing with use_reentrant=True runs a layer twice. It is then
+not known when a bucket is complete. The first step therefore sends all buckets after its backward pass, and so do later steps if a
+gradient was added to several times.
 """
 
 from collections.abc import Sequence
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from undula.errors import UsageError
 from undula.parallel.device_clock import Mark, mark_on
 
 FIRST_BUCKET_BYTES = 2**20
@@ -30,10 +35,14 @@ class _Bucket:
     """Views of `flat` in the shapes of the parameters."""
     counts: Tensor
     """View of `flat` with the number of ranks that have a gradient of each parameter."""
-    missing: int = 0
-    """Number of gradients that the last backward pass has not computed yet."""
+    ready: set[int] = field(default_factory=set)
+    """Places of the parameters whose gradients the last backward pass has added to."""
     sent: Tensor | None = None
     work: dist.Work | None = field(default=None, repr=False)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.parameters)
 
 
 class GradientBuckets:
@@ -62,6 +71,10 @@ class GradientBuckets:
         ]
         self._is_last = False
         self._next = 0
+        self._overlaps = False
+        """Whether a backward pass sends buckets; False in the first step."""
+        self._repeats = False
+        """Whether a backward pass has added to a gradient several times."""
         self.ready: Mark | None = None
         """Time at which the backward pass sent its latest bucket; None if it has sent none."""
 
@@ -71,18 +84,18 @@ class GradientBuckets:
             hook.remove()
 
     def begin_last(self) -> None:
-        """Begin the last backward pass of the step, which sends buckets as soon as they are complete."""
+        """Begin the last backward pass of the step. From the second step on, it sends buckets as soon as they are complete."""
         self._is_last = True
         self._next = 0
         self.ready = None
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.ready = set()
 
     def finish(self) -> None:
         """Send the remaining buckets, wait for all sums, and store the sums as the gradients of the parameters."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        self._is_last, self._next = False, len(self._buckets)
+        self._is_last, self._next, self._overlaps = False, len(self._buckets), not self._repeats
         for bucket in self._buckets:
             assert bucket.work is not None
             bucket.work.wait()
@@ -106,9 +119,16 @@ class GradientBuckets:
             parameter.grad = view
         if not self._is_last:
             return
-        bucket.missing -= 1
+        if index in bucket.ready:
+            self._repeats, self._overlaps = True, False
+            if bucket.work is not None:
+                raise UsageError(
+                    "a backward pass added to a gradient again after it had been sent, which did not happen in the first step; "
+                    "if the model uses activation checkpointing, set use_reentrant=False"
+                )
+        bucket.ready.add(index)
         # All ranks send the buckets in the same order, because their collectives must match.
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+        while self._overlaps and self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             self._send(self._buckets[self._next])
             self._next += 1
             self.ready = mark_on(view.device)
