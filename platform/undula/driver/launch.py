@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from undula.config.job import LoadedSpec
+from undula.config.job import LoadedSpec, changed_key
 from undula.data.mixture import load_data
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
@@ -16,7 +16,7 @@ from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
 from undula.elastic.worker import JobWorker, open_data
 from undula.plan.plan import Plan
-from undula.state.directory import JOB_FILE, identity
+from undula.state.directory import JOB_FILE, identity, job_record
 from undula.storage import Store
 from undula.telemetry.hub import EventRecorder, HubPublisher
 from undula.train.job import Job
@@ -38,14 +38,20 @@ class LaunchSpec:
 
 
 def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
-    """Write the job's record, `job.json`, to its run directory. A run that resumes keeps its id and its start time.
+    """Write the job's record, `job.json`, to its run directory.
+
+    A run that resumes keeps its id and its start time. A job with other data or other logical settings is a new run, which must not
+    find the snapshots of the previous one.
 
     Returns:
         Parameters of the training for `launch`.
     """
-    spec, run = loaded.spec, identity(store)
-    record = {**_description(loaded, plan), **run}
-    store.write(JOB_FILE, json.dumps(record, indent=1).encode())
+    spec, found, description = loaded.spec, job_record(store), _description(loaded, plan)
+    is_same = found.get("manifest_digest") == description["manifest_digest"] and not changed_key(
+        found.get("spec", {}), description["spec"]
+    )
+    run = identity(found if is_same else {})
+    store.write(JOB_FILE, json.dumps({**description, **run}, indent=1).encode())
     return LaunchSpec(
         job=job_of(loaded, run["id"]),
         workers=spec.workers,

@@ -5,18 +5,19 @@ The train function runs on torch's meta device for this, so that no memory is al
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from undula.config.job import LoadedSpec
 from undula.parallel.capabilities import Feature
 from undula.parallel.engines.select import features_of_model
 from undula.plan.plan import Plan
+from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
 from undula.train.single_process import local_world
 
@@ -25,8 +26,8 @@ from undula.train.single_process import local_world
 class ModelFacts:
     """Facts about a model that preflight needs before a worker builds it."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Global shapes of the parameters and buffers, by name."""
+    shapes: Shapes
+    """Shapes of the parameters and buffers, by their names in the state of the run."""
     features: frozenset[Feature]
     """Features that the model requires of an engine."""
 
@@ -75,14 +76,7 @@ class _ModelProbe:
         """Do nothing, because the shapes of a model do not depend on the samples."""
 
     def model(self, module: nn.Module) -> nn.Module:
-        raise _ModelBuiltError(
-            ModelFacts(
-                shapes={
-                    name: tuple(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)
-                },
-                features=frozenset(features_of_model(module)),
-            )
-        )
+        raise _ModelBuiltError(ModelFacts(shapes=model_shapes(module), features=frozenset(features_of_model(module))))
 
 
 def _world() -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from undula.config.job import LoadedSpec, changed_key
@@ -12,10 +12,11 @@ from undula.driver.model_facts import model_facts
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.parallel.capabilities import refusal
-from undula.plan.plan import Plan
-from undula.state.commit import Commit, check_shapes, find_commits
+from undula.plan.plan import Plan, PlanSpec
+from undula.state.commit import Commit, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.model_state import MODEL
+from undula.state.ledger import has_steps
+from undula.state.model_state import check_shapes
 from undula.storage import Store, open_store
 from undula.train.run import Run
 
@@ -46,7 +47,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     store = _run_directory(loaded)
     plan = Plan(loaded.spec.plan, data.num_rows)
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
-    if newest is not None:
+    if newest is not None or (not fresh and has_steps(store)):
         _refuse_changes(store, loaded, data)
     check_model(train, loaded, plan, newest)
     is_at_end = newest is not None and newest.step >= plan.total_steps
@@ -69,7 +70,10 @@ def check_job(loaded: LoadedSpec) -> Data:
     data, spec = _training_data(loaded), loaded.spec.data
     if spec.validation is not None:
         url = spec.validation
-        validation = _checked("data.validation", [url], loaded, lambda: load_manifest(url))
+        all_samples = replace(
+            loaded.spec.plan, last_step="short"
+        )  # a validation uses each sample, whatever training does
+        validation = _checked("data.validation", [url], loaded, all_samples, lambda: load_manifest(url))
         if validation.select(spec.columns) != data.select(spec.columns):
             raise ManifestError(
                 f"{url} has other columns than {data.url}; give validation data with the schema of the training data"
@@ -89,24 +93,26 @@ def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, ne
     if problem := refusal(loaded.spec.features | facts.features):
         raise SpecError(problem)
     if newest is not None:
-        check_shapes(newest, facts.shapes, MODEL)
+        saved = {name: tuple(tensor["shape"]) for name, tensor in newest.tensors.items()}
+        check_shapes(facts.shapes, saved, newest.folder)
 
 
 def _training_data(loaded: LoadedSpec) -> Data:
     spec = loaded.spec.data
     if spec.mix is None:
         assert spec.train is not None
-        return _checked("data.train", [spec.train], loaded, lambda: load_data(spec))
-    return _checked("data.mix", [part.url for part in spec.mix], loaded, lambda: load_data(spec))
+        return _checked("data.train", [spec.train], loaded, loaded.spec.plan, lambda: load_data(spec))
+    return _checked("data.mix", [part.url for part in spec.mix], loaded, loaded.spec.plan, lambda: load_data(spec))
 
 
-def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], Data]) -> Data:
-    """Load data, and check that the job can read it and that the plan fits it.
+def _checked(key: str, urls: list[str], loaded: LoadedSpec, plan: PlanSpec, load: Callable[[], Data]) -> Data:
+    """Load data, and check that the job can read it and that a plan fits it.
 
     Args:
         key: Key of the YAML that gives the data, for messages.
         urls: Paths or URLs of the data.
         loaded: The job.
+        plan: Settings of the plan.
         load: Callback that loads the data.
     """
     for url in urls:
@@ -115,9 +121,9 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, load: Callable[[], D
         data = load()
         data.select(loaded.spec.data.columns)
         data.check_files()
-        Plan(loaded.spec.plan, data.num_rows)
+        Plan(plan, data.num_rows)
         if isinstance(data, Mixture):
-            data.check_plan(loaded.spec.plan)
+            data.check_plan(plan)
     except (StorageError, ManifestError, SpecError) as error:
         raise type(error)(f"{loaded.origin(key)}: {key}: {error}") from error
     return data

@@ -91,11 +91,11 @@ class Plan:
         if self.spec.virtual_workers > self.num_rows:
             raise SpecError(
                 f"plan.virtual_workers is {self.spec.virtual_workers}, more than the {self.num_rows} samples of the "
-                "training data; set fewer virtual workers or train on more data"
+                "data; set fewer virtual workers or use more data"
             )
         if not self.steps_per_epoch:
             raise SpecError(
-                f"plan.global_batch is {self.spec.global_batch}, more than the {self.num_rows} samples of the training data, and "
+                f"plan.global_batch is {self.spec.global_batch}, more than the {self.num_rows} samples of the data, and "
                 "plan.last_step=drop leaves out steps that are not full; set a smaller global_batch or plan.last_step=short"
             )
 

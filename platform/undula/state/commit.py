@@ -1,4 +1,4 @@
-"""Description of a committed checkpoint in its `commit.json`, and the checks that the checkpoint is complete and fits a model."""
+"""Description of a committed checkpoint in its `commit.json`, and the check that its files are intact."""
 
 import json
 import re
@@ -13,7 +13,6 @@ from undula.storage import Store
 CHECKPOINTS = "checkpoints"
 COMMIT = "commit.json"
 FORMAT = 2
-_FIX = "restore the previous settings, set another name, or start over with --fresh"
 
 
 @dataclass(frozen=True)
@@ -93,33 +92,3 @@ def _read_commit(store: Store, folder: str) -> Commit:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def check_shapes(commit: Commit, shapes: Mapping[str, tuple[int, ...]], prefix: str) -> None:
-    """Check that a checkpoint has the tensors of a model, in the same shapes.
-
-    Args:
-        commit: Checkpoint.
-        shapes: Shape of each tensor of the model, by name.
-        prefix: Prefix of the names of the model's tensors in the checkpoint.
-
-    Raises:
-        CheckpointError: A tensor is missing on either side or has another shape.
-    """
-    for name, shape in shapes.items():
-        saved = commit.tensors.get(prefix + name)
-        if saved is None:
-            raise CheckpointError(
-                f"{commit.folder} is from another model: it lacks {name!r}, which the model has; {_FIX}"
-            )
-        if tuple(saved["shape"]) != tuple(shape):
-            raise CheckpointError(
-                f"{commit.folder} is from another model: its {name!r} has shape {tuple(saved['shape'])}, but the model's has "
-                f"shape {tuple(shape)}; {_FIX}"
-            )
-    if extra := [
-        name for name in commit.tensors if name.startswith(prefix) and name.removeprefix(prefix) not in shapes
-    ]:
-        raise CheckpointError(
-            f"{commit.folder} is from another model: it has {extra[0].removeprefix(prefix)!r}, which the model lacks; {_FIX}"
-        )

@@ -5,7 +5,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,11 @@ def job_record(store: Store) -> dict[str, Any]:
         return {}
 
 
-def identity(store: Store) -> dict[str, Any]:
-    """Return the `id` of the run in a directory and its start time `began` in seconds since the epoch.
+def identity(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `id` of a run and its start time `began` in seconds since the epoch, given its record.
 
-    If the directory has no run, the id is new and the start time is now.
+    If the record is empty, the id is new and the start time is now.
     """
-    record = job_record(store)
     return {"id": str(record.get("id") or secrets.token_hex(8)), "began": float(record.get("began") or time.time())}
 
 

@@ -206,6 +206,11 @@ def committed(attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np
     return keep
 
 
+def has_steps(store: Store) -> bool:
+    """Return whether a run has recorded any steps."""
+    return any(re.match(rf"{LEDGER}/steps-", entry.name) for entry in store.list(LEDGER))
+
+
 def next_attempt(store: Store) -> int:
     """Return the number of the next attempt: one more than the largest in the ledger."""
     found = [re.match(rf"{LEDGER}/events-(\d{{6}})-", entry.name) for entry in store.list(LEDGER)]

@@ -5,7 +5,7 @@ buffers that were registered with `persistent=False`: a new module creates them 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,50 @@ EXTRA_STATE = "_extra_state"
 """Name under which torch stores the result of `get_extra_state()`."""
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Names of the attributes in which torch.compile and activation checkpointing hold the module that they wrap."""
+
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
+"""Global shapes of a model's parameters and persistent buffers, by their names in the state; None for a buffer that has no tensor yet."""
+
+
+def model_shapes(model: nn.Module) -> Shapes:
+    """Return the shapes of the tensors that every state of a model has."""
+    bare = bare_module(model)
+    shapes: dict[str, tuple[int, ...] | None] = {
+        MODEL + _plain(key): tuple(value.shape)
+        for key, value in bare.state_dict().items()
+        if isinstance(value, Tensor) and not _is_extra(key)
+    }
+    for path, module in bare.named_modules(remove_duplicate=False):
+        for key in module._buffers.keys() - module._non_persistent_buffers_set:
+            shapes.setdefault(MODEL + _plain(f"{path}.{key}" if path else key), None)
+    return shapes
+
+
+def check_shapes(shapes: Shapes, saved: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Check that a saved state has the tensors of a model, in the same shapes.
+
+    Args:
+        shapes: Shapes of the model's tensors.
+        saved: Shapes of the saved tensors.
+        source: Name of the saved state, for messages.
+
+    Raises:
+        CheckpointError: A tensor is missing on either side or has another shape.
+    """
+    other = f"{source} is from another model"
+    for name, shape in shapes.items():
+        if shape is None:
+            continue
+        short = name.removeprefix(MODEL)
+        if name not in saved:
+            raise CheckpointError(f"{other}: it lacks {short!r}, which the model has; {FITS}")
+        if saved[name] != shape:
+            raise CheckpointError(
+                f"{other}: its {short!r} has shape {saved[name]}, but the model's has shape {shape}; {FITS}"
+            )
+    if extra := [name for name in saved if name.startswith(MODEL) and name not in shapes and not _is_extra(name)]:
+        raise CheckpointError(f"{other}: it has {extra[0].removeprefix(MODEL)!r}, which the model lacks; {FITS}")
 
 
 def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

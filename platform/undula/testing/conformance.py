@@ -31,7 +31,9 @@ from undula.driver.launch import job_of
 from undula.driver.preflight import check_job, check_model
 from undula.errors import ConformanceError, UndulaError
 from undula.plan.plan import Plan
+from undula.state.commit import find_commits
 from undula.state.model_state import bare_module, model_and_optimizer_state
+from undula.storage import open_store
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess
@@ -108,6 +110,8 @@ def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type 
             _Group(fewest, until=5, leaves=True, saves=True),
         ):
             _group(train, interrupted, group)
+        plan, newest = _plan_of(loaded), find_commits(open_store(interrupted.run_url))[0][0]
+        check_model(train, loaded, plan, newest)
         resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
         found = _last(_group(train, resubmitted, _Group(2)))
         if difference := first_difference(found, expected):
@@ -201,8 +205,12 @@ class _WatchedRun:
 def _loaded(train: Train, job: str | Path, overrides: list[str], runs: str, config: type | None) -> LoadedSpec:
     """The job, which the driver's checks have accepted."""
     loaded = load_spec(Path(job), [*SETTINGS, f"runs={runs}", *overrides], config)
-    check_model(train, loaded, Plan(loaded.spec.plan, check_job(loaded).num_rows), None)
+    check_model(train, loaded, _plan_of(loaded), None)
     return loaded
+
+
+def _plan_of(loaded: LoadedSpec) -> Plan:
+    return Plan(loaded.spec.plan, check_job(loaded).num_rows)
 
 
 def _new_job(loaded: LoadedSpec, name: str) -> Job:

@@ -40,7 +40,7 @@ def sharded() -> nn.Module:
 
 
 def test_shapes_are_those_of_the_whole_model(loaded: LoadedSpec) -> None:
-    whole = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (2, 7)}
+    whole = {"model.0.weight": (7, 5), "model.0.bias": (7,), "model.1.weight": (2, 7)}
     assert facts_of(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2, bias=False)), loaded) == ModelFacts(
         whole, frozenset()
     )
@@ -70,7 +70,7 @@ def test_sparse_embeddings_are_found(loaded: LoadedSpec, kind: type[nn.Module], 
 def test_a_model_of_many_gigabytes_takes_no_memory(loaded: LoadedSpec) -> None:
     facts = facts_of(lambda: nn.Linear(2**20, 2**20), loaded)
     assert facts is not None
-    assert facts.shapes["weight"] == (2**20, 2**20)
+    assert facts.shapes["model.weight"] == (2**20, 2**20)
 
 
 def test_a_script_that_raises_before_its_model_gives_no_facts(loaded: LoadedSpec) -> None:

@@ -67,6 +67,33 @@ def test_only_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         check_model(train, loaded, plan, commit(weight=(3, 4), bias=(3,)))
 
 
+def test_a_run_without_a_checkpoint_resumes_with_the_same_settings_only(tmp_path: Path) -> None:
+    loaded = job(tmp_path)
+    prepared = prepare(loaded, train, fresh=False)
+    first = record_job(loaded, prepared.plan, prepared.store).job.run_id
+    changed = job(tmp_path, "schedule.base_lr=0.5")
+    prepare(changed, train, fresh=False)
+    # Nothing has been trained yet. With another id, the run does not find snapshots that were taken with the first settings.
+    other = record_job(changed, prepared.plan, prepared.store).job.run_id
+    assert other != first
+    prepared.store.write("ledger/steps-000001-00000.parquet", b"")
+    assert record_job(changed, prepared.plan, prepared.store).job.run_id == other
+    prepare(changed, train, fresh=False)
+    prepare(loaded, train, fresh=True)
+    with pytest.raises(RunError, match=r"schedule.base_lr is .* but .*/run was started with 0.5; restore it"):
+        prepare(loaded, train, fresh=False)
+
+
+def test_validation_data_may_be_smaller_than_a_step(tmp_path: Path) -> None:
+    job(tmp_path)
+    write_numbers(tmp_path / "small", 7)
+    prepare(job(tmp_path, "plan.last_step=drop", f"data.validation={tmp_path}/small/data"), train, fresh=False)
+    with pytest.raises(
+        SpecError, match=r"data\.validation: plan\.virtual_workers is 12, more than the 7 samples of the data"
+    ):
+        prepare(job(tmp_path, "plan.virtual_workers=12", f"data.validation={tmp_path}/small/data"), train, fresh=False)
+
+
 def test_a_model_that_no_engine_can_train_with_the_settings_is_refused(tmp_path: Path) -> None:
     def sparse(run: Run) -> None:
         run.model(nn.Embedding(4, 2, sparse=True))

@@ -3,6 +3,7 @@
 import io
 import json
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 
 from undula.errors import CheckpointError, UsageError
 from undula.state.model_state import (
+    check_shapes,
     check_state,
     empty_like_saved,
     live_buffers,
     live_leaves,
     load_state,
     model_and_optimizer_state,
+    model_shapes,
 )
 from undula.state.pieces import TensorSpec, piece_of, spec_of
 
@@ -47,6 +50,52 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str
     for name, target in targets.items():
         target.copy_(state[name])
     load_state(model, optimizer, {**state, **targets})
+
+
+class Scaled(nn.Linear):
+    """Layer with a tensor in its extra state, and a buffer that training sets."""
+
+    late: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.register_buffer("late", None)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        return {"largest": torch.ones(3)}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        pass
+
+
+def trained(module: Scaled) -> Scaled:
+    module.late = torch.ones(5)
+    return module
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda module: module, torch.compile, nn.Sequential], ids=["bare", "compiled", "inside"]
+)
+def test_a_state_of_the_same_model_has_its_shapes(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    for saved in (wrap(Scaled()), wrap(trained(Scaled()))):
+        state = model_and_optimizer_state(saved, torch.optim.SGD(saved.parameters()))
+        shapes = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        check_shapes(model_shapes(wrap(Scaled())), shapes, "the checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("saved", "difference"),
+    [
+        ({"weight": (4, 3)}, "lacks 'bias', which the model has"),
+        ({"weight": (3, 4), "bias": (4,)}, r"'weight' has shape \(3, 4\), .* shape \(4, 3\)"),
+        ({"weight": (4, 3), "bias": (4,), "more": ()}, "has 'more', which the model lacks"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_with_the_difference(
+    saved: dict[str, tuple[int, ...]], difference: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"^step 3 is from another model: .*{difference}"):
+        check_shapes(model_shapes(Scaled()), {f"model.{name}": shape for name, shape in saved.items()}, "step 3")
 
 
 def test_names_are_those_of_the_users_module() -> None:
