@@ -76,7 +76,8 @@ class Targets:
         self._optimizer = optimizer
         own = {name: spec for name, spec in saved.items() if name.startswith((MODEL, OPTIMIZER))}
         self._tensors = empty_like_saved(model, optimizer, own)
-        known = {name: value for name, value in beside.items() if isinstance(value, Piece)}
+        # A setting that a resumed run may change can add or remove such a piece, which then starts anew.
+        known = {name: value for name, value in beside.items() if isinstance(value, Piece) and name in saved}
         self.pieces = {**{name: piece_of(tensor) for name, tensor in self._tensors.items()}, **known}
 
     def load(self, values: Mapping[str, Any]) -> None:

@@ -181,7 +181,8 @@ def _sources(targets: Mapping[str, Piece], holdings: Sequence[Sequence[Holding |
     for source, of_rank in enumerate(holdings):
         for holding in of_rank:
             for name, box in (holding.boxes if holding else {}).items():
-                found.setdefault((name, box), source)
+                if name in targets:
+                    found.setdefault((name, box), source)
     return sorted((source, name, box) for (name, box), source in found.items())
 
 

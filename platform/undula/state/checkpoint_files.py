@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undula.errors import CheckpointError
 from undula.state.commit import Commit
-from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, overlaps
+from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, incomplete, overlap
 from undula.storage import Store
 
 Claim = tuple[str, Box, int]
@@ -75,14 +75,26 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
 
 
 def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
-    """Return the entry `tensors` of a `commit.json`: the dtype, the shape and the boxes of each tensor, by name."""
+    """Return the entry `tensors` of a `commit.json`: the dtype, the shape and the boxes of each tensor, by name.
+
+    Raises:
+        CheckpointError: The files have a tensor that is not in the table, or only a part of a tensor.
+    """
     entry: dict[str, Any] = {
         name: {"dtype": spec.dtype, "shape": list(spec.shape), "chunks": []} for name, spec in table.items()
     }
+    boxes: dict[str, list[Box]] = {}
     for file in files:
         for name, (offsets, sizes) in file.chunks.items():
+            if name not in entry:
+                raise CheckpointError(
+                    f"{file.name} has {name!r}, which rank 0 lacks; all ranks must have the same state"
+                )
             chunk = {"offsets": list(offsets), "sizes": list(sizes), "file": file.name, "key": name}
             entry[name]["chunks"].append(chunk)
+            boxes.setdefault(name, []).append((offsets, sizes))
+    if lacking := incomplete(table, boxes):
+        raise CheckpointError(f"the ranks do not hold all of {lacking!r}; together, they must hold the whole state")
     return entry
 
 
@@ -104,10 +116,14 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
             raise CheckpointError(
                 f"{commit.folder} is from another model or optimizer: it lacks {name!r} or has it with another shape"
             )
+        missing = target.tensor.numel()
         for chunk in saved["chunks"]:
             box = tuple(chunk["offsets"]), tuple(chunk["sizes"])
-            if overlaps(box, target.box):
+            if common := overlap(box, target.box):
                 wanted.setdefault(chunk["file"], []).append((name, chunk["key"], box))
+                missing -= common
+        if missing:
+            raise CheckpointError(f"{commit.folder} lacks a part of {name!r}; delete this checkpoint")
     for file, chunks in sorted(wanted.items()):
         try:
             tensors = safetensors.torch.load(store.read(f"{commit.folder}/{file}"))

@@ -1,7 +1,7 @@
 """Pieces of state: the part that a rank holds of each tensor of a run, and the check that ranks together hold the whole state."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -166,10 +166,20 @@ def is_complete(holdings: Iterable[Holding | None]) -> bool:
         expected |= holding.expected
         for name, box in holding.boxes.items():
             boxes.setdefault(name, set()).add(box)
-    # Two boxes of a state are either equal or disjoint, so the sum of their sizes shows whether they cover the tensor.
-    return bool(expected) and all(
-        sum(prod(sizes) for _, sizes in boxes.get(name, ())) == prod(spec.shape) for name, spec in expected.items()
-    )
+    return bool(expected) and incomplete(expected, boxes) is None
+
+
+def incomplete(expected: Table, boxes: Mapping[str, Collection[Box]]) -> str | None:
+    """Return the name of a tensor that boxes do not cover, or None if they cover all.
+
+    Args:
+        expected: All tensors of the state.
+        boxes: Boxes by name of the tensor. Those of a tensor are disjoint.
+    """
+    for name, spec in expected.items():
+        if sum(prod(sizes) for _, sizes in boxes.get(name, ())) != prod(spec.shape):
+            return name
+    return None
 
 
 def copy_overlap(box: Box, source: Tensor, target: Piece) -> None:
@@ -190,10 +200,10 @@ def copy_overlap(box: Box, source: Tensor, target: Piece) -> None:
     target.tensor[tuple(into)].copy_(source[tuple(out_of)])
 
 
-def overlaps(one: Box, other: Box) -> bool:
-    """Return whether two boxes of a tensor have elements in common."""
+def overlap(one: Box, other: Box) -> int:
+    """Return the number of elements that two boxes of a tensor have in common."""
     sides: Sequence[tuple[int, int, int, int]] = list(zip(*one, *other, strict=True))
-    return all(max(begin, own) < min(begin + size, own + own_size) for begin, size, own, own_size in sides)
+    return prod(max(min(begin + size, own + own_size) - max(begin, own), 0) for begin, size, own, own_size in sides)
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
 from undula.errors import UsageError
@@ -11,6 +13,7 @@ from undula.recovery.snapshot import folder_of
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import LeaveGroup
 from undula.state.events import StartEvent, ValidationEvent, WarningEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.telemetry.reporter import Telemetry
 from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
@@ -46,6 +49,8 @@ class TrainingLoop:
             worker.progress.begin(start)
             if start == 0:
                 self._validate(0)
+            elif not restored.is_checkpoint:
+                self._repeat_validation(restored)
             index = start
             while index < plan.total_steps:
                 step = Step(context, self.boundary, index)
@@ -61,7 +66,8 @@ class TrainingLoop:
                 self._after_step(start - 1, start)
             self.boundary.end()
         except LeaveGroup:
-            self.boundary.close(wait=False)  # the held state takes rows that are not stored yet to the next group
+            # The held state takes rows that are not stored yet to the next group. In a single process, there is no next group.
+            self.boundary.close(wait=context.setup.worker.controller is None)
             raise
         finally:
             self.boundary.close()
@@ -124,15 +130,27 @@ class TrainingLoop:
         context.setup.worker.enter("other")
         job, is_last = context.setup.job, done == context.setup.plan.total_steps
 
-        def is_due(every: int) -> bool:
-            return is_last or done // every > before // every
-
-        if is_due(job.validation.every_steps):
+        if is_last or _is_due(job.validation.every_steps, before, done):
             if self._validation:
                 self._validate(done)
             elif context.telemetry:
                 context.telemetry.mean_loss(done)
-        self.boundary.save_and_leave(done, is_due(job.checkpoint.every_steps))
+        self.boundary.save_and_leave(done, is_last or _is_due(job.checkpoint.every_steps, before, done))
+
+    def _repeat_validation(self, restored: Restored) -> None:
+        """Validate the restored state if the previous group should have done so but was lost before."""
+        setup, done = self._context.setup, restored.step
+        before = done - (restored.rows[-1].merged_steps if restored.rows else 1)
+        is_last = done == setup.plan.total_steps  # which `steps` repeats as a whole
+        if is_last or self._validation is None or not _is_due(setup.job.validation.every_steps, before, done):
+            return
+        known = [True]
+        if setup.layout.is_first:
+            events = events_of(read_ledger(setup.store).events, ValidationEvent)
+            known = [any(event.step == done for event in events)]
+        dist.broadcast_object_list(known, group=setup.layout.control, group_src=0)
+        if not known[0]:
+            self._validate(done)
 
     def _make_validation(self, loss: Loss | None, function: SampleFunction | None) -> Validation | None:
         context, setup = self._context, self._context.setup
@@ -154,3 +172,8 @@ class TrainingLoop:
             return
         loss, samples = exact_mean(*self._validation.losses(), self._context.setup.layout.control)
         self._context.report(ValidationEvent(loss, samples, step=done))
+
+
+def _is_due(every: int, before: int, done: int) -> bool:
+    """Return whether steps `before` + 1 to `done` include one of every `every` steps."""
+    return done // every > before // every

@@ -62,6 +62,7 @@ class SingleProcess:
                 pass
             finally:
                 run.free()
+                self._worker.request = Request()
 
     def leave(self, saves: bool = False) -> None:
         """End the training at its next step boundary, and save a checkpoint there if `saves`. Other threads can call this."""

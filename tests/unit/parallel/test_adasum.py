@@ -1,5 +1,6 @@
 """Tests of Adasum over virtual workers: the properties in the paper, and the same bits at any number of ranks."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,10 +37,12 @@ def test_ranks_reduce_along_one_tree(virtual_workers: int, world_size: int) -> N
         assert middle >= end - middle
 
 
-def _gradients(rank: int, world_size: int, samples: tuple[int, ...]) -> list[list[float]]:
+def _gradients(
+    rank: int, world_size: int, samples: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[list[complex]]:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    rows = torch.randn(sum(samples), 3).split(samples)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    rows = torch.randn(sum(samples), 3, dtype=dtype).split(samples)
     layout = join_layout(rank, world_size, torch.device("cpu"))
     engine = AdasumEngine(layout, len(samples), all_reduce_over(layout.shards))
     model = engine.place(module)
@@ -47,7 +50,7 @@ def _gradients(rank: int, world_size: int, samples: tuple[int, ...]) -> list[lis
     engine.begin_step(len(mine))
     for place in mine:
         engine.before_forward(is_last=False)
-        loss = model(rows[place]).square().mean()
+        loss = model(rows[place]).abs().square().mean()
         engine.backward(loss, samples[place] / sum(samples), MicroBatch(0, place, 0, samples[place]), is_last=False)
     engine.finish_gradients(sum(samples), max_norm=None)
     return [parameter.grad.flatten().tolist() for parameter in module.parameters()]
@@ -58,6 +61,16 @@ def test_the_result_does_not_depend_on_the_ranks() -> None:
     (alone,) = on_ranks(1, _gradients, samples)
     for world_size in (2, 3):
         assert on_ranks(world_size, _gradients, samples) == [alone] * world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_keep_their_precision(dtype: torch.dtype) -> None:
+    """For a single virtual worker, the result is its gradient."""
+    (found,) = on_ranks(1, _gradients, (4,), dtype)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+    module(torch.randn(4, 3, dtype=dtype)).abs().square().mean().backward()
+    assert found == [parameter.grad.flatten().tolist() for parameter in module.parameters()]
 
 
 def test_two_virtual_workers_are_combined_layer_by_layer() -> None:

@@ -134,3 +134,7 @@ def _partly_sharded(rank: int, world_size: int) -> None:
     engine = make_engine(module, layout, "torch", False, GradientSpec(), measures_noise=False, virtual_workers=1)
     with pytest.raises(UsageError, match=r"sharded submodules but is not sharded itself"):
         engine.place(module)
+    module = nn.Sequential(nn.Linear(1, 2))
+    fully_shard(module, ignored_params={module[0].bias})
+    with pytest.raises(UsageError, match=r"parameter '0\.bias' is not sharded"):
+        engine.place(module)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from undula.errors import CheckpointError, StorageError
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import COMMIT, commit_json, find_commits
-from undula.state.pieces import rank_state
+from undula.state.pieces import Piece, RankState, rank_state, spec_of
 from undula.storage import Store
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -226,3 +226,22 @@ def test_a_pickle_in_place_of_a_tensor_file_is_never_loaded(store: Store, tmp_pa
     with pytest.raises(CheckpointError, match="cannot be loaded: Error while deserializing"):
         checkpoints.load(commit, rank_state(state(0)).pieces)
     assert not (tmp_path / "exploded").exists()
+
+
+def test_a_state_that_the_ranks_do_not_hold_completely_is_not_committed(store: Store) -> None:
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
+    half = Piece(torch.ones(2), (4,), (2,), is_replicated=False)
+    checkpoints.save(1, "plan", RankState({"model.a": half}, {}))
+    assert str(checkpoints.wait()).startswith("the ranks do not hold all of 'model.a'")
+    checkpoints.save(2, "plan", RankState({}, {}, {"model.b": spec_of(half)}))
+    assert str(checkpoints.wait()).startswith("the ranks do not hold all of 'model.b'")
+    assert find_commits(store) == ([], {})
+
+
+def test_a_checkpoint_that_lacks_a_part_of_a_tensor_is_refused(store: Store) -> None:
+    checkpoints = Checkpointer(store, dist.group.WORLD, attempt=1, keep=1)
+    save(checkpoints, 1, 1.0)
+    (commit,), _ = find_commits(store)
+    commit.tensors["model.a"]["chunks"].clear()
+    with pytest.raises(CheckpointError, match=r"step-00000001-a1 lacks a part of 'model\.a'"):
+        checkpoints.load(commit, rank_state(state(0.0)).pieces)

@@ -12,9 +12,11 @@ import torch
 from numbers_job import cpu_run, numbers_job, write_numbers
 from torch import nn
 
+from undula.data.spec import ValidationSpec
 from undula.errors import RunError, UsageError
 from undula.recovery.worker_state import GroupEndedError, WorkerState
-from undula.state.ledger import read_ledger
+from undula.state.events import ValidationEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.train.job import Job
 from undula.train.run import Run, Step
@@ -106,6 +108,37 @@ def test_the_batches_of_a_step_can_be_used_once(job: Job) -> None:
     with pytest.raises(UsageError, match="called twice"):
         next(step.batches())
     steps.close()
+
+
+def test_a_validation_that_a_lost_group_owed_is_made_up_for(job: Job) -> None:
+    job = replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
+    worker, lost = WorkerState(), []
+
+    def train_group() -> None:
+        run, done = cpu_run(job, worker=worker), 0
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+
+        def loss(batch):
+            is_validation = not torch.is_grad_enabled()
+            if is_validation and done == 2 and not lost:
+                lost.append(True)
+                raise GroupEndedError
+            return model(batch["x"][:, None] / 48).square().mean()
+
+        try:
+            for step in run.steps(validate=loss):
+                for batch in step.batches():
+                    step.backward(loss(batch))
+                step.update()
+                done = step.index + 1
+        except GroupEndedError:
+            run.hand_over()
+
+    train_group()
+    train_group()
+    events = events_of(read_ledger(Store(job.run_url)).events, ValidationEvent)
+    assert [event.step for event in events] == [0, 1, 2, 3, 4]
 
 
 def test_a_step_is_committed_once(job: Job) -> None:

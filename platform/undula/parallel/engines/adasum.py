@@ -9,6 +9,7 @@ from torch import Tensor
 from undula.parallel.capabilities import ADASUM
 from undula.parallel.collectives import AllReduce
 from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.exact import as_real, like_parameter
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.adasum import Interval, adasum, halves, largest_within
 from undula.plan.plan import MicroBatch
@@ -36,12 +37,14 @@ class AdasumEngine(Engine):
         self._own = shares[layout.cell]
 
     def lay_out(self) -> None:
-        self._sizes = [parameter.numel() for parameter in self.trainable]
+        reals = [as_real(parameter) for parameter in self.trainable]
+        self._sizes = [real.numel() for real in reals]
+        self._dtype = torch.float64 if any(real.dtype == torch.float64 for real in reals) else torch.float32
 
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         numbers = sum(self._sizes)
-        self._sums = {each: torch.zeros(numbers, device=self.layout.device) for each in self._own}
+        self._sums = {each: torch.zeros(numbers, dtype=self._dtype, device=self.layout.device) for each in self._own}
         self._samples = dict.fromkeys(self._own, 0)
         self._has_gradient = torch.zeros(len(self._sizes), device=self.layout.device)
 
@@ -58,11 +61,11 @@ class AdasumEngine(Engine):
         for place, (parameter, part) in enumerate(zip(self.trainable, parts, strict=True)):
             if parameter.grad is not None:
                 self._has_gradient[place] = 1
-                part += parameter.grad.flatten()
+                part += as_real(parameter.grad).flatten()
 
     def reduce_gradients(self, samples: int) -> None:
         """Combine the gradients of this rank's virtual workers, exchange the results, and combine those of all ranks on every rank."""
-        found = torch.zeros(len(self._exchanged), sum(self._sizes), device=self.layout.device)
+        found = torch.zeros(len(self._exchanged), sum(self._sizes), dtype=self._dtype, device=self.layout.device)
         for virtual_worker, count in self._samples.items():
             # Losses are weighted by the samples of the step, but Adasum combines means over each virtual worker's own samples.
             self._sums[virtual_worker] *= samples / max(count, 1)
@@ -76,7 +79,7 @@ class AdasumEngine(Engine):
         result = self._combined(self._all, dict(zip(self._exchanged, found, strict=True)))
         parts = zip(self.trainable, torch.split(result, self._sizes), self._has_gradient.tolist(), strict=True)
         for parameter, part, ranks in parts:
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if ranks else None
+            parameter.grad = like_parameter(part.view_as(as_real(parameter)), parameter) if ranks else None
 
     def _combined(self, interval: Interval, known: dict[Interval, Tensor]) -> Tensor:
         if interval in known:

@@ -6,6 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from undula.errors import UsageError
 from undula.parallel.capabilities import FSDP
 from undula.parallel.engines.engine import Engine, trainable
+from undula.state.pieces import is_sharded_tensor
 
 
 class FSDPEngine(Engine):
@@ -17,11 +18,16 @@ class FSDPEngine(Engine):
         """Accept the module without copying weights between ranks: each rank has initialized its shards from the run's seed.
 
         Raises:
-            UsageError: Submodules are sharded, but the module itself is not.
+            UsageError: Submodules are sharded, but the module itself is not, or a parameter is not sharded.
         """
         if not isinstance(module, FSDPModule):
             raise UsageError(
                 "run.model() got a module that has sharded submodules but is not sharded itself; call fully_shard() on it as well"
+            )
+        if whole := [name for name, each in module.named_parameters() if not is_sharded_tensor(each)]:
+            raise UsageError(
+                f"run.model() got a module whose parameter {whole[0]!r} is not sharded, so that its gradient would not be reduced; "
+                "call fully_shard() without ignored_params"
             )
         for part in module.modules():
             if isinstance(part, FSDPModule):
