@@ -81,9 +81,16 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
         spot.drain(first, deadline_s=60)
         job.wait_for(lambda: job.sizes()[-1] == 1)
         assert set(spot.nodes) == {first, second}  # the group has left the node before the node ends
-    spot.kill(first)
+        spot.drain(second, deadline_s=60)  # the node of the only worker
+        spot.add()
+        job.wait_for(lambda: len(job.of(StartEvent)) == 4)
+        resumed = job.of(StartEvent)[-1]
+        job.wait_for(lambda: job.rows()[-1]["step"] > (resumed.step or 0))
+    for node in (first, second):
+        spot.kill(node)
     ledger = read_ledger(job.store)
-    assert [(resize.before, resize.after) for resize in job.of(ResizeEvent)[:2]] == [(1, 2), (2, 1)]
+    assert [(resize.before, resize.after) for resize in job.of(ResizeEvent)[:3]] == [(1, 2), (2, 1), (1, 1)]
+    assert resumed.origin == "the memory of the head"
     assert ledger.steps["step"].to_pylist() == list(range(ledger.steps.num_rows))
     assert ledger.replaced.num_rows == 0
 

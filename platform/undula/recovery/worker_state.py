@@ -5,6 +5,7 @@ keep their imports and their device contexts, and pass their state to the next g
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from undula.recovery.progress import Progress
@@ -57,9 +58,13 @@ class Request:
     leaves: bool = False
     """Whether to leave the group there."""
     gives: bool = False
-    """Whether to give state to the controller, because a rank of this group will not be in the next one."""
+    """Whether to give state that only this rank has to the controller, because a rank of this group will not be in the next one."""
+    gives_all: bool = False
+    """Whether the ranks must give the whole state to the controller, because none of them will be in the next group."""
     saves: bool = False
     """Whether to commit a checkpoint there."""
+    until: float = inf
+    """Time in seconds since the epoch until which leaving can wait for a checkpoint that is being written."""
 
 
 @dataclass

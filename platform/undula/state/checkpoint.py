@@ -5,9 +5,11 @@ A checkpoint is a folder such as `checkpoints/step-00000100-a3/` (step 100 of at
 tensor, the values that are not tensors, and the size and SHA-256 of every file, so that damage is found before anything is loaded.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -53,6 +55,7 @@ class Checkpointer:
         self._after_commit = after_commit
         self._not_removed = not_removed
         self._saving: Future[None] | None = None
+        self._is_abandoned = threading.Event()
         self._group = group
         self._saving_step = 0
         self._damaged: set[str] = set()
@@ -86,7 +89,9 @@ class Checkpointer:
         header = {"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": state.values}
         thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
         self._saving_step = step
-        self._saving = thread.submit(self._write, step, header, state.expected, share, self._saving_group, began)
+        self._is_abandoned = threading.Event()
+        write = partial(self._write, step, header, state.expected, share, self._saving_group, self._is_abandoned, began)
+        self._saving = thread.submit(write)
         thread.shutdown(wait=False)
 
     def _write(
@@ -96,6 +101,7 @@ class Checkpointer:
         table: Table,
         share: Mapping[str, tuple[Tensor, Box]],
         group: dist.ProcessGroup,
+        is_abandoned: threading.Event,
         began: float,
     ) -> None:
         """Write this rank's share, and commit on rank 0 once all ranks have written theirs. A failure of one rank fails all ranks."""
@@ -105,6 +111,8 @@ class Checkpointer:
             written = write_share(self._store, folder, rank, share)
         except Exception as error:
             written = error
+        if is_abandoned.is_set():
+            return
         answers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, written if not isinstance(written, Exception) else str(written), group=group)
         if isinstance(written, Exception):
@@ -161,6 +169,14 @@ class Checkpointer:
         dist.destroy_process_group(self._saving_group)
         self._saving = self._saving_group = None
         return error
+
+    def abandon(self) -> None:
+        """Stop waiting for the save in progress, because the group ends. All ranks must call this at the same step.
+
+        The checkpoint is committed only if all ranks had written their files. Its process group ends with those of the group.
+        """
+        self._is_abandoned.set()
+        self._saving = self._saving_group = None
 
     def newest_whole(self) -> tuple[Commit | None, dict[str, str]]:
         """Find the newest undamaged checkpoint. Each rank checks a share of the files, and all ranks get the same result.

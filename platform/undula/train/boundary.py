@@ -32,11 +32,13 @@ class StepBoundary:
         snapshots = context.snapshots
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
         request = context.setup.worker.request
-        # A resize that can wait does not interrupt a checkpoint that is being written.
-        leaves = request.leaves and (request.saves or context.checkpoints.saving_step is None)
+        is_saving = context.checkpoints.saving_step is not None and not request.saves
+        abandons = request.leaves and is_saving and time.time() >= request.until
         return Wants(
-            leaves=leaves,
+            leaves=request.leaves and (abandons or not is_saving),
+            abandons=abandons,
             gives=request.gives,
+            gives_all=request.gives_all,
             saves=request.saves,
             snapshots=takes,
             sends=sends,
@@ -111,17 +113,26 @@ class StepBoundary:
     def _leave(self, done: int) -> None:
         """End the group. All ranks must call this at the same step boundary."""
         context = self._context
+        if context.wants.abandons:
+            context.checkpoints.abandon()
+            context.report(WarningEvent("checkpoint_failed", "a worker had to leave its node before it was complete"))
         # A rank that will not be in the next group may have the only copy of a piece.
-        if context.wants.gives and not context.live.is_whole:
-            replicas = context.setup.replicas
-            is_given = replicas is not None and replicas.give(self.held_state(done))
-            answers: list[Any] = [None] * context.setup.layout.world_size
-            dist.all_gather_object(answers, is_given, group=context.setup.layout.control)
-            if not all(answers):
-                context.report(WarningEvent("no_room_for_shards", step=done))
-                self.save(done)
+        if context.wants.gives_all or (context.wants.gives and not context.live.is_whole):
+            self._give(done)
         self.finish_saving()
         raise LeaveGroup
+
+    def _give(self, done: int) -> None:
+        """Give the state to the controller, or begin to write a checkpoint if it has no room."""
+        context, layout = self._context, self._context.setup.layout
+        replicas = context.setup.replicas
+        has_part = layout.is_first or not context.live.is_whole
+        is_given = not has_part or (replicas is not None and replicas.give(self.held_state(done)))
+        answers: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(answers, is_given, group=layout.control)
+        if not all(answers):
+            context.report(WarningEvent("no_room_for_state", step=done))
+            self.save(done)
 
     def held_state(self, done: int) -> HeldState:
         """Return the state of this rank after `done` steps in host memory, where the process keeps it."""

@@ -122,14 +122,14 @@ class Run:
         Raises:
             UsageError: The run has no model yet, it already has an optimizer, or the optimizer is Horovod's.
         """
-        if self._optimizer is not None:
-            raise UsageError(
-                "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"
-            )
         if self._model is None or self._engine is None:
             raise UsageError("run.optimizer() was called before run.model(); call run.model() first")
         if hasattr(optimizer, "skip_synchronize"):
             raise UsageError("run.optimizer() got a DistributedOptimizer of Horovod; pass the optimizer that it wraps")
+        if self._optimizer is not None:
+            raise UsageError(
+                "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"
+            )
         self._optimizer = optimizer
         self._engine.prepare(self._model, optimizer)
         self._group_rates = GroupRates(optimizer, self._setup.job.schedule, self.plan)

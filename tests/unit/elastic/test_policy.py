@@ -1,6 +1,7 @@
 """Tests of the decisions about the worker group."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from undula.elastic.pure.policy import (
     HANG_FLOOR_S,
+    LEAVE_S,
     START_LIMIT_S,
     Decision,
     Growth,
@@ -75,6 +77,17 @@ def test_a_ready_worker_replaces_one_with_a_notice() -> None:
     decision = decide(View(NOW, slots("ab", "c"), {"b": NOW + 20}, noticed=NOW - 2), 2, 2)
     assert isinstance(decision, Resize)
     assert decision.workers == ("a0", "c2")
+
+
+def test_a_resize_waits_for_a_checkpoint_until_shortly_before_the_deadline() -> None:
+    def until(**changes: Any) -> float:
+        decision = decide(View(NOW, **changes), 1, 2)
+        assert isinstance(decision, Resize)
+        return decision.until
+
+    assert until(slots=slots("ab"), deadlines={"b": NOW + 60}, step_s=2.0) == NOW + 60 - LEAVE_S - 6
+    assert until(slots=slots("ab"), deadlines={"b": math.inf}) == NOW
+    assert until(slots=slots("a", "b")) == math.inf
 
 
 def test_two_notices_close_together_cost_one_resize() -> None:

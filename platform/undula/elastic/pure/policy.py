@@ -85,6 +85,8 @@ class Resize:
     workers: tuple[str, ...]
     """Ids of the workers in the next group."""
     reason: str
+    until: float = inf
+    """Time in seconds since the epoch until which the resize can wait for a checkpoint that is being written."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,11 @@ def decide(view: View, low: int, high: int, grow: str = "auto") -> Decision:
         if view.now - view.noticed < SETTLE_S and deadline - view.now > 5 * SETTLE_S:
             return Hold()
         doomed = f"{len(group) - len(staying)} of {len(group)} workers run on nodes that will be removed"
+        last_moment = view.now if deadline == inf else deadline - LEAVE_S - 3 * view.step_s
         if len(wanted) >= low:
-            return Resize(wanted, doomed)
+            return Resize(wanted, doomed, last_moment)
         reason = f"{doomed}, which leaves {len(wanted)}, and the job needs at least {low}"
-        last_moment = deadline - LEAVE_S - 3 * view.step_s
-        if deadline == inf or view.now >= last_moment:
+        if view.now >= last_moment:
             return Save(reason)
         return Hold() if view.is_saved else Save(reason, ends=False)
     is_growth = len(wanted) > len(group) and grow != "never"

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from ray.train.v2._internal.execution.scaling_policy import (
     NoopDecision,
@@ -152,11 +153,13 @@ class PoolPolicy(ScalingPolicy):
             return self._resize(len(statuses))
         self._report_notices(worker_group_state)
         low, high = self.scaling_config.min_workers, self.scaling_config.max_workers
-        if leaving := self._group.leaving:
-            if not all(status.has_left for status in statuses):
-                return NoopDecision()
-            return self._resize(len(leaving.workers) if isinstance(leaving, Resize) else low)
         decision = decide(self._view(), low, high, self.grow)
+        if leaving := self._group.leaving:
+            if all(status.has_left for status in statuses):
+                return self._resize(len(leaving.workers) if isinstance(leaving, Resize) else low)
+            if _is_more_urgent(decision, leaving):  # a notice has come while the ranks wait for a checkpoint
+                self._request_from_ranks(decision, worker_group_state)
+            return NoopDecision()
         has_begun = self._group.is_stepping(len(statuses)) if self._is_run else True
         if isinstance(decision, Hold) or not has_begun:
             return NoopDecision()
@@ -172,8 +175,10 @@ class PoolPolicy(ScalingPolicy):
             self._saved = self.pool.newest_notice
             request = Request(decision.ends, saves=True)
         else:
-            group = {actor_id(worker) for worker in state.workers}
-            request = Request(leaves=True, gives=not group <= set(decision.workers))
+            staying = [worker for worker in state.workers if actor_id(worker) in decision.workers]
+            request = Request(
+                leaves=True, gives=len(staying) < len(state.workers), gives_all=not staying, until=decision.until
+            )
         self._group.leaving = decision if request.leaves else None
         for worker in state.workers:
             worker.actor.set_request.remote(request)
@@ -308,6 +313,15 @@ class PoolPolicy(ScalingPolicy):
             return  # the controller has not started
         self._request = self._request or AutoscalerRequest(self._requester_id)
         self._request.send(self.scaling_config._resources_per_worker_not_none, self.pool.fleet.labels)
+
+
+def _is_more_urgent(decision: Decision, leaving: Decision) -> TypeGuard[Resize | Save]:
+    """Return whether the ranks should learn of a decision although they were asked to leave because of another one."""
+    if not isinstance(leaving, Resize):
+        return False
+    return (
+        decision.until < leaving.until if isinstance(decision, Resize) else isinstance(decision, Save) and decision.ends
+    )
 
 
 def elastic_statuses(status: WorkerGroupPollStatus) -> list[ElasticStatus]:

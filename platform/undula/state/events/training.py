@@ -159,7 +159,7 @@ class EndEvent(Event):
 
 
 WarningCode = Literal[
-    "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "state_at_risk", "no_room_for_shards",
+    "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "state_at_risk", "no_room_for_state",
     "no_validation", "batch_rule",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
@@ -168,7 +168,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoints_not_removed": "Old checkpoints could not be deleted, and the next save will try again: {detail}.",
     "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
     "state_at_risk": "The newest steps will be lost with the last node that holds them, because the head has no room: {detail}.",
-    "no_room_for_shards": "The head has no room for the shards of the model, so they are saved to storage.",
+    "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "no_validation": "Nothing is validated, because data.validation is set but run.steps() was called without validate=; pass validate=.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
 }
