@@ -169,7 +169,7 @@ def test_a_slow_rank_loses_no_sample(reader: Reader, url: str) -> None:
 def test_an_object_store_that_spills_loses_no_sample(forking_python: str, tmp_path: Path) -> None:
     with local_cluster(num_cpus=1, object_store_bytes=80 * 2**20, python=forking_python) as small:
         large = tmp_path / "large"
-        rows = 300
+        rows = 150
         table = pa.table({"value": np.arange(1000, 1000 + rows), "payload": pa.array([bytes(10**6)] * rows)})
         write_shards(Store(str(large)), [table], table.schema, rows, num_shards=3, row_group_bytes=10**7)
         with Reader(with_forked_drivers(small), tmp_path) as own:
