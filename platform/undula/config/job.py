@@ -210,11 +210,16 @@ def as_tree(spec: Any) -> dict[str, Any]:
 
 def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a tree in which a string is hidden if its key names a secret."""
-    shown: dict[str, Any] = {}
-    for key, value in tree.items():
-        is_secret = isinstance(value, str) and _SECRET_KEY.search(str(key))
-        shown[str(key)] = "(hidden)" if is_secret else hide_secrets(value) if isinstance(value, Mapping) else value
-    return shown
+    return {
+        str(key): "(hidden)" if isinstance(value, str) and _SECRET_KEY.search(str(key)) else _without_secrets(value)
+        for key, value in tree.items()
+    }
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return hide_secrets(value)
+    return [_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 _SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private)_?key)$", re.IGNORECASE)
@@ -253,7 +258,7 @@ def script_of(job: Path, given: Path | None = None) -> Path:
 def absolute_paths(spec: JobSpec) -> list[str]:
     """Return overrides that make a job's relative paths absolute, because the job runs in another working directory."""
     paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
-    given = [f"{key}={_absolute(path)}" for key, path in paths.items() if path is not None and path != _absolute(path)]
+    given = as_overrides({key: _absolute(path) for key, path in paths.items() if path and path != _absolute(path)})
     mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]
     return [*given, f"data.mix={json.dumps(mix)}"] if mix else given
 

@@ -50,8 +50,8 @@ def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) ->
             train(probe)  # type: ignore[arg-type]
     except _ModelBuiltError as built:
         return built.facts
-    except Exception:
-        # If the script itself is wrong, the workers report it with a traceback.
+    except (Exception, SystemExit):
+        # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.
         return None
     return None
 

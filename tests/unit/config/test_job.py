@@ -1,13 +1,13 @@
 """Tests of a job's YAML: values are read correctly, and mistakes are refused in one sentence with the place, the key and the fix."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from undula.config.job import JobSpec, LoadedSpec, as_tree, hide_secrets, json_schema, load_spec
+from undula.config.job import JobSpec, LoadedSpec, absolute_paths, as_tree, hide_secrets, json_schema, load_spec
 from undula.config.yaml_file import flatten
 from undula.driver.launch import job_of
 from undula.errors import SpecError
@@ -363,6 +363,8 @@ class Nested:
         ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice; keep one"),
         ("config: &a {b: *a}", "has an anchor that contains itself; remove the cycle"),
         ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
+        ("workers: {resources: {GPU: 1}}", "resources has GPU; set gpus instead"),
+        ("workers: {resources: {tpu: -1}}", "resources.tpu is -1; set an amount of at least 0"),
         ("plan: {global_batch: 2, virtual_workers: 4}", "is not a multiple of virtual_workers (4); set it to 4"),
     ],
 )
@@ -376,9 +378,19 @@ def test_an_override_of_a_section_is_the_origin_of_all_its_values(load: Load) ->
     assert "plan.window" not in loaded.origins
 
 
+def test_relative_paths_with_any_characters_become_absolute(load: Load) -> None:
+    loaded = load("runs: 'my #runs'\n")
+    (override,) = absolute_paths(replace(loaded.spec, data=replace(loaded.spec.data, train="/data")))
+    assert load("", override).spec.runs == str(Path("my #runs").absolute())
+
+
 def test_secrets_of_the_spec_are_not_shown() -> None:
-    tree = {"config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": {"PASSWORD": "z", "secret": None}}}
+    deep = {"PASSWORD": "z", "secret": None}
+    tree = {
+        "config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": deep, "loggers": [{"api_key": "y"}, "file"]}
+    }
     shown = hide_secrets(tree)
+    assert shown["config"]["loggers"] == [{"api_key": "(hidden)"}, "file"]
     assert shown["config"]["tokens"] == 3
     assert shown["config"]["deep"] == {"PASSWORD": "(hidden)", "secret": None}
     assert (shown["config"]["hf_token"], shown["config"]["api_key"]) == ("(hidden)", "(hidden)")

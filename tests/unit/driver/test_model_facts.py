@@ -48,6 +48,13 @@ def test_shapes_are_those_of_the_whole_model(loaded: LoadedSpec) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_script_that_ends_before_its_model_has_no_facts(loaded: LoadedSpec) -> None:
+    def end() -> nn.Module:
+        raise SystemExit("this script needs a GPU")
+
+    assert facts_of(end, loaded) is None
+
+
 def test_a_partly_sharded_model_counts_as_sharded(loaded: LoadedSpec) -> None:
     def make() -> nn.Module:
         module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))

@@ -52,9 +52,13 @@ def test_the_maximum_number_of_largest_values_stays_in_range_and_one_more_is_ref
     for _ in range(MOST_ADDED):
         sums.add(0, torch.tensor([largest], dtype=torch.float64))
     assert float(sums.values()[0]) == pytest.approx(MOST_ADDED * largest)
+    sums.clear()
+    for _ in range(MOST_ADDED):
+        sums.add(0, torch.tensor([-1e-25], dtype=torch.float64))
+    assert float(sums.values()[0]) == pytest.approx(0, abs=1e-15)
     sums.add(0, torch.tensor([1.0]))
     with pytest.raises(
-        UsageError, match="this step has 8193 micro-batches, but deterministic=true can sum at most 8192"
+        UsageError, match="this step has 8192 micro-batches, but deterministic=true can sum at most 8191"
     ):
         sums.values()
 

@@ -44,6 +44,11 @@ class WorkersSpec:
     def __post_init__(self) -> None:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, which is larger than max ({self.max}); lower min or raise max")
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU"):
+                raise ValueError(f"resources has {name}; set {name.lower()}s instead")
+            if amount < 0:
+                raise ValueError(f"resources.{name} is {amount:g}; set an amount of at least 0")
         if (self.fleet.on_demand_floor or 0) > self.max:
             raise ValueError(
                 f"fleet.on_demand_floor is {self.fleet.on_demand_floor}, which is larger than max ({self.max}); lower it or raise max"

@@ -17,7 +17,7 @@ from undula.parallel.collectives import AllReduce
 _HIGH_BITS, _LOW_BITS = 16, 66
 LIMIT = 2.0**34
 """Smallest absolute value that counts as not finite, because sums of such numbers could exceed the range of the integers."""
-MOST_ADDED = 2**13
+MOST_ADDED = 2**13 - 1
 """Maximum number of terms in a sum. The sum of that many integers of 50 bits fits into 63 bits."""
 _TOTAL_BITS = 80
 
