@@ -40,7 +40,7 @@ def engine_named(name: str, rank: int, world_size: int) -> Engine:
 
 
 def _gradients(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[float]]:
-    """Return the gradients of two steps with each engine, one engine after the other."""
+    """Return the gradients of the last of three steps with each engine, one engine after the other. The second step freezes a layer."""
     found = []
     for name in names:
         torch.manual_seed(rank)  # all ranks get the weights of rank 0
@@ -50,8 +50,9 @@ def _gradients(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[
         engine = engine_named(name, rank, world_size)
         model = engine.place(module)
         mine = assign(len(SHARES), world_size)[rank]
-        for _ in range(2):
+        for trains_all in (True, False, True):
             module.zero_grad(set_to_none=True)
+            module[0].requires_grad_(trains_all)
             engine.begin_step(len(mine))
             for place in mine:
                 is_last = place == mine[-1]

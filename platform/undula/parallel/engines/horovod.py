@@ -13,6 +13,7 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 
 POLL_INTERVAL_S = 0.0002
+NEVER = 2**62
 
 
 def sum_over_horovod(tensor: Tensor) -> None:
@@ -65,7 +66,9 @@ class HorovodEngine(Engine):
         self._reduction: Any = None
 
     def lay_out(self) -> None:
-        self._reduction = None  # frees the previous one with its hooks, before new hooks are registered
+        if self._reduction:
+            # Its hooks cannot be removed. They wait for more backward passes than there will be, and so never send a gradient.
+            self._reduction.set_backward_passes_per_step(NEVER)
         self._reduction = hvd.DistributedOptimizer(
             torch.optim.SGD(self.module.parameters(), lr=0.0),
             named_parameters=self.module.named_parameters(),
