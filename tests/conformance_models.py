@@ -56,6 +56,23 @@ class SometimesUsed(Plain):
         return found + self.branch(x) if self.calls % 3 == 0 else found
 
 
+class ChannelsLast(Plain):
+    """A layer whose parameters are channels-last, and a column-major buffer that the first forward pass sets."""
+
+    directions: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(WIDTH, WIDTH, 2).to(memory_format=torch.channels_last)
+        self.register_buffer("directions", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.directions is None:
+            self.directions = torch.full((WIDTH, WIDTH + 1), 0.1).t()
+        x = self.convolution(x[:, :, None, None].expand(-1, -1, 2, 2)).flatten(1)
+        return super().forward((x @ self.directions.t())[:, :WIDTH])
+
+
 class Frozen(Plain):
     """The first layer is frozen."""
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from undula.state.defaults import MEMORY
-from undula.state.pieces import Holding, Piece, RankState, TensorSpec, dtype_named
+from undula.state.pieces import Holding, Piece, RankState, dense_strides, dtype_named, parsed_spec
 from undula.state.records import StepRow
 
-FORMAT = 3
+FORMAT = 4
 Age = tuple[int, int]
 """(attempt, steps) of a state. The state of a later attempt is newer, even if an earlier attempt had committed more steps."""
 NEVER: Age = (-1, -1)
@@ -48,8 +48,8 @@ class Arrangement:
     """Layout of a rank's pieces in the bytes of a snapshot.
 
     Attributes:
-        places: Description of each piece by name: dtype, shape of the whole tensor, offsets and sizes of the piece, whether all ranks
-            hold the same piece, and position of its first byte.
+        places: Description of each piece by name: dtype, shape of the whole tensor, offsets, sizes and strides of the piece, whether
+            all ranks hold the same piece, and position of its first byte.
         bytes: Total number of bytes.
     """
 
@@ -62,6 +62,7 @@ class Arrangement:
                 "shape": list(piece.shape),
                 "offsets": list(piece.offsets),
                 "sizes": list(piece.tensor.shape),
+                "strides": list(dense_strides(piece.tensor)),
                 "replicated": piece.is_replicated,
                 "at": self.bytes,
             }
@@ -104,7 +105,9 @@ class Snapshot:
     def holding(self) -> Holding | None:
         """Extent of the rank's pieces; None if the rank held the whole state."""
         return self._state(
-            lambda place: torch.empty(place["sizes"], dtype=dtype_named(place["dtype"]), device="meta")
+            lambda place: torch.empty_strided(
+                place["sizes"], place["strides"], dtype=dtype_named(place["dtype"]), device="meta"
+            )
         ).holding
 
     def load_bytes(self) -> bytearray:
@@ -120,7 +123,7 @@ class Snapshot:
             name: Piece(tensor_at(place), tuple(place["shape"]), tuple(place["offsets"]), place["replicated"])
             for name, place in self.meta["tensors"].items()
         }
-        elsewhere = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in self.meta["elsewhere"].items()}
+        elsewhere = {name: parsed_spec(*spec) for name, spec in self.meta["elsewhere"].items()}
         return RankState(pieces, self.meta["values"], elsewhere)
 
 
@@ -197,7 +200,7 @@ def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, held: R
         "plan_digest": plan_digest,
         "attempt": attempt,
         "values": held.values,
-        "elsewhere": {name: [spec.dtype, spec.shape] for name, spec in held.elsewhere.items()},
+        "elsewhere": {name: [spec.dtype, spec.shape, spec.strides] for name, spec in held.elsewhere.items()},
         "tensors": arrangement.places,
     }
     return json.dumps(fixed).encode()
@@ -218,4 +221,4 @@ def _view(buffer: mmap.mmap | bytearray, place: Mapping[str, Any]) -> Tensor:
     count = prod(sizes)
     if not count:
         return torch.empty(sizes, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=place["at"]).view(sizes)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=place["at"]).as_strided(sizes, place["strides"])

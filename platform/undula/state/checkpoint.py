@@ -201,7 +201,7 @@ class Checkpointer:
         return next((commit for commit in commits if commit.folder not in damaged), None), damaged
 
     def table(self, commit: Commit) -> Table:
-        """Return the dtype and shape of the tensors of a checkpoint, by name."""
+        """Return the description of the tensors of a checkpoint, by name."""
         return table_of(commit)
 
     def load(self, commit: Commit, targets: Mapping[str, Piece]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from undula.errors import CheckpointError
 from undula.state.commit import Commit
-from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, incomplete, overlap
+from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, incomplete, overlap, parsed_spec
 from undula.storage import Store
 
 Claim = tuple[str, Box, int]
@@ -75,13 +75,14 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
 
 
 def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
-    """Return the entry `tensors` of a `commit.json`: the dtype, the shape and the boxes of each tensor, by name.
+    """Return the entry `tensors` of a `commit.json`: the dtype, the shape, the strides and the boxes of each tensor, by name.
 
     Raises:
         CheckpointError: The files have a tensor that is not in the table, or only a part of a tensor.
     """
     entry: dict[str, Any] = {
-        name: {"dtype": spec.dtype, "shape": list(spec.shape), "chunks": []} for name, spec in table.items()
+        name: {"dtype": spec.dtype, "shape": spec.shape, "strides": spec.strides, "chunks": []}
+        for name, spec in table.items()
     }
     boxes: dict[str, list[Box]] = {}
     for file in files:
@@ -99,8 +100,11 @@ def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
 
 
 def table_of(commit: Commit) -> dict[str, TensorSpec]:
-    """Return the dtype and shape of the tensors of a checkpoint, by name."""
-    return {name: TensorSpec(saved["dtype"], tuple(saved["shape"])) for name, saved in commit.tensors.items()}
+    """Return the description of the tensors of a checkpoint, by name."""
+    return {
+        name: parsed_spec(saved["dtype"], saved["shape"], saved.get("strides"))
+        for name, saved in commit.tensors.items()
+    }
 
 
 def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> None:

@@ -25,7 +25,7 @@ class Commit:
     """Number of committed steps that the checkpoint includes."""
     plan_digest: str
     tensors: Mapping[str, Any]
-    """Tensors by name, each {"dtype", "shape", "chunks": [{"offsets", "sizes", "file", "key"}]}."""
+    """Tensors by name, each {"dtype", "shape", "strides", "chunks": [{"offsets", "sizes", "file", "key"}]}."""
     values: Mapping[str, Any]
     """State other than tensors, by name."""
     files: Mapping[str, Any]

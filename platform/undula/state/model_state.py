@@ -19,7 +19,7 @@ from undula.state.optimizer_state import (
     optimizer_state,
     state_like,
 )
-from undula.state.pieces import Table, dtype_named
+from undula.state.pieces import Table, empty_tensor, piece_of, spec_of
 from undula.state.values import checked, decode, encode, leaves, tensor_names
 
 MODEL = "model."
@@ -123,19 +123,18 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
     parameters = _parameters(model)
     targets: dict[str, Tensor] = {}
     for name, spec in table.items():
-        dtype, shape = dtype_named(spec.dtype), spec.shape
-        present = own.get(name)
+        shape, present = spec.shape, own.get(name)
         if name.startswith(MODEL) and not _is_extra(name):
             if present is None or tuple(present.shape) != shape:
                 found = "lacks it" if present is None else f"has it with shape {tuple(present.shape)}"
                 raise CheckpointError(f"the saved state has {name!r} with shape {shape}, but the model {found}; {FITS}")
             targets[name] = present
-        elif present is not None and not _is_extra(name) and (present.dtype, tuple(present.shape)) == (dtype, shape):
+        elif present is not None and not _is_extra(name) and spec_of(piece_of(present)) == spec:
             targets[name] = present
         elif name.startswith(f"{STATE}.") and (owner := _owner(name, parameters)):
-            targets[name] = state_like(optimizer, parameters[owner[0]], owner[1], dtype, shape)
+            targets[name] = state_like(optimizer, parameters[owner[0]], owner[1], spec)
         elif name.startswith((MODEL, OPTIMIZER)):
-            targets[name] = torch.empty(shape, dtype=dtype)
+            targets[name] = empty_tensor(spec)
     return targets
 
 
@@ -204,8 +203,7 @@ def _make_late_buffers(model: nn.Module, table: Table) -> None:
         for key, value in module._buffers.items():
             name = MODEL + _plain(f"{path}.{key}" if path else key)
             if value is None and name in table:
-                dtype, shape = dtype_named(table[name].dtype), table[name].shape
-                setattr(module, key, torch.empty(shape, dtype=dtype, device=device))
+                setattr(module, key, empty_tensor(table[name], device))
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, str]:

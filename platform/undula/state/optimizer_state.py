@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.errors import CheckpointError, UsageError
-from undula.state.pieces import is_sharded_tensor
+from undula.state.pieces import TensorSpec, dtype_named, empty_tensor, is_sharded_tensor
 from undula.state.values import checked, decode, encode, leaves
 
 STATE = "optimizer.state"
@@ -88,17 +88,15 @@ def load_optimizer_state(
         _load_entries(optimizer, parameters, state)
 
 
-def state_like(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
+def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, spec: TensorSpec) -> Tensor:
     """Return an empty tensor for an entry of a parameter's state, on the device on which torch's optimizers keep such an entry."""
-    if shape == tuple(parameter.shape) and key != "step":
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if spec.shape == tuple(parameter.shape) and key != "step" and (is_sharded_tensor(parameter) or not spec.strides):
+        return torch.empty_like(parameter, dtype=dtype_named(spec.dtype), requires_grad=False)
     is_on_device = key != "step"
     for group in optimizer.param_groups:
         if any(parameter is each for each in group["params"]):
             is_on_device |= bool(group.get("capturable") or group.get("fused"))
-    return torch.empty(shape, dtype=dtype, device=parameter.device if is_on_device else "cpu")
+    return empty_tensor(spec, parameter.device if is_on_device else None)
 
 
 def optimizer_leaves(optimizer: torch.optim.Optimizer) -> Iterator[object]:

@@ -44,15 +44,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype and shape of a whole tensor."""
+    """Dtype, shape and memory layout of a whole tensor."""
 
     dtype: str
     """Name of the dtype in torch, such as `float32`."""
     shape: Shape
+    strides: Shape | None = None
+    """Distance in memory between neighbouring elements, by dimension and in elements; None if no rank holds the whole tensor. A kernel
+    chosen for another layout can produce other bits, so a restored tensor has the strides of the saved one."""
 
 
 Table: TypeAlias = Mapping[str, TensorSpec]
-"""Dtype and shape of the tensors of a state, by name."""
+"""Description of the tensors of a state, by name."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,27 @@ def rows_of(rows: Tensor, first: int, count: int) -> Piece:
 
 
 def spec_of(piece: Piece) -> TensorSpec:
-    """Return the dtype and shape of the whole tensor of a piece."""
-    return TensorSpec(str(piece.tensor.dtype).removeprefix("torch."), piece.shape)
+    """Return the dtype, the shape and, if the piece is whole, the strides of the whole tensor of a piece."""
+    strides = dense_strides(piece.tensor) if piece.is_whole else None
+    return TensorSpec(str(piece.tensor.dtype).removeprefix("torch."), piece.shape, strides)
+
+
+def parsed_spec(dtype: str, shape: Sequence[int], strides: Sequence[int] | None) -> TensorSpec:
+    """Return the TensorSpec whose fields were stored as JSON."""
+    return TensorSpec(dtype, tuple(shape), None if strides is None else tuple(strides))
+
+
+def empty_tensor(spec: TensorSpec, device: torch.device | None = None) -> Tensor:
+    """Return a whole tensor, with any elements, on a device or in host memory."""
+    dtype = dtype_named(spec.dtype)
+    if spec.strides is None:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
+
+
+def dense_strides(tensor: Tensor) -> Shape:
+    """Return the strides of a copy of a tensor: its own strides, or those without gaps if its elements are not densely packed."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def rank_state(state: Mapping[str, Any]) -> RankState:

@@ -7,8 +7,9 @@
     conformance.check_on_ranks(train, "train.yaml", "deterministic=true", config=Config)
 
 Both functions train the script's own train function for a few steps, once without interruption and once with, and return if every
-tensor and value of the state is equal. Otherwise they raise an error of one sentence. `check` interrupts after each step of a run in
-this process. `check_on_ranks` runs ranks in processes of their own, kills some, and changes their number.
+tensor and value of the state is equal, and the strides of the tensors are as well. Otherwise they raise an error of one sentence. `check`
+interrupts after each step of a run in this process. `check_on_ranks` runs ranks in processes of their own, kills some, and changes their
+number.
 """
 
 import json
@@ -305,5 +306,5 @@ def _leaf(value: Any) -> tuple[str, bytes]:
     if not isinstance(value, Tensor):
         return "a value", json.dumps(value).encode()
     local = getattr(value, "to_local", lambda: value)()
-    kind = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)}"
+    kind = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)} with strides {local.stride()}"
     return kind, local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

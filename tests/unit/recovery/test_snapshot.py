@@ -1,5 +1,6 @@
 """Tests of snapshots in the memory of a node."""
 
+import itertools
 import json
 import os
 import threading
@@ -136,6 +137,22 @@ def test_a_finished_run_leaves_no_memory_behind(tmp_path: Path) -> None:
     assert writer.bytes > 0
     writer.delete()
     assert not folder.exists()
+
+
+def test_tensors_are_restored_with_their_strides(tmp_path: Path) -> None:
+    dense = torch.arange(24.0).view(2, 3, 4, 1)
+    tensors = [dense.permute(order) for order in itertools.permutations(range(4))]
+    tensors += [dense[:, ::2], dense.transpose(0, 2)[::2], torch.ones(1).expand(3), torch.ones(3, 4, 1, 1)]
+    states = rank_state({str(number): tensor for number, tensor in enumerate(tensors)})
+    writer = SnapshotWriter(tmp_path, "plan")
+    writer.begin(1, states, {}, [])
+    writer.wait()
+    found = newest_snapshot(tmp_path, "plan")
+    assert found is not None
+    for name, piece in found.load().pieces.items():
+        assert torch.equal(piece.tensor, tensors[int(name)])
+        assert piece.tensor.stride() == tensors[int(name)].clone().stride()
+    assert found.load().expected == states.expected
 
 
 def test_a_shard_is_restored_as_a_shard(tmp_path: Path) -> None:

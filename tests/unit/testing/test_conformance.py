@@ -34,7 +34,11 @@ def test_state_that_no_checkpoint_has_is_found(name: str, job: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "a branch that some steps use", "BatchNorm", "a buffer that is replaced", "extra state"]
+    "name",
+    [
+        *("plain", "a branch that some steps use", "BatchNorm", "a buffer that is replaced", "extra state"),
+        *("channels-last parameters", "soap"),
+    ],
 )
 def test_lost_ranks_and_another_world_size_do_not_change_a_deterministic_run(name: str, job: str) -> None:
     check_on_ranks(ALL[name], job, "deterministic=true")
