@@ -178,6 +178,8 @@ class Run:
 
     def free(self) -> None:
         """Free the model and the optimizer. The next group makes new ones, and the device may not have memory for both."""
+        if self._engine:
+            self._engine.close()
         self._model = self._optimizer = self._engine = self._loop = self._group_rates = None
 
     def _selected_engine(self, module: nn.Module, layout: Layout) -> Engine:

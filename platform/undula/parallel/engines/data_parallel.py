@@ -28,14 +28,18 @@ class DataParallelEngine(Engine):
         self._sparse: list[nn.Parameter] = []
 
     def lay_out(self) -> None:
-        if self._buckets:
-            self._buckets.close()
+        self.close()
         if self.layout.num_cells == 1:
             return
         sparse = sparse_parameters(self.module)
         self._sparse = [parameter for parameter in self.trainable if parameter in sparse]
         dense = [parameter for parameter in self.trainable if parameter not in sparse]
         self._buckets = GradientBuckets(dense, self.layout.shards, self._sent_as)
+
+    def close(self) -> None:
+        if self._buckets:
+            self._buckets.close()
+        self._buckets = None
 
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
         if self._buckets and is_last:

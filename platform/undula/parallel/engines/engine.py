@@ -110,6 +110,9 @@ class Engine:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""
         self.module.zero_grad(set_to_none=True)
 
+    def close(self) -> None:
+        """Remove what the engine has attached to the model. Without this, the model can stay in memory although nothing uses it."""
+
     def state(self) -> dict[str, Piece]:
         """Return the engine's own tensors that change from step to step, by name. They are restored in place."""
         return {}

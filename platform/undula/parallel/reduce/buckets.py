@@ -79,7 +79,11 @@ class GradientBuckets:
         """Time at which the backward pass sent its latest bucket; None if it has sent none."""
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters.
+
+        Parameters and hooks refer to each other through torch's C++ objects, where the garbage collector does not find such a cycle. With
+        the hooks in place, neither the parameters nor the buckets would ever be freed.
+        """
         for hook in self._hooks:
             hook.remove()
 
