@@ -2,18 +2,22 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from small_text import MODEL, PLAN
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.goodput import goodput
 from undula.report.data.run_record import read_run
-from undula.state.events import Event, StartEvent
-from undula.storage import open_store
-from undula.testing.chaos import Chaos, start_driver
+from undula.state.events import Event, StartEvent, WaitingEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.storage import Store, open_store
+from undula.testing.chaos import Chaos, Driver, start_driver
 from undula.testing.faults import Fault
 from undula.testing.nodes import Nodes
 
@@ -30,7 +34,8 @@ JOB = (
     "schedule.decay=constant",
     *("checkpoint.every_steps=25", "validation.every_steps=50", "workers.min=1", "workers.grow=always"),
 )
-
+ENDLESS = ("checkpoint.every_steps=1000", "data.validation=null", "plan.max_steps=30000")
+"""Overrides of a job that runs until it is stopped."""
 
 WRAPPED = """
 import time
@@ -118,3 +123,54 @@ def events_in(url: str, event_type: type[E]) -> list[E]:
 def origins_in(url: str) -> set[str | None]:
     """Return the sources of the state of a run's worker groups; None is a fresh start."""
     return {start.origin for start in events_in(url, StartEvent)}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running job, and the steps and events that it has recorded so far."""
+
+    driver: Driver
+    store: Store
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_ledger(self.store).steps.to_pylist() if self.store.exists("ledger") else []
+
+    def sizes(self) -> list[int]:
+        return [row["world_size"] for row in self.rows()]
+
+    def of(self, event_type: type[E]) -> list[E]:
+        return events_of(read_ledger(self.store).events, event_type) if self.store.exists("ledger") else []
+
+    def waits_for_one_worker(self) -> bool:
+        return any(wait.needed - wait.ready == 1 for wait in self.of(WaitingEvent))
+
+    def wait_for_group(self, size: int, after: int, steps: int) -> None:
+        """Wait until a group of `size` workers, of a later attempt than `after`, has made `steps` steps."""
+        self.wait_for(lambda: sum(row["attempt"] > after and row["world_size"] == size for row in self.rows()) > steps)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.driver.process.poll() is None, self.driver.lines[-5:]
+            assert time.monotonic() < deadline, self.driver.lines[-5:]
+            time.sleep(0.2)  # limits the polling rate
+
+
+@contextmanager
+def running(
+    spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str, pace_s: float = PACE_S, hook: str = ""
+) -> Iterator[Running]:
+    """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block."""
+    while len(spot.nodes) > num_nodes:
+        spot.kill(spot.nodes[0])
+    while len(spot.nodes) < num_nodes:
+        spot.add()
+    spot.await_all()
+    _, *script = command(text, str(folder), "run", *ENDLESS, *settings, script=wrapped(folder, hook, pace_s))
+    driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
+    job = Running(driver, open_store(f"{folder}/run"))
+    try:
+        job.wait_for(lambda: len(job.of(StartEvent)) > 0)
+        yield job
+    finally:
+        driver.stop()

@@ -1,76 +1,20 @@
 """Tests with nodes that come and go: no step is lost or repeated, and the losses equal those of an undisturbed run."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 from alone import train_alone
-from chaos_kit import PACE_S, SCRIPT, SLOW_S, assert_certified, command, wrapped
+from chaos_kit import ENDLESS, SCRIPT, SLOW_S, assert_certified, command, running
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
 from undula.state.commit import find_commits
-from undula.state.events import BatchEvent, CheckpointEvent, Event, ResizeEvent, SaveEvent, StartEvent, WaitingEvent
-from undula.state.ledger import events_of, read_ledger
-from undula.storage import Store, open_store
-from undula.testing.chaos import Driver, start_driver
+from undula.state.events import BatchEvent, CheckpointEvent, ResizeEvent, SaveEvent, StartEvent
+from undula.state.ledger import read_ledger
 from undula.testing.nodes import Nodes
 
-E = TypeVar("E", bound=Event)
-SETTINGS = ("checkpoint.every_steps=1000", "data.validation=null", "plan.max_steps=30000")
-
 pytestmark = pytest.mark.timeout(400)
-
-
-@dataclass(frozen=True)
-class Running:
-    """A running job, and the steps and events that it has recorded so far."""
-
-    driver: Driver
-    store: Store
-
-    def rows(self) -> list[dict[str, Any]]:
-        return read_ledger(self.store).steps.to_pylist() if self.store.exists("ledger") else []
-
-    def sizes(self) -> list[int]:
-        return [row["world_size"] for row in self.rows()]
-
-    def of(self, event_type: type[E]) -> list[E]:
-        return events_of(read_ledger(self.store).events, event_type) if self.store.exists("ledger") else []
-
-    def waits_for_one_worker(self) -> bool:
-        return any(wait.needed - wait.ready == 1 for wait in self.of(WaitingEvent))
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert self.driver.process.poll() is None, self.driver.lines[-5:]
-            assert time.monotonic() < deadline, self.driver.lines[-5:]
-            time.sleep(0.2)  # limits the polling rate
-
-
-@contextmanager
-def running(
-    spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str, pace_s: float = PACE_S
-) -> Iterator[Running]:
-    """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block."""
-    while len(spot.nodes) > num_nodes:
-        spot.kill(spot.nodes[0])
-    while len(spot.nodes) < num_nodes:
-        spot.add()
-    spot.await_all()
-    _, *script = command(text, str(folder), "run", *SETTINGS, *settings, script=wrapped(folder, pace_s=pace_s))
-    driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
-    job = Running(driver, open_store(f"{folder}/run"))
-    try:
-        job.wait_for(lambda: len(job.of(StartEvent)) > 0)
-        yield job
-    finally:
-        driver.stop()
 
 
 def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Nodes, text: str, tmp_path: Path) -> None:
@@ -95,7 +39,7 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
     assert ledger.replaced.num_rows == 0
 
     # With a constant rate, a shorter run equals the beginning of a longer one.
-    shorter = (*SETTINGS, f"plan.max_steps={ledger.steps.num_rows + 1}")
+    shorter = (*ENDLESS, f"plan.max_steps={ledger.steps.num_rows + 1}")
     alone = train_alone(command(text, str(tmp_path), "alone", *shorter, script=SCRIPT))
     assert_certified(job.store.url, alone.url, ledger.steps.num_rows)
 

@@ -1,0 +1,131 @@
+"""Test of a job whose group changes twenty times: memory, descriptors, threads and shared memory stay as they are."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos_kit import Running, running
+
+from undula.state.defaults import MEMORY
+from undula.state.events import GroupEvent
+from undula.state.ledger import last_event, read_ledger
+from undula.testing.nodes import Nodes, nodes
+
+CHANGES = 20
+SETTLED = 3
+"""Number of changes after which nothing may grow."""
+STEPS = 8
+"""Number of steps of a group before its usage is read, so that snapshots and replicas have been taken."""
+SLOPE_LIMIT = {"resident_bytes": 2**20, "descriptors": 0.3, "threads": 0.3}
+"""Maximum growth per change. The parameters alone take 8 MiB."""
+RAYS_SLOPE_LIMIT_BYTES = 4 * 2**20
+"""The same for the resident bytes of Ray's own daemons, which vary by 30 MiB from one second to the next."""
+
+WORKER, CONTROLLER = "ray::ElasticWorker", "ray::ElasticController"
+HOOK = """
+import torch
+from torch.distributed.fsdp import fully_shard
+
+def prepared(module):
+    module.large = torch.nn.Parameter(torch.zeros(1024, 2048))
+    {shard}
+    return module
+
+_forward = language_model.GPT.forward
+language_model.GPT.forward = lambda self, text: _forward(self, text) + self.large.sum() * 0
+"""
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process uses."""
+
+    resident_bytes: int
+    descriptors: int
+    threads: int
+
+
+def usage_of(processes: dict[str, psutil.Process]) -> dict[str, Usage]:
+    return {
+        name: Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
+        for name, process in processes.items()
+    }
+
+
+def long_lived(spot: Nodes, job: Running, kept: str) -> dict[str, psutil.Process]:
+    """Return the processes that live during the whole test: those of the head and of the node that is kept, and the driver."""
+    found = {"driver": psutil.Process(job.driver.process.pid)}
+    for pid in (*spot.processes_of(kept), *spot.head_processes()):
+        process = psutil.Process(pid)
+        title = " ".join(process.cmdline())
+        for name in (WORKER, CONTROLLER, "gcs_server"):
+            if name in title:
+                found[name] = process
+        if title.split(" ")[0].endswith("raylet/raylet"):
+            found[f"raylet of {'the node' if pid in spot.processes_of(kept) else 'the head'}"] = process
+    return found
+
+
+def worker_on(job: Running, node: str) -> psutil.Process:
+    group = last_event(read_ledger(job.store).events, GroupEvent)
+    assert group is not None
+    (pid,) = (each["pid"] for each in group.workers if each["node"] == node)
+    assert pid is not None
+    return psutil.Process(pid)
+
+
+def changes(spot: Nodes, job: Running, kept: str) -> Iterator[str]:
+    """Change the group again and again: a lost worker, growth, a notice, growth."""
+    while True:
+        (other,) = (node for node in spot.nodes if node != kept)
+        worker_on(job, other).kill()
+        yield "a worker is killed"
+        yield "its successor joins"
+        spot.drain(other, deadline_s=60)
+        yield "a node gets a notice"
+        spot.kill(other)
+        spot.add()
+        yield "a node is added"
+
+
+def slope(values: Sequence[float]) -> float:
+    """Return the growth per change: the minimum of the later half less that of the earlier half, so that short peaks do not count."""
+    half = len(values) // 2
+    return (min(values[half:]) - min(values[:half])) / half
+
+
+@pytest.mark.parametrize("shard", ["", "fully_shard(module)"], ids=["whole", "sharded"])
+def test_twenty_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: Path, shard: str) -> None:
+    settings = (
+        "workers.max=2",
+        "deterministic=false",
+        "schedule.base_lr=3e-4",
+        "checkpoint.every_steps=20",
+        "plan.epochs=1000",
+    )
+    hook = HOOK.format(shard=shard)
+    used: list[dict[str, Usage]] = []
+    shared_bytes: list[int] = []
+    # Forks would not have the allocator's settings of a worker.
+    with nodes() as spot, running(spot, text, tmp_path, 1, *settings, hook=hook) as job:
+        (kept,) = spot.nodes
+        spot.add()
+        job.wait_for(lambda: job.sizes().count(2) > STEPS)
+        processes = long_lived(spot, job, kept)
+        assert {"driver", WORKER, CONTROLLER} < processes.keys()
+        for change, size in zip(changes(spot, job, kept), [1, 2] * (CHANGES // 2), strict=False):
+            job.wait_for_group(size, after=job.rows()[-1]["attempt"], steps=STEPS)
+            used.append(usage_of(processes))
+            shared_bytes.append(shutil.disk_usage(MEMORY).used)
+            print(f"change {len(used)}, {change}: {used[-1]}, {shared_bytes[-1]} bytes in {MEMORY}", flush=True)
+    assert slope(shared_bytes[SETTLED:]) < SLOPE_LIMIT["resident_bytes"]
+    for name in processes:
+        for key, limit in SLOPE_LIMIT.items():
+            is_rays = name not in ("driver", WORKER, CONTROLLER) and key == "resident_bytes"
+            grown = slope([getattr(each[name], key) for each in used[SETTLED:]])
+            assert grown < (RAYS_SLOPE_LIMIT_BYTES if is_rays else limit), f"{key} of {name} grow by {grown} per change"
