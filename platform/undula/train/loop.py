@@ -1,6 +1,7 @@
 """Training loop of a rank, from the newest state of the run to the end of the plan."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from undula.recovery.worker_state import LeaveGroup
 from undula.state.events import StartEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.telemetry.reporter import Telemetry
+from undula.train.arithmetic import STATE, arithmetic_of, difference
 from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
 from undula.train.learning_rate import rate_for
@@ -109,6 +111,8 @@ class TrainingLoop:
         context.group_rates.restore(restored.values)
         if change:
             context.report(change)
+        if job.deterministic:
+            self._compare_arithmetic(restored)
         if start == 0 and context.group_rates.warning:
             context.report(WarningEvent("batch_rule", context.group_rates.warning))
         if not self._has_loss and job.data.validation is not None:
@@ -124,6 +128,15 @@ class TrainingLoop:
             context.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
         origin, attempt = restored.origin or None, context.setup.attempt
         context.report(StartEvent(layout.world_size, attempt, origin, layout.num_cells, step=restored.step))
+
+    def _compare_arithmetic(self, restored: Restored) -> None:
+        """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation."""
+        layout = self._context.setup.layout
+        known: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(known, arithmetic_of(layout.device), group=layout.control)
+        former = [restored.values[STATE]] if STATE in restored.values else []
+        if found := difference([*former, *known]):
+            self._context.report(WarningEvent("mixed_machines", found))
 
     def _after_step(self, before: int, done: int) -> None:
         context = self._context

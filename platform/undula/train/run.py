@@ -30,6 +30,7 @@ from undula.state.events import CheckpointEvent, WarningEvent
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
 from undula.telemetry.messages import Publisher
+from undula.train.arithmetic import STATE, arithmetic_of
 from undula.train.buffers import BufferMean
 from undula.train.context import RunSetup, TrainContext
 from undula.train.job import Job
@@ -201,6 +202,7 @@ class Run:
         assert self._model is not None
         assert self._optimizer is not None
         assert self._group_rates is not None
+        arithmetic = {STATE: arithmetic_of(layout.device)} if job.deterministic else {}
         noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
         rate, _ = rate_for(job.schedule, self.plan, layout.num_cells, 0, {})
 
@@ -225,7 +227,13 @@ class Run:
             LiveState(
                 self._model,
                 self._optimizer,
-                lambda: {**engine.state(), **noise.state(), **context.rate.values(), **context.group_rates.values()},
+                lambda: {
+                    **engine.state(),
+                    **noise.state(),
+                    **context.rate.values(),
+                    **context.group_rates.values(),
+                    **arithmetic,
+                },
             ),
             Checkpointer(
                 setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved, not_removed

@@ -1,0 +1,47 @@
+"""Properties of a process that decide which bits a computation produces. A deterministic run is the same only where they are the same."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+Arithmetic = Mapping[str, str]
+"""Properties by name."""
+STATE = "arithmetic"
+"""Name under which the state of a deterministic run records the properties of the group that computed it."""
+CPU_INFO = Path("/proc/cpuinfo")
+VARIABLES = ("MKL_", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
+"""Beginnings of the names of environment variables that choose kernels."""
+
+
+def arithmetic_of(device: torch.device) -> Arithmetic:
+    """Return the properties of this process, which trains on a device."""
+    found = {
+        "torch": str(torch.__version__),
+        "the CPU": f"{_cpu()} ({torch.backends.cpu.get_cpu_capability()})",
+        "the number of threads": str(torch.get_num_threads()),
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    }
+    if device.type == "cuda":
+        found["the GPU"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def difference(known: Sequence[Arithmetic]) -> str | None:
+    """Return the first property in which processes or groups differ, with two of its values; None if all are equal."""
+    first, *others = known
+    for other in others:
+        for name in [*first, *(name for name in other if name not in first)]:
+            if first.get(name) != other.get(name):
+                return f"{name} is {first.get(name, 'not set')} for one worker and {other.get(name, 'not set')} for another"
+    return None
+
+
+def _cpu() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:  # not on Linux
+        found = None
+    return found[1] if found else "unknown"
