@@ -73,7 +73,7 @@ def test_a_validation_does_not_change_the_random_numbers_that_follow(tmp_path: P
 def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a resume there may be no validation before the first step, so the layer would otherwise depend on the run's history."""
     monkeypatch.chdir(tmp_path)
-    run = cpu_run(validating(tmp_path))
+    run = cpu_run(replace(validating(tmp_path), plan=numbers_job(tmp_path).plan))
     model = run.model(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
     model[0].eval()  # type: ignore[operator]
     run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
