@@ -127,7 +127,8 @@ class Step:
         end = mark_on(context.setup.layout.device)
         ready = context.engine.gradients_ready if self._is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
-        self._losses.append((loss.detach().reshape(()), micro_batch.samples))
+        if micro_batch.samples:  # the loss of no samples may be NaN, even if it is multiplied by 0
+            self._losses.append((loss.detach().reshape(()), micro_batch.samples))
         context.buffers.end_micro_batch(micro_batch.samples)
 
     def log(self, **values: float | Tensor) -> None:
@@ -138,6 +139,8 @@ class Step:
         """
         inside = self._micro_batch
         weight = float(inside.samples if inside else sum(size for _, size in self._losses))
+        if not weight:  # a value of no samples may be NaN, even if it is multiplied by 0
+            return
         for name, value in values.items():
             total, weights = self._local.logged.get(name, (0.0, 0.0))
             self._local.logged[name] = (total + float(value) * weight, weights + weight)
@@ -186,7 +189,7 @@ class Step:
     def _reduced(self, norm: Tensor) -> StepTotals:
         """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
         context, local, layout = self._context, self._local, self._context.setup.layout
-        losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist()
+        losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist() if self._losses else []
         local.seconds["data_s"] = self._data_s
         for name, begin, end in self._intervals:
             local.seconds[name] += end.seconds_since(begin)
