@@ -1,6 +1,7 @@
 """One optimizer step as the script's loop uses it: its micro-batches, their backward passes, and the commit."""
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -13,6 +14,7 @@ from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.state.digest import additive_digest
+from undula.state.events import WarningEvent
 from undula.state.model_state import MODEL
 from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
@@ -229,8 +231,18 @@ class Step:
             logged=json.dumps({**totals.logged, **measured}),
             **totals.seconds,
         )
+        if not math.isfinite(totals.grad_norm):
+            self._report_overflow()
         self._boundary.committed(row, int(totals.stored_steps), totals.wants)
         setup.worker.progress.committed(done, time.perf_counter() - self._began)
+
+    def _report_overflow(self) -> None:
+        """Report, once in a group, that compression may have made the gradient infinite. A single rank sends nothing."""
+        context, compression = self._context, self._context.setup.job.gradient.compression
+        if compression != "none" and context.setup.layout.num_cells > 1 and not context.has_overflowed:
+            context.has_overflowed = True
+            detail = f"gradient.compression={compression}"
+            context.report(WarningEvent("gradient_overflow", detail, step=self.index + self.merged_steps))
 
     def _weights_digest(self, done: int) -> int | None:
         """Return the digest of the model's weights if the run is deterministic and a digest is due, else None."""

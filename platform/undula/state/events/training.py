@@ -160,7 +160,7 @@ class EndEvent(Event):
 
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "state_at_risk", "no_room_for_state",
-    "no_validation", "batch_rule",
+    "no_validation", "batch_rule", "gradient_overflow",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -171,6 +171,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "no_validation": "Nothing is validated, because data.validation is set but run.steps() was called without validate=; pass validate=.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
+    "gradient_overflow": "The gradient has become infinite or NaN, perhaps because it was too large for {detail}; set it to none.",
 }
 
 
