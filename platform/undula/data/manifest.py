@@ -62,6 +62,19 @@ class Column:
     shape: tuple[int, ...]
     """Shape of one sample's array; empty for a scalar."""
 
+    def values(self, array: pa.Array) -> pa.Array:
+        """Return the values of some rows of the column, in one dimension if a sample is an array.
+
+        Raises:
+            ManifestError: There are nulls. NumPy would turn integers with nulls into floats, and would leave out lists that are null.
+        """
+        values = array if array.null_count or not self.shape else array.flatten()
+        if values.null_count:
+            raise ManifestError(
+                f"column {self.name!r} has nulls, which tensors cannot hold; replace them or leave the column out of data.columns"
+            )
+        return values
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -17,6 +17,9 @@ Sample = Mapping[str, Any]
 SampleFunction = Callable[[Sample, np.random.Generator], Sample]
 """Function that transforms a sample, given a random generator."""
 
+TEXT_KINDS: Mapping[type, pa.DataType] = {str: pa.string(), bytes: pa.binary()}
+"""Arrow types of the texts that a map can return. NumPy's own types would drop trailing zeros of bytes."""
+
 
 @dataclass(frozen=True)
 class SampleMap:
@@ -29,7 +32,11 @@ class SampleMap:
     key: int
 
     def __call__(self, table: pa.Table, columns: tuple[Column, ...]) -> pa.Table:
-        """Return the table of the transformed rows and their ids."""
+        """Return the table of the transformed rows and their ids.
+
+        Raises:
+            ManifestError: The rows have nulls, or the function returns values that batches cannot hold.
+        """
         ids = table[ID_COLUMN].to_numpy()
         values = {column.name: _values(table[column.name].combine_chunks(), column) for column in columns}
         made = [
@@ -60,18 +67,23 @@ def mapped_columns(table: pa.Table) -> tuple[Column, ...]:
 
 
 def _values(array: pa.Array, column: Column) -> Any:
-    if column.shape:
-        return array.flatten().to_numpy(zero_copy_only=False).reshape(-1, *column.shape)
-    if column.type in TEXT_TYPES:
-        return array.to_pylist()
-    return array.to_numpy(zero_copy_only=False)
+    values = column.values(array)
+    return (
+        values.to_pylist()
+        if column.type in TEXT_TYPES
+        else values.to_numpy(zero_copy_only=False).reshape(-1, *column.shape)
+    )
 
 
 def _column(name: str, values: list[Any], ids: Ids) -> tuple[pa.Field, pa.Array]:
-    if isinstance(values[0], str):
-        return pa.field(name, pa.string()), pa.array(values, pa.string())
-    if isinstance(values[0], bytes):  # NumPy's bytes type would drop trailing zeros
-        return pa.field(name, pa.binary()), pa.array(values, pa.binary())
+    for kind, arrow_type in TEXT_KINDS.items():
+        if isinstance(values[0], kind):
+            if wrong := [place for place, value in enumerate(values) if not isinstance(value, kind)]:
+                raise ManifestError(
+                    f"the map returned {name!r} as {type(values[wrong[0]]).__name__} for sample {ids[wrong[0]]} but as {kind.__name__} "
+                    "for another; return one type for every sample"
+                )
+            return pa.field(name, arrow_type), pa.array(values, arrow_type)
     arrays = [np.asarray(value) for value in values]
     for array, row in zip(arrays, ids, strict=True):
         if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:

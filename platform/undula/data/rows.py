@@ -89,7 +89,7 @@ class _Values:
         chunks = [chunk for chunk in values.chunks if len(chunk)]
         self._starts = np.cumsum([0, *map(len, chunks)])
         self._chunks = [
-            _without_nulls(chunk, column) if column.type in TEXT_TYPES else _tensor(chunk, column) for chunk in chunks
+            column.values(chunk) if column.type in TEXT_TYPES else _tensor(chunk, column) for chunk in chunks
         ]
 
     def slice(self, start: int, stop: int) -> Tensor | list[Any]:
@@ -148,9 +148,7 @@ def _as_batch(values: Tensor | pa.Array) -> Tensor | list[Any]:
 
 
 def _tensor(array: pa.Array, column: Column) -> Tensor:
-    array = _without_nulls(array, column)
-    if column.shape:
-        array = _without_nulls(array.flatten(), column)
+    array = column.values(array)
     is_bits = pa.types.is_boolean(array.type)
     values = (
         torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
@@ -158,11 +156,3 @@ def _tensor(array: pa.Array, column: Column) -> Tensor:
         else from_dlpack(array.__dlpack__(max_version=(1, 0)))
     )
     return values.view(-1, *column.shape)
-
-
-def _without_nulls(array: pa.Array, column: Column) -> pa.Array:
-    if array.null_count:
-        raise ManifestError(
-            f"column {column.name!r} has nulls, which tensors cannot hold; replace them or leave the column out of data.columns"
-        )
-    return array

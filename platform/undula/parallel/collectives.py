@@ -32,3 +32,33 @@ def broadcast_from_rank_0(module: nn.Module, group: dist.ProcessGroup) -> None:
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
             if sent is not own:
                 own.copy_(sent)
+
+
+def sparse_sum(own: Tensor, group: dist.ProcessGroup, sent_as: torch.dtype | None = None) -> Tensor:
+    """Return the sum of sparse tensors over the ranks of a process group, each of which may have other rows.
+
+    The ranks exchange their rows and add them up themselves, because no backend sums sparse tensors of 16-bit floats, and NCCL none at all.
+
+    Args:
+        own: Sparse tensor of this rank. Its shape, dtype and number of sparse dimensions are the same on all ranks.
+        group: Process group of the ranks.
+        sent_as: Dtype in which the values are sent; None for their own dtype.
+    """
+    own = own.coalesce()
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
+    counts[dist.get_rank(group)] = own._nnz()
+    dist.all_reduce(counts, group=group)
+    rows = counts.tolist()
+    indices = _gathered_rows(own.indices().t(), rows, group)
+    values = _gathered_rows(own.values().to(sent_as or own.dtype), rows, group)
+    return torch.sparse_coo_tensor(indices.t(), values.to(own.dtype), own.shape, check_invariants=False).coalesce()
+
+
+def _gathered_rows(own: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks in one tensor, given the number of rows of each rank."""
+    padded = own.new_zeros(max(rows), *own.shape[1:])
+    padded[: len(own)] = own
+    found = padded.new_empty(len(rows), *padded.shape)
+    # Tensors are sent as bytes because gloo supports only some dtypes.
+    dist.all_gather_into_tensor(found.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    return torch.cat([of_rank[:count] for of_rank, count in zip(found, rows, strict=True)])

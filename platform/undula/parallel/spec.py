@@ -22,7 +22,8 @@ class GradientSpec:
     memory for one gradient of each of its virtual workers and one gradient of each rank."""
     compression: Literal["none", "fp16"] = "none"
     """Format in which gradients are sent between workers: unchanged (none) or as 16-bit floats (fp16), whose rounding depends on the number
-    of workers."""
+    of workers. With fp16, sums above 65,504 in absolute value become infinite, and a warning event says so; values below about 6e-8 become
+    0."""
     noise_every_steps: Annotated[int, Ge(0)] = 0
     """Number of steps between measurements of the gradient noise scale (arXiv:1812.06162); 0 for none. The ledger records it as
     `noise_scale`, in samples. If schedule.batch_rule needs the noise scale, every step measures it."""

@@ -94,6 +94,8 @@ class TrainContext:
     """Rows of the ledger that may not have reached storage."""
     wants: Wants = field(default_factory=Wants)
     """Requests that the ranks agreed on at the last commit."""
+    has_overflowed: bool = False
+    """Whether the run has reported that the compression of gradients may have made them infinite."""
     step_s: float = 0.0
     """Duration of the last step in seconds."""
     blocked_s: float = 0.0

@@ -1,6 +1,7 @@
 """One optimizer step as the script's loop uses it: its micro-batches, their backward passes, and the commit."""
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -13,6 +14,7 @@ from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.state.digest import additive_digest
+from undula.state.events import WarningEvent
 from undula.state.model_state import MODEL
 from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
@@ -127,7 +129,8 @@ class Step:
         end = mark_on(context.setup.layout.device)
         ready = context.engine.gradients_ready if self._is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
-        self._losses.append((loss.detach().reshape(()), micro_batch.samples))
+        if micro_batch.samples:  # the loss of no samples may be NaN, even if it is multiplied by 0
+            self._losses.append((loss.detach().reshape(()), micro_batch.samples))
         context.buffers.end_micro_batch(micro_batch.samples)
 
     def log(self, **values: float | Tensor) -> None:
@@ -138,6 +141,8 @@ class Step:
         """
         inside = self._micro_batch
         weight = float(inside.samples if inside else sum(size for _, size in self._losses))
+        if not weight:  # a value of no samples may be NaN, even if it is multiplied by 0
+            return
         for name, value in values.items():
             total, weights = self._local.logged.get(name, (0.0, 0.0))
             self._local.logged[name] = (total + float(value) * weight, weights + weight)
@@ -186,7 +191,7 @@ class Step:
     def _reduced(self, norm: Tensor) -> StepTotals:
         """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
         context, local, layout = self._context, self._local, self._context.setup.layout
-        losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist()
+        losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist() if self._losses else []
         local.seconds["data_s"] = self._data_s
         for name, begin, end in self._intervals:
             local.seconds[name] += end.seconds_since(begin)
@@ -226,8 +231,18 @@ class Step:
             logged=json.dumps({**totals.logged, **measured}),
             **totals.seconds,
         )
+        if not math.isfinite(totals.grad_norm):
+            self._report_overflow()
         self._boundary.committed(row, int(totals.stored_steps), totals.wants)
         setup.worker.progress.committed(done, time.perf_counter() - self._began)
+
+    def _report_overflow(self) -> None:
+        """Report, once in a group, that compression may have made the gradient infinite. A single rank sends nothing."""
+        context, compression = self._context, self._context.setup.job.gradient.compression
+        if compression != "none" and context.setup.layout.num_cells > 1 and not context.has_overflowed:
+            context.has_overflowed = True
+            detail = f"gradient.compression={compression}"
+            context.report(WarningEvent("gradient_overflow", detail, step=self.index + self.merged_steps))
 
     def _weights_digest(self, done: int) -> int | None:
         """Return the digest of the model's weights if the run is deterministic and a digest is due, else None."""

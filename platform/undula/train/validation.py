@@ -1,4 +1,7 @@
-"""Validation on a fixed set of samples, which virtual workers share as in training, so that its result is equal at any world size."""
+"""Validation on a fixed set of samples, which virtual workers share as in training, so that its result is equal at any world size.
+
+A loss may draw random numbers, for example to mask tokens. They are keyed like those of training, but not by the step of the run.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +16,7 @@ from undula.data.streams import rank_stream
 from undula.parallel.layout import Layout
 from undula.plan.plan import Plan, PlanSpec
 from undula.train.job import Job
+from undula.train.randomness import kept_random_state, seed_validation
 
 Loss = Callable[[Batch], Tensor]
 """Function that returns the mean loss over a batch's samples, as a scalar tensor."""
@@ -63,25 +67,31 @@ class Validation:
 
     def losses(self) -> tuple[list[float], int]:
         """Return the sum of the loss over the samples of each micro-batch of this rank, and the number of all these samples."""
+        with kept_random_state(), torch.no_grad():
+            return self._losses()
+
+    def _losses(self) -> tuple[list[float], int]:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
         stream = rank_stream(self._manifest, self._plan, virtual_workers, self._job.data, 0, self._function)
         steps = range(self._plan.total_steps)
         losses: list[float] = []
         samples = 0
-        was_training = self._model.training
+        was_training = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
-            with torch.no_grad():
-                for each in self._plan.work(steps, virtual_workers):
-                    self._enter("other")
-                    losses.append(self._loss_of(stream.take(each.virtual_worker, each.samples).batch) * each.samples)
-                    samples += each.samples
-                for _ in range(self._rounds - len(losses)):
-                    self._enter("other")
-                    self._loss_of(stream.any_rows(1).batch)
+            for each in self._plan.work(steps, virtual_workers):
+                self._enter("other")
+                batch = stream.take(each.virtual_worker, each.samples).batch
+                seed_validation(self._job.plan.seed, each.step, each.virtual_worker, each.number)
+                losses.append(self._loss_of(batch) * each.samples)
+                samples += each.samples
+            for _ in range(self._rounds - len(losses)):
+                self._enter("other")
+                self._loss_of(stream.any_rows(1).batch)
         finally:
             stream.close()
-            self._model.train(was_training)
+            for module, mode in was_training.items():
+                module.training = mode  # unlike train(), this keeps layers in eval mode that the script has frozen
         return (losses, samples) if self._layout.leads_cell else ([], 0)
 
     def _loss_of(self, batch: Batch) -> float:

@@ -121,6 +121,8 @@ def test_augmentation_is_the_same_at_any_world_size_and_differs_between_epochs(m
         (lambda sample, rng: {"x": np.zeros(int(sample["name"][-1]))}, "returned 'x' as float64"),
         (lambda sample, rng: {sample["name"]: 1}, "the map returned columns"),
         (lambda sample, rng: {"x": None}, "returned 'x' as NoneType"),
+        (lambda sample, rng: {"x": None if sample["name"] > "row 3" else ""}, "returned 'x' as NoneType for sample"),
+        (lambda sample, rng: {"x": 1 if sample["name"] > "row 3" else b""}, "returned 'x' as int for sample"),
     ],
 )
 def test_a_map_with_unsupported_results_is_refused(manifest: Manifest, function: Any, problem: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from ray import cloudpickle
 
 from undula.data.manifest import Manifest
+from undula.data.maps import Sample, SampleMap
 from undula.data.read import ID_COLUMN, RateLimit, WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.write import array_column, array_field, write_shards
@@ -131,14 +132,36 @@ def test_columns_of_all_kinds_become_tensors_and_strings(tmp_path: Path, shuffle
     assert np.array_equal(taken.batch["images"].numpy(), images[taken.ids])
 
 
-@pytest.mark.parametrize("values", [[[1, None], [3, 4]], [[1, 2], None]])
-def test_nulls_are_refused_inside_lists_too(tmp_path: Path, values: list[list[int | None] | None]) -> None:
-    table = pa.table({"pairs": pa.array(values, pa.list_(pa.int64(), 2))})
+NULLS = {
+    "integer": pa.array([1, None], pa.int64()),
+    "real number": pa.array([1.0, None], pa.float32()),
+    "boolean": pa.array([True, None]),
+    "string": pa.array(["a", None]),
+    "bytes": pa.array([b"a", None]),
+    "element of a list": pa.array([[1, None], [3, 4]], pa.list_(pa.int64(), 2)),
+    "list": pa.array([[1, 2], None], pa.list_(pa.int64(), 2)),
+}
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("kind", NULLS)
+def test_nulls_are_refused_with_and_without_a_map(tmp_path: Path, kind: str, is_mapped: bool) -> None:
+    table = pa.table({"pairs": NULLS[kind]})
     manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 2, num_shards=1)
     plan = Plan(PlanSpec(global_batch=2, virtual_workers=1), 2)
-    read = window_read(manifest, manifest.columns, next(EpochOrder(plan, manifest.row_counts, 0).windows(0)))
+    mapped = []
+
+    def remember(sample: Sample, rng: np.random.Generator) -> Sample:
+        mapped.append(sample)
+        return {"other": 1}
+
+    sample_map = SampleMap(remember, 1) if is_mapped else None
+    read = window_read(
+        manifest, manifest.columns, next(EpochOrder(plan, manifest.row_counts, 0).windows(0)), sample_map
+    )
     with pytest.raises(ManifestError, match="'pairs' has nulls"):
         WindowRows(read, [read()])
+    assert not mapped
 
 
 def test_a_task_reads_several_windows_in_order(tmp_path: Path) -> None:

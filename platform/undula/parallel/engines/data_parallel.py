@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undula.parallel.capabilities import DATA_PARALLEL
+from undula.parallel.collectives import sparse_sum
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.buckets import GradientBuckets
@@ -60,18 +61,15 @@ class DataParallelEngine(Engine):
 
     def _dense_sum(self, parameter: nn.Parameter) -> Tensor:
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-        dist.all_reduce(own, group=self.layout.shards)
-        return own
+        summed = own.to(self._sent_as or own.dtype)
+        dist.all_reduce(summed, group=self.layout.shards)
+        return summed.to(own.dtype)
 
     def _sparse_sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum of a sparse gradient over the ranks, each of which has different rows of it; None if it has no rows."""
-        own = parameter.grad
-        if own is None:
-            own = torch.zeros_like(parameter).to_sparse(1)
-        summed = own.coalesce().cpu()  # gloo sums sparse tensors in host memory
-        dist.all_reduce(summed, group=self.layout.control)
-        summed = summed.coalesce()
-        return summed.to(parameter.device) if summed._nnz() else None
+        own = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad
+        summed = sparse_sum(own, self.layout.shards, self._sent_as)
+        return summed if summed._nnz() else None
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:

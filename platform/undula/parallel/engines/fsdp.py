@@ -1,11 +1,17 @@
 """Engine of models that torch's `fully_shard` has sharded. It is imported only for such a model, because the import is slow."""
 
-from torch import nn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
 
 from undula.errors import UsageError
 from undula.parallel.capabilities import FSDP
 from undula.parallel.engines.engine import Engine, trainable
+from undula.plan.plan import MicroBatch
 from undula.state.pieces import is_sharded_tensor
 
 
@@ -41,3 +47,41 @@ class FSDPEngine(Engine):
         """Accumulate gradients on this rank, without reducing them, until the last micro-batch."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_last)
+
+    def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
+        if micro_batch.samples:
+            super().backward(loss, weight, micro_batch, is_last)
+        else:
+            with _only_zeros(loss):
+                super().backward(loss, weight, micro_batch, is_last)
+
+
+@contextmanager
+def _only_zeros(loss: Tensor) -> Iterator[None]:
+    """Make every gradient of a loss zero.
+
+    A weight of zero is not enough: the mean over no valid label is NaN, and so is its gradient times zero. The backward pass must run
+    nevertheless, because the other ranks wait for its collectives.
+    """
+    hooks = [node.register_prehook(_zeros) for node in _nodes_below(loss)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+
+
+def _nodes_below(loss: Tensor) -> set[Node]:
+    """Return all nodes of the autograd graph that computed the loss."""
+    found: set[Node] = set()
+    new = [loss.grad_fn] if loss.grad_fn else []
+    while new:
+        node = new.pop()
+        if node not in found:
+            found.add(node)
+            new += [each for each, _ in node.next_functions if each is not None]
+    return found

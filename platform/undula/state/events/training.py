@@ -160,7 +160,7 @@ class EndEvent(Event):
 
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "state_at_risk", "no_room_for_state",
-    "no_validation", "batch_rule", "mixed_machines",
+    "no_validation", "batch_rule", "mixed_machines", "gradient_overflow",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -173,6 +173,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
     "mixed_machines": "The workers compute with different bits, so deterministic=true cannot make the run repeatable ({detail}); "
     "use machines of one kind, with the same settings.",
+    "gradient_overflow": "The gradient has become infinite or NaN, perhaps because it was too large for {detail}; set it to none.",
 }
 
 

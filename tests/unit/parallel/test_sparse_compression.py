@@ -1,0 +1,88 @@
+"""Tests of gradient.compression=fp16 with sparse gradients: they are sent as 16-bit floats like all other gradients."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from numbers_job import cpu_run, numbers_job
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.layout import join_layout
+from undula.parallel.spec import GradientSpec
+from undula.plan.plan import MicroBatch
+from undula.state.events import WarningEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.storage import Store
+from undula.train.job import Job
+
+FINE = 1 + 2**-12
+"""Number that float32 holds and float16 rounds to 1."""
+
+
+class Words(nn.Module):
+    """Embedding whose rows are also used as the weights of a dense layer if it is tied."""
+
+    def __init__(self, is_tied: bool, dtype: torch.dtype):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 2, sparse=True, dtype=dtype)
+        self.is_tied = is_tied
+
+    def forward(self, words: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(words)
+        total = embedded.sum()
+        return total + self.embedding.weight.sum() if self.is_tied else total
+
+
+def _gradients(
+    rank: int, world_size: int, is_tied: bool, dtype: torch.dtype, sent_as: torch.dtype | None
+) -> list[list[float]]:
+    """Return the gradient of a step in which both ranks use word 1, and each uses another word."""
+    engine = DataParallelEngine(join_layout(rank, world_size, torch.device("cpu")), sent_as)
+    model = engine.place(Words(is_tied, dtype))
+    engine.begin_step(1)
+    engine.backward(model(torch.tensor([1, 2 + rank])) * FINE, 1.0, MicroBatch(0, rank, 0, 1), is_last=True)
+    engine.finish_gradients(2, max_norm=None)
+    gradient = model.embedding.weight.grad
+    assert isinstance(gradient, Tensor)
+    assert gradient.is_sparse != is_tied
+    assert gradient.dtype == dtype
+    found: list[list[float]] = gradient.to_dense().tolist()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_sparse_gradients_are_sent_in_the_format_of_the_compression(is_tied: bool, dtype: torch.dtype) -> None:
+    everywhere = torch.full((6, 1), 2.0 if is_tied else 0.0, dtype=dtype)
+    uses = everywhere + torch.tensor([0, 2, 1, 1, 0, 0], dtype=dtype)[:, None]
+    for plain in on_ranks(2, _gradients, is_tied, dtype, None):
+        assert plain == (uses * FINE).expand(6, 2).tolist()
+    for half in on_ranks(2, _gradients, is_tied, dtype, torch.float16):
+        assert half == uses.expand(6, 2).tolist()
+
+
+def _overflowing(rank: int, world_size: int, job: Job) -> None:
+    """Train with gradients of 1e5, which are too large for float16."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(nn.Linear(1, 1, bias=False))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(1e5 * model(torch.ones(len(batch["x"]), 1)).mean())
+        step.update()
+
+
+@pytest.mark.parametrize(("compression", "world_size", "warnings"), [("fp16", 2, 1), ("fp16", 1, 0), ("none", 2, 0)])
+def test_gradients_too_large_for_the_compression_are_reported_once(
+    tmp_path: Path, compression: str, world_size: int, warnings: int
+) -> None:
+    job = replace(numbers_job(tmp_path, max_steps=3), gradient=GradientSpec(compression=compression))
+    on_ranks(world_size, _overflowing, job)
+    ledger = read_ledger(Store(job.run_url))
+    codes = [event.code for event in events_of(ledger.events, WarningEvent)]
+    assert codes == ["gradient_overflow"] * warnings
+    norms = ledger.steps["grad_norm"].to_pylist()
+    assert norms == [float("inf") if warnings else pytest.approx(1e5)] * 3

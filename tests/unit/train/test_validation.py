@@ -1,0 +1,96 @@
+"""Tests of validation with a loss that draws random numbers: it depends on the weights alone, and it leaves the training as it is."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numbers_job import cpu_run, numbers_job
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from undula.data.rows import Batch
+from undula.data.spec import ValidationSpec
+from undula.state.events import ValidationEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.storage import Store
+from undula.train.job import Job
+
+
+def drawn(size: int) -> Tensor:
+    """Draw numbers from every generator that a train function may use."""
+    return torch.rand(size, 1) + torch.from_numpy(np.random.rand(size, 1)).float() + random.random()
+
+
+def _draws_between_steps(rank: int, world_size: int, job: Job, validates: bool) -> list[float]:
+    """Train without changing the weights, and return numbers that the script draws between steps."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def loss(batch: Batch) -> Tensor:
+        x = batch["x"]
+        assert isinstance(x, Tensor)
+        return (model(x[:, None] / 48) * drawn(len(x))).square().mean()
+
+    found = []
+    for step in run.steps(validate=loss if validates else None):
+        found.append(float(drawn(1)))
+        for batch in step.batches():
+            step.backward(loss(batch))
+        step.update()
+    return found
+
+
+def validating(folder: Path) -> Job:
+    job = numbers_job(folder, micro_batch=2, global_batch=20, max_steps=3)
+    job = replace(job, deterministic=True, schedule=replace(job.schedule, base_lr=1e-30))
+    return replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
+
+
+def test_a_loss_with_random_numbers_is_the_same_at_any_world_size_and_any_step(tmp_path: Path) -> None:
+    job = validating(tmp_path)
+    losses = []
+    for world_size in (1, 2, 3):
+        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
+        on_ranks(world_size, _draws_between_steps, its_own, True)
+        losses += [event.loss for event in events_of(read_ledger(Store(its_own.run_url)).events, ValidationEvent)]
+    assert len(losses) == 3 * 4
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_validation_does_not_change_the_random_numbers_that_follow(tmp_path: Path, world_size: int) -> None:
+    job = validating(tmp_path)
+    without = replace(job, run_url=f"{tmp_path}/without")
+    expected = on_ranks(world_size, _draws_between_steps, without, False)
+    assert on_ranks(world_size, _draws_between_steps, job, True) == expected
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a resume there may be no validation before the first step, so the layer would otherwise depend on the run's history."""
+    monkeypatch.chdir(tmp_path)
+    run = cpu_run(replace(validating(tmp_path), plan=numbers_job(tmp_path).plan))
+    model = run.model(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+    model[0].eval()  # type: ignore[operator]
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    modes = []
+
+    def loss(batch: Batch) -> Tensor:
+        modes.append(tuple(each.training for each in model.modules()))
+        x = batch["x"]
+        assert isinstance(x, Tensor)
+        loss: Tensor = model(x[:, None]).square().mean()
+        return loss
+
+    steps = run.steps(validate=loss)
+    step = next(steps)
+    assert set(modes) == {(False, False, False)}
+    modes.clear()
+    for batch in step.batches():
+        step.backward(loss(batch))
+    assert set(modes) == {(True, False, True)}
+    steps.close()
