@@ -30,9 +30,10 @@ import psutil
 from tests.baselines.foreign import torchft_path
 from tests.baselines.result import print_and_write
 from undula.data.corpora import stdlib_text
+from undula.processes import descendants, end_group, send_signal
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
-from undula.testing.nodes import Nodes, descendants, nodes
+from undula.testing.nodes import Nodes, nodes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -75,12 +76,7 @@ class Job:
         raise TimeoutError(f"no group of {world} within {limit_s:.0f} s")
 
     def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        end_group(self.process, patience_s=20)
 
 
 def undula_job(cluster: Nodes, data: str, folder: str, engine: str = "torch") -> Job:
@@ -151,7 +147,7 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
         stack.callback(job.stop)
 
         def stop_worker() -> None:
-            os.kill(worker_of(cluster, cluster.nodes[1]), signal.SIGSTOP)
+            send_signal(worker_of(cluster, cluster.nodes[1]), signal.SIGSTOP)
 
         def fault(
             name: str, before: int, after: int | None, happens: Callable[[], object], limit_s: float = LIMIT_S
@@ -159,7 +155,7 @@ def one_round(start: Callable[[Nodes, str, str], Job], data: str) -> dict[str, f
             job.await_steps(SETTLE_STEPS, before, time.time())
             figures.update(told(name, job, after, happens, limit_s))
 
-        fault("worker killed", 2, None, lambda: os.kill(worker_of(cluster, cluster.nodes[1]), signal.SIGKILL))
+        fault("worker killed", 2, None, lambda: send_signal(worker_of(cluster, cluster.nodes[1]), signal.SIGKILL))
         fault("notice", 2, 1, lambda: drain_and_kill(cluster, cluster.nodes[1]))
         fault("node added", 1, 2, cluster.add)
         fault("notice to the node of rank 0", 2, 1, lambda: drain_and_kill(cluster, cluster.nodes[0]))
@@ -188,25 +184,25 @@ def drain_and_kill(cluster: Nodes, node: str, deadline_s: float = 20.0) -> None:
     ender.start()
 
 
-def worker_of(cluster: Nodes, node: str) -> int:
-    """Return the id of the process that trains on a node."""
+def worker_of(cluster: Nodes, node: str) -> psutil.Process:
+    """Return the process that trains on a node."""
     return busiest(cluster.processes_of(node))
 
 
-def busiest(pids: list[int]) -> int:
+def busiest(processes: list[psutil.Process]) -> psutil.Process:
     """Return the Ray actor among these processes that has used the most CPU time; it is the one that trains."""
 
-    def cpu(pid: int) -> float:
-        times = psutil.Process(pid).cpu_times()
+    def cpu(process: psutil.Process) -> float:
+        times = process.cpu_times()
         return times.user + times.system
 
-    return max((pid for pid in pids if "Worker" in " ".join(command_line(pid))), key=cpu)
+    return max((each for each in processes if "Worker" in " ".join(command_line(each))), key=cpu)
 
 
-def command_line(pid: int) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
     """Return the command line of a process; empty if it has ended."""
     try:
-        return psutil.Process(pid).cmdline()
+        return list(process.cmdline())
     except psutil.Error:
         return []
 
@@ -220,8 +216,8 @@ def torchrun_round(data: str) -> dict[str, float]:
         command = [sys.executable, *options, script, f"{data}/train", str(out), folder]
         job = Job(command, {**os.environ, "OMP_NUM_THREADS": "1"}, lambda: lines(out))
 
-        def workers() -> list[int]:
-            return [pid for pid in descendants(job.process.pid) if script in command_line(pid)]
+        def workers() -> list[psutil.Process]:
+            return [each for each in descendants(job.process) if script in command_line(each)]
 
         return killed_worker(job, workers)
 
@@ -236,10 +232,10 @@ def torchft_round(data: str) -> dict[str, float]:
         return killed_worker(job, lambda: [busiest(cluster.head_processes())])
 
 
-def killed_worker(job: Job, workers: Callable[[], list[int]]) -> dict[str, float]:
+def killed_worker(job: Job, workers: Callable[[], list[psutil.Process]]) -> dict[str, float]:
     try:
         job.await_steps(SETTLE_STEPS, 2, time.time())
-        return told("worker killed", job, None, lambda: os.kill(workers()[-1], signal.SIGKILL))
+        return told("worker killed", job, None, lambda: send_signal(workers()[-1], signal.SIGKILL))
     finally:
         job.stop()
 

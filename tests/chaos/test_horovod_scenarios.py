@@ -45,14 +45,14 @@ def before(step):
         raise OSError("a fault of the user's code")
 """
 ALWAYS_KILLED = """
-import os, signal, time
+import signal, time
 from pathlib import Path
 
 def before(step):
     if step.index == 12:
         while not any(Path({ledger!r}).glob("steps-*")):
             time.sleep(0.05)  # paces the looks
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
 """
 
 pytest.importorskip("horovod", reason="Horovod is not installed: make horovod")

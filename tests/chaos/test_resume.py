@@ -1,6 +1,5 @@
 """Tests of resubmission: a run whose driver and workers were killed continues without a change of its losses."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,12 +10,12 @@ import psutil
 import pytest
 from jobs_kit import Finished, Jobs, await_checkpoint, relative_difference
 
-from undula.cluster.local import local_cluster
+from undula.cluster.local import LocalCluster, local_cluster
+from undula.processes import descendants, send_signal
 from undula.state.commit import find_commits
 from undula.state.events import CrashEvent, StartEvent, WarningEvent
 from undula.state.ledger import events_of, last_event
 from undula.storage import open_store
-from undula.testing.nodes import descendants
 
 STEPS = 90
 # The model is wide enough for the run not to end before it is killed, and the rate low enough for rounding not to grow.
@@ -39,9 +38,8 @@ def kill_at(text: str, runs: str, step: int) -> None:
         store = open_store(f"{runs}/killed")
         await_checkpoint(process, store, step)
         # Kill each process: Ray's processes are in several groups, and without its parent a raylet lets the workers train on for a while.
-        for pid in (process.pid, cluster.pid, *descendants(process.pid), *descendants(cluster.pid)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for each in (process, cluster.process, *descendants(process), *descendants(cluster.process)):
+            send_signal(each, signal.SIGKILL)
         process.wait()
 
 
@@ -84,7 +82,7 @@ def test_a_killed_worker_loses_no_step_while_another_lives(left_alone, jobs: Job
     process = jobs.start("worker-killed", *SETTINGS)
     store = open_store(f"{jobs.runs}/worker-killed")
     await_checkpoint(process, store, 20)
-    os.kill(worker_pid(rank_owner=jobs), signal.SIGKILL)
+    send_signal(worker_of(jobs.cluster), signal.SIGKILL)
     done = jobs.finish(process, "worker-killed")
     assert done.status == 0, done.err
     (crash,) = events_of(done.ledger.events, CrashEvent)
@@ -97,16 +95,12 @@ def test_a_killed_worker_loses_no_step_while_another_lives(left_alone, jobs: Job
     assert relative_difference(done.column("loss"), left_alone.column("loss")) < 1e-5
 
 
-def worker_pid(rank_owner: Jobs) -> int:
-    """Return the process id of a worker of this cluster."""
-    for process in psutil.process_iter():
-        try:
-            title = " ".join(process.cmdline())
-            group, session = os.getpgid(process.pid), os.getsid(process.pid)
-        except (OSError, psutil.Error):
-            continue
-        if "ElasticWorker" in title and rank_owner.cluster.pid in (group, session):
-            return process.pid
+def worker_of(cluster: LocalCluster) -> psutil.Process:
+    """Return the process of a worker of a cluster."""
+    for process in descendants(cluster.process):
+        with suppress(psutil.Error):
+            if "ElasticWorker" in " ".join(process.cmdline()):
+                return process
     raise AssertionError("no train worker is running")
 
 

@@ -18,19 +18,18 @@ PERIOD_S = 30.0
 SCRIPT = Path(__file__).parents[2] / "jobs" / "language_model.py"
 
 
-def memory_and_files(pid: int) -> tuple[float, int]:
+def memory_and_files(process: psutil.Process) -> tuple[float, int]:
     """Return the resident memory in MiB and the number of open files of a process."""
-    process = psutil.Process(pid)
     return process.memory_info().rss / 2**20, process.num_fds()
 
 
-def long_lived(cluster: Nodes, driver: int, kept: str) -> dict[str, int]:
+def long_lived(cluster: Nodes, driver: psutil.Process, kept: str) -> dict[str, psutil.Process]:
     """Return the processes that live during the whole test: driver, controller, and raylet and worker of the permanent node."""
     found = {"driver": driver}
     everything = [*cluster.processes_of(kept), *cluster.head_processes()]
-    for pid in everything:
+    for process in everything:
         try:
-            title = " ".join(psutil.Process(pid).cmdline())
+            title = " ".join(process.cmdline())
         except psutil.Error:
             continue
         for name, text in (
@@ -39,7 +38,7 @@ def long_lived(cluster: Nodes, driver: int, kept: str) -> dict[str, int]:
             ("gcs", "gcs_server"),
         ):
             if text in title:
-                found.setdefault(name, pid)
+                found.setdefault(name, process)
     return found
 
 
@@ -75,8 +74,8 @@ def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
                 cluster.kill(other)
                 time.sleep(PERIOD_S / 2)
                 assert driver.process.poll() is None, driver.lines[-5:]
-                named = long_lived(cluster, driver.process.pid, kept)
-                samples.append({name: memory_and_files(pid) for name, pid in named.items()})
+                named = long_lived(cluster, psutil.Process(driver.process.pid), kept)
+                samples.append({name: memory_and_files(process) for name, process in named.items()})
                 processes = len(cluster.processes_of(kept)) + len(cluster.head_processes())
                 counts.append({"processes": processes, **cluster.count()})
                 shown = {name: f"{mib:.0f} MiB, {files} files" for name, (mib, files) in samples[-1].items()}

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[1])
@@ -69,7 +70,10 @@ def interpret(path: str, *arguments: str) -> None:
 
 
 def _run_in_fork(path: str, job: str, arguments: tuple[str, ...]) -> int:
-    """Do what `python arguments...` does in a fork of a job's server, and return its exit status. Signals are passed on to the fork."""
+    """Do what `python arguments...` does in a fork of a job's server, and return its exit status.
+
+    Signals are passed on to the server, which has the fork for a child. This process could only send them to a number.
+    """
     request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
@@ -77,8 +81,14 @@ def _run_in_fork(path: str, job: str, arguments: tuple[str, ...]) -> int:
         streams = array.array("i", [0, 1, 2]).tobytes()
         server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
         server.sendall(request)
-        fork = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: os.kill(fork, number))
-        answer = server.recv(1)
+
+        def pass_on(number: int, frame: object) -> None:
+            with suppress(OSError):  # the server may have ended
+                server.send(bytes([number]))
+
+        has_begun = server.recv(1)
+        if has_begun:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, pass_on)
+        answer = server.recv(1) if has_begun else b""
     return answer[0] if answer else 128 + signal.SIGKILL

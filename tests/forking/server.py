@@ -67,6 +67,24 @@ def serve(interpreter: str, module: str, *arguments: str) -> NoReturn:
     sys.exit(status)
 
 
+class Fork:
+    """Child of a fork server. A descriptor refers to it, because its process id may be that of another process once it has ended."""
+
+    def __init__(self, pid: int):
+        self._descriptor = os.pidfd_open(pid)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the child, unless it has ended."""
+        if self._descriptor >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def close(self) -> None:
+        """Close the descriptor. Nothing is sent to the child any more."""
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+
 class ForkServer(ABC):
     """Process that forks."""
 
@@ -74,6 +92,8 @@ class ForkServer(ABC):
         self._requests: socket.socket | None = requests
         self._signals, self._signal_sender = socket.socketpair()
         self._signal_sender.setblocking(False)
+        self._forks: dict[int, Fork] = {}
+        """Children that have not been waited for, by process id."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # makes the signal wake up `select`
         signal.set_wakeup_fd(self._signal_sender.fileno())
 
@@ -86,26 +106,28 @@ class ForkServer(ABC):
         """Accept a request."""
 
     @abstractmethod
-    def peer_closed(self, peer: socket.socket) -> None:
-        """Handle the end of a peer."""
+    def peer_ready(self, peer: socket.socket) -> None:
+        """Handle a message from a peer, or its end."""
 
     @abstractmethod
-    def child_ended(self, pid: int, status: int) -> None:
+    def child_ended(self, fork: Fork, status: int) -> None:
         """Handle the end of a child."""
 
-    def fork(self, function: Callable[[], object]) -> int:
-        """Call `function` in a fork, which then ends, and return the process id of the fork."""
+    def fork(self, function: Callable[[], object]) -> Fork:
+        """Call `function` in a fork, which then ends, and return the fork."""
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            for each in (self._requests, self._signals, self._signal_sender, *self.sockets()):
+            inherited = (self._requests, self._signals, self._signal_sender, *self.sockets(), *self._forks.values())
+            for each in inherited:
                 if each is not None:
                     each.close()
             _call_and_end(function)
-        return pid
+        fork = self._forks[pid] = Fork(pid)
+        return fork
 
     def serve_once(self) -> None:
         """Wait until something happens, and handle it."""
@@ -114,13 +136,15 @@ class ForkServer(ABC):
             if ready is self._requests:
                 self.accept(ready)
             elif ready is not self._signals:
-                self.peer_closed(ready)
+                self.peer_ready(ready)
             else:
                 self._signals.recv(4096)
                 with suppress(ChildProcessError):
                     while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                         status = os.waitstatus_to_exitcode(ended[1])
-                        self.child_ended(ended[0], status if status >= 0 else 128 - status)
+                        if fork := self._forks.pop(ended[0], None):
+                            fork.close()
+                            self.child_ended(fork, status if status >= 0 else 128 - status)
 
 
 class NodeServer(ForkServer):
@@ -136,7 +160,7 @@ class NodeServer(ForkServer):
     def run(self, command: list[str]) -> int:
         """Start the node, serve until it has ended, and return its exit status. SIGTERM is passed on to it."""
         node = self.fork(lambda: self._start_node(command))
-        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(node, number))
+        signal.signal(signal.SIGTERM, lambda number, frame: node.send(number))
         self._node = node
         _import_all(LIBRARIES, dict(os.environ))  # while the node starts
         while self._status is None:
@@ -174,12 +198,13 @@ class NodeServer(ForkServer):
         theirs.close()
         return ours
 
-    def peer_closed(self, peer: socket.socket) -> None:
+    def peer_ready(self, peer: socket.socket) -> None:
+        """Forget a job whose server has ended. These servers send nothing."""
         self._jobs = {job: each for job, each in self._jobs.items() if each is not peer}
         peer.close()
 
-    def child_ended(self, pid: int, status: int) -> None:
-        if pid == self._node:
+    def child_ended(self, fork: Fork, status: int) -> None:
+        if fork is self._node:
             self._status = status
 
 
@@ -189,8 +214,8 @@ class JobServer(ForkServer):
     def __init__(self, requests: socket.socket, interpreter: str):
         super().__init__(requests)
         self._interpreter = interpreter
-        self._clients: dict[int, socket.socket] = {}
-        """Connections to the interpreters that wait for a fork's end, by the process id of the fork."""
+        self._clients: dict[Fork, socket.socket] = {}
+        """Connections to the interpreters that wait for the end of a fork."""
         own = {"", *_paths_in_environment()}
         self._library_paths = [each for each in sys.path if each not in own]
         self._has_ray = False
@@ -239,18 +264,22 @@ class JobServer(ForkServer):
         fork = self.fork(run)
         self._clients[fork] = client
         with suppress(OSError):  # the client may have been killed
-            client.send(fork.to_bytes(4, "big"))
+            client.send(b"1")
         for stream in streams:
             os.close(stream)
 
-    def peer_closed(self, peer: socket.socket) -> None:
-        """Kill the fork for which a client was waiting when it ended. To Ray, both are one process."""
-        for pid in [pid for pid, each in self._clients.items() if each is peer]:
-            os.kill(pid, signal.SIGKILL)
-            self._clients.pop(pid).close()
+    def peer_ready(self, peer: socket.socket) -> None:
+        """Pass on a signal that a client has received, or kill its fork if the client has ended. To Ray, both are one process."""
+        for fork in [fork for fork, each in self._clients.items() if each is peer]:
+            number = b""
+            with suppress(ConnectionError):
+                number = peer.recv(1)
+            fork.send(number[0] if number else signal.SIGKILL)
+            if not number:
+                self._clients.pop(fork).close()
 
-    def child_ended(self, pid: int, status: int) -> None:
-        if client := self._clients.pop(pid, None):
+    def child_ended(self, fork: Fork, status: int) -> None:
+        if client := self._clients.pop(fork, None):
             with client, suppress(OSError):  # the client may have been killed
                 client.send(bytes([status]))
 

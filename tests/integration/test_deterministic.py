@@ -1,6 +1,5 @@
 """Tests of `deterministic: true`: any sequence of world sizes, with a crash, gives the same bits, and the certificate confirms it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 from jobs_kit import STREAMED, Finished, Jobs, await_checkpoint
 
+from undula.processes import signal_group
 from undula.storage import open_store
 
 STEPS = 60
@@ -30,7 +30,7 @@ def test_a_crash_and_another_world_size_do_not_change_a_bit(alone: Finished, ses
     settings = (*session_jobs.past_an_epoch(), *SETTINGS, *STREAMED)
     process = session_jobs.start("exact-moves", *session_jobs.workers(4), *settings)
     await_checkpoint(process, open_store(f"{session_jobs.runs}/exact-moves"), 10)
-    os.killpg(process.pid, signal.SIGKILL)
+    signal_group(process, signal.SIGKILL)
     process.wait()
     done = session_jobs.run("exact-moves", *session_jobs.workers(2), *settings)
     assert done.status == 0, done.err

@@ -19,6 +19,7 @@ from forking.drivers import with_forked_drivers
 
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
+from undula.processes import is_alive, send_signal, signal_group
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
@@ -81,8 +82,7 @@ def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
     try:
         return process.communicate(timeout=2 * LIMIT_S)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_group(process, signal.SIGKILL)
 
 
 def examine(cluster: LocalCluster, runs: Path | str, **env: str) -> Examined:
@@ -101,14 +101,14 @@ def assert_others_examined(found: Examined, node: str) -> None:
     assert set(found.facts["stored"]) == {each["id"] for each in found.facts["nodes"]} - {node}
 
 
-def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> int:
-    """Wait for the probe of a node and return its process id."""
+def await_probe(cluster: Nodes, node: str, process: "subprocess.Popen[str]") -> None:
+    """Wait for the probe of a node."""
     deadline = time.monotonic() + LIMIT_S
     while True:
-        for pid in cluster.processes_of(node):
+        for each in cluster.processes_of(node):
             with suppress(psutil.Error):
-                if "ray::Probe" in " ".join(psutil.Process(pid).cmdline()):
-                    return pid
+                if "ray::Probe" in " ".join(each.cmdline()):
+                    return
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)  # limits the polling rate
@@ -169,8 +169,8 @@ def without_token(two_nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.usefixtures("without_token")
 def test_a_node_that_hangs_is_named(two_nodes: Nodes, third_node: str, tmp_path: Path) -> None:
     """The raylet and its children are stopped. Ray considers the node alive for longer than the examination takes."""
-    for pid in two_nodes.processes_of(third_node):
-        os.kill(pid, signal.SIGSTOP)
+    for process in two_nodes.processes_of(third_node):
+        send_signal(process, signal.SIGSTOP)
     found = examine(two_nodes.cluster, tmp_path)
     assert found.status == 1
     assert found.took_s < LIMIT_S
@@ -223,14 +223,13 @@ def odd_cluster(forking_python: str, tmp_path: Path) -> Iterator[LocalCluster]:
         try:
             deadline = time.monotonic() + LIMIT_S
             while len(head.ask("alive")) < 2:
-                assert node.poll() is None
+                assert is_alive(node)
                 assert time.monotonic() < deadline
                 time.sleep(0.1)  # limits the polling rate
             yield cluster
         finally:
             head.close()
-            with suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGKILL)
+            signal_group(node, signal.SIGKILL)
             node.wait()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from undula.cluster.local import LocalCluster
 
 SCRIPT = """
-import json, os, signal, sys, tempfile
+import json, signal, sys, tempfile
 from pathlib import Path
 
 import ray, ray.train, ray.train.torch, torch
@@ -25,7 +25,7 @@ def train(config):
         marker = Path(config["folder"]) / "killed"
         if step == 5 and context.get_world_rank() == 1 and not marker.exists():
             marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "step.json").write_text(json.dumps(step + 1))
             ray.train.report({"step": step, "start": start}, checkpoint=Checkpoint(folder))

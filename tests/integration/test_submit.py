@@ -17,6 +17,7 @@ from forking.interpreter import write_interpreter
 from jobs_kit import ROOT, SMALL, Jobs
 
 from undula.cluster.local import job_api_answers, local_cluster
+from undula.processes import send_signal, signal_group
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
 
@@ -78,22 +79,22 @@ def mark() -> Iterator[str]:
     name = uuid.uuid4().hex
     yield name
     for process in marked(name):
-        os.kill(process, signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
 
 
-def marked(mark: str) -> list[int]:
-    """Return the ids of the processes with a mark in their environment."""
-    processes = psutil.process_iter(["environ"])
-    return [process.pid for process in processes if mark in (process.info["environ"] or {}).values()]
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes with a mark in their environment."""
+    processes = psutil.process_iter(["environ", "cmdline"])
+    return [process for process in processes if mark in (process.info["environ"] or {}).values()]
 
 
-def drivers_of(argument: str) -> list[int]:
-    """Return the ids of the Python processes that run a job script with an argument."""
+def drivers_of(argument: str) -> list[psutil.Process]:
+    """Return the Python processes that run a job script with an argument."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or [""]
         if Path(words[0]).name.startswith("python") and argument in words and "--config" in words:
-            found.append(process.pid)
+            found.append(process)
     return found
 
 
@@ -122,9 +123,7 @@ def start_undula_run(
 def await_nothing_left(mark: str) -> None:
     deadline = time.monotonic() + 30
     while left := marked(mark):
-        assert time.monotonic() < deadline, [
-            psutil.Process(process).cmdline() for process in left if psutil.pid_exists(process)
-        ]
+        assert time.monotonic() < deadline, [process.info["cmdline"] for process in left]
         time.sleep(0.1)  # limits the polling rate
 
 
@@ -150,7 +149,7 @@ def test_ctrl_c_leaves_no_process_behind(forking_undula: Sequence[str], mark: st
     for line in process.stdout:
         if line.startswith("step "):
             break
-    os.killpg(process.pid, signal.SIGINT)
+    signal_group(process, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     await_nothing_left(mark)
@@ -172,7 +171,7 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step "))
     (driver,) = drivers_of("name=killed")
-    os.kill(driver, signal.SIGKILL)
+    send_signal(driver, signal.SIGKILL)
     out, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, 1, 2)
     assert (

@@ -1,7 +1,6 @@
 """Tests of telemetry: Prometheus, TensorBoard, the live view, and output and errors of the user's code."""
 
 import json
-import os
 import signal
 import time
 import urllib.error
@@ -14,6 +13,7 @@ import pytest
 from jobs_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json, relative_difference
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from undula.processes import signal_group
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of
 
@@ -34,7 +34,7 @@ def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs, tmp_path: Path) 
             time.sleep(0.5)  # paces the scrapes
         assert 0 < float(lines["ray_undula_loss"].split()[-1]) < 7
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        signal_group(process, signal.SIGTERM)
         process.communicate()
 
 

@@ -13,11 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from undula.errors import ClusterError
+from undula.processes import end_group, is_alive
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 START_TIMEOUT_S = 60.0
@@ -35,8 +38,8 @@ class LocalCluster:
     """URL for `ray job submit --address ...`."""
     env: Mapping[str, str]
     """Environment variables that a client needs, with the path of the token."""
-    pid: int
-    """Process id of `ray start --block`, which leads the process group of all of the cluster's processes."""
+    process: psutil.Process
+    """`ray start --block`, which leads the process group of all of the cluster's processes."""
     python: str
     """Path of the interpreter of the cluster and its jobs."""
 
@@ -91,9 +94,11 @@ def local_cluster(
             start_new_session=True,
             preexec_fn=_before_exec,
         )
-        stack.callback(_stop, process)
-        cluster = LocalCluster(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", auth, process.pid, python)
-        _await_jobs(cluster, process, folder / "start.log")
+        # SIGTERM makes `ray start --block` end its children.
+        stack.callback(end_group, process, STOP_TIMEOUT_S)
+        url = f"http://127.0.0.1:{dashboard}"
+        cluster = LocalCluster(f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python)
+        _await_jobs(cluster, folder / "start.log")
         yield cluster
 
 
@@ -134,26 +139,14 @@ def job_api_answers(dashboard: str) -> bool:
         return False
 
 
-def _await_jobs(cluster: LocalCluster, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _await_jobs(cluster: LocalCluster, log: Path) -> None:
     """Wait until the cluster accepts jobs."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not job_api_answers(cluster.dashboard):
-        if process.poll() is not None or time.monotonic() > deadline:
+        if not is_alive(cluster.process) or time.monotonic() > deadline:
             tail = " ".join(log.read_text().split())[-300:]
             raise ClusterError(f"the local Ray cluster did not start within {START_TIMEOUT_S:.0f} s: {tail}")
         time.sleep(0.1)
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Stop the cluster. SIGTERM makes `ray start --block` end its children; then the rest of its process group gets SIGKILL."""
-    process.terminate()
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _before_exec() -> None:

@@ -3,8 +3,11 @@
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, assert_never
 
-from undula.parallel.spec import EngineName, GradientSpec
+from undula.parallel.spec import Compression, EngineName, GradientSpec, Reduction
+
+EngineKind = Literal["fsdp", "exact", "adasum", "horovod", "data parallel"]
 
 
 class Feature(StrEnum):
@@ -23,7 +26,7 @@ class Feature(StrEnum):
 class Capabilities:
     """What an engine can do."""
 
-    name: str
+    name: EngineKind
     chosen_by: Feature | None
     """Feature that selects the engine; None for the default engine."""
     supports: Set[Feature]
@@ -45,14 +48,44 @@ ENGINES = (FSDP, EXACT, ADASUM, HOROVOD, DATA_PARALLEL)
 
 def features_of(engine: EngineName, deterministic: bool, gradient: GradientSpec, measures_noise: bool) -> set[Feature]:
     """Return the features that a job's settings require. The model of the job may require more."""
-    asked = {
-        Feature.HOROVOD: engine == "horovod",
-        Feature.DETERMINISTIC: deterministic,
-        Feature.ADASUM: gradient.reduce == "adasum",
-        Feature.FP16_GRADIENTS: gradient.compression == "fp16",
-        Feature.NOISE_SCALE: measures_noise,
-    }
-    return {feature for feature, is_asked in asked.items() if is_asked}
+    asked = (
+        _feature_of_engine(engine),
+        _feature_of_reduction(gradient.reduce),
+        _feature_of_compression(gradient.compression),
+        Feature.DETERMINISTIC if deterministic else None,
+        Feature.NOISE_SCALE if measures_noise else None,
+    )
+    return {feature for feature in asked if feature}
+
+
+def _feature_of_engine(engine: EngineName) -> Feature | None:
+    match engine:
+        case "torch":
+            return None
+        case "horovod":
+            return Feature.HOROVOD
+        case _:
+            assert_never(engine)
+
+
+def _feature_of_reduction(reduction: Reduction) -> Feature | None:
+    match reduction:
+        case "average" | "sum":
+            return None
+        case "adasum":
+            return Feature.ADASUM
+        case _:
+            assert_never(reduction)
+
+
+def _feature_of_compression(compression: Compression) -> Feature | None:
+    match compression:
+        case "none":
+            return None
+        case "fp16":
+            return Feature.FP16_GRADIENTS
+        case _:
+            assert_never(compression)
 
 
 def engine_with(features: Set[Feature]) -> Capabilities:

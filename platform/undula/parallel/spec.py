@@ -8,6 +8,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from undula.errors import STRICT
 
 EngineName = Literal["torch", "horovod"]
+Reduction = Literal["average", "sum", "adasum"]
+Compression = Literal["none", "fp16"]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -16,11 +18,11 @@ class GradientSpec:
 
     max_norm: Annotated[float, Gt(0)] | None = None
     """Maximum norm of the gradient, to which larger gradients are clipped; by default gradients are not clipped."""
-    reduce: Literal["average", "sum", "adasum"] = "average"
+    reduce: Reduction = "average"
     """Operation that combines the virtual workers' gradients. `average` is their mean over the step's samples. `sum` is this mean times the
     number of virtual workers, which equals Horovod's `Sum` over as many ranks. `adasum` is Adasum (arXiv:2006.02924); each rank then needs
     memory for one gradient of each of its virtual workers and one gradient of each rank."""
-    compression: Literal["none", "fp16"] = "none"
+    compression: Compression = "none"
     """Format in which gradients are sent between workers: unchanged (none) or as 16-bit floats (fp16), whose rounding depends on the number
     of workers. With fp16, sums above 65,504 in absolute value become infinite, and a warning event says so; values below about 6e-8 become
     0."""

@@ -1,17 +1,16 @@
 """Heartbeat of a study's driver: a file in the study's directory that shows whether a driver is running."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from undula.errors import RunError, StorageError
+from undula.processes import ProcessIdentity, is_known_to_have_ended, own_identity
 from undula.storage import Store
 
 HEARTBEAT_FILE = "heartbeat.json"
@@ -27,10 +26,8 @@ class Heartbeat:
 
     time: float
     """Time of the heartbeat in seconds since the epoch."""
-    machine: str = ""
-    """Identifier of the machine's last boot and of its process namespace; empty if unknown."""
-    process: int = 0
-    """Process id of the driver, in that namespace."""
+    driver: ProcessIdentity | None = None
+    """Process of the driver; None if unknown."""
 
 
 NEVER = Heartbeat(0.0)
@@ -39,10 +36,10 @@ NEVER = Heartbeat(0.0)
 @contextmanager
 def keep_heartbeat(study: Store) -> Iterator[None]:
     """Write heartbeats during this block, and delete the file at its end. If the driver is killed, its last heartbeat remains."""
-    closed, machine = threading.Event(), _machine()
+    closed, driver = threading.Event(), own_identity()
 
     def beat() -> None:
-        heartbeat = Heartbeat(time.time(), machine, os.getpid())
+        heartbeat = Heartbeat(time.time(), driver)
         with suppress(StorageError):  # the trials report a failure of the storage
             study.write(HEARTBEAT_FILE, json.dumps(asdict(heartbeat)).encode())
 
@@ -94,23 +91,6 @@ def _read(study: Store) -> Heartbeat:
         return NEVER
 
 
-def _machine() -> str:
-    """Return the identifier of this machine's last boot and of the process namespace. Process ids are only valid in the namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
 def _has_ended(heartbeat: Heartbeat) -> bool:
     """Return whether the driver is known to have ended, because it was a process of this machine that no longer exists."""
-    if not heartbeat.machine or heartbeat.machine != _machine():
-        return False
-    try:
-        os.kill(heartbeat.process, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # a process of another user, or an invalid process id
-        return False
-    return False
+    return heartbeat.driver is not None and is_known_to_have_ended(heartbeat.driver)

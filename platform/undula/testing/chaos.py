@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import assert_never
 
 import psutil
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
+from undula.processes import is_alive, send_signal
 from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger
 from undula.storage import Store
-from undula.testing.faults import Fault
+from undula.testing.faults import Action, Fault
 from undula.testing.nodes import Nodes
 
 DECISION_INTERVAL_S = 0.05
@@ -135,27 +137,40 @@ class Chaos:
 
     def inject(self, fault: Fault) -> bool:
         """Inject one fault and return True, or return False if its rank or node does not exist yet."""
-        description = str(fault)
-        if fault.action == "add":
-            self._order.append(self._nodes.add())
-            description += f" ({self._order[-1][:8]})"
-        elif fault.action in ("sigkill", "sigstop"):
-            number = signal.SIGKILL if fault.action == "sigkill" else signal.SIGSTOP
-            pids = self.worker_pids()
-            if fault.target >= len(pids) or not psutil.pid_exists(pids[fault.target]):
-                return False
-            os.kill(pids[fault.target], number)
-        elif fault.target >= len(self._order):
+        match fault.action:
+            case Action.ADD:
+                self._order.append(self._nodes.add())
+                self.record(f"{fault} ({self._order[-1][:8]})")
+                return True
+            case Action.KILL:
+                return self._inject_into_node(fault, self._nodes.kill)
+            case Action.DRAIN:
+                return self._inject_into_node(fault, lambda node: self.drain(node, fault.deadline_s))
+            case Action.SIGKILL:
+                return self._inject_signal(fault, signal.SIGKILL)
+            case Action.SIGSTOP:
+                return self._inject_signal(fault, signal.SIGSTOP)
+            case _:
+                assert_never(fault.action)
+
+    def _inject_into_node(self, fault: Fault, inject: Callable[[str], None]) -> bool:
+        if fault.target >= len(self._order):
             return False
-        elif (node := self._order[fault.target]) in self._nodes.nodes:
-            description += f" ({node[:8]})"
-            if fault.action == "kill":
-                self._nodes.kill(node)
-            else:
-                self.drain(node, fault.deadline_s)
+        node = self._order[fault.target]
+        if node in self._nodes.nodes:
+            inject(node)
+            self.record(f"{fault} ({node[:8]})")
         else:
-            description += f" ({node[:8]}), which had already ended"
-        self.record(description)
+            self.record(f"{fault} ({node[:8]}), which had already ended")
+        return True
+
+    def _inject_signal(self, fault: Fault, number: signal.Signals) -> bool:
+        workers = self.workers()
+        worker = workers[fault.target] if fault.target < len(workers) else None
+        if worker is None or not is_alive(worker):
+            return False
+        send_signal(worker, number)
+        self.record(str(fault))
         return True
 
     def record(self, description: str) -> None:
@@ -176,10 +191,17 @@ class Chaos:
             if node in self._nodes.nodes:
                 self._nodes.kill(node)
 
-    def worker_pids(self) -> list[int]:
-        """Return the process ids of the current worker group, by rank."""
+    def workers(self) -> list[psutil.Process | None]:
+        """Return the processes of the current worker group, by rank; None for a rank whose process is not known to run.
+
+        The ledger has the process id of each rank, which may be that of another process since the rank has ended. So each is looked up
+        among the processes of the rank's node.
+        """
         group = last_event(read_ledger(self._store).events, GroupEvent)
-        return [worker["pid"] or 0 for worker in group.workers] if group else []
+        return [self._process(worker.get("node", ""), worker.get("pid")) for worker in group.workers] if group else []
+
+    def _process(self, node: str, pid: int | None) -> psutil.Process | None:
+        return next((each for each in self._nodes.processes_of(node) if each.pid == pid), None)
 
 
 def replay(
@@ -216,15 +238,15 @@ def replay(
             _, wanted = remaining.pop(0)
             staying = [node for node in nodes.nodes if node not in removed]
             for _ in range(wanted - len(staying)):
-                chaos.record(f"add node ({nodes.add()[:8]})")
+                chaos.record(f"{Action.ADD.sentence()} ({nodes.add()[:8]})")
             for node in chance.sample(staying, max(len(staying) - wanted, 0)):
                 removed.add(node)
                 if notice_s and chance.random() >= no_notice_share:
                     chaos.drain(node, notice_s)
-                    chaos.record(f"drain node ({node[:8]}) deadline {notice_s:g}")
+                    chaos.record(Action.DRAIN.sentence(f"({node[:8]})", notice_s))
                 else:
                     nodes.kill(node)
-                    chaos.record(f"kill node ({node[:8]})")
+                    chaos.record(Action.KILL.sentence(f"({node[:8]})"))
         chaos.kill_expired()
         time.sleep(DECISION_INTERVAL_S)
     return began_at

@@ -27,14 +27,16 @@ from ray.autoscaler.tags import (
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.plan.fleet import MACHINE, MARKET, TYPE
+from undula.processes import ProcessIdentity, find_process, identity_of, is_alive, kill_tree
 from undula.state.defaults import MEMORY
 from undula.testing.machine import MACHINE_FILE, NOTICE
-from undula.testing.nodes import kill_tree
 
 HEAD = "head"
 ADDRESS = "address"
 AVAILABLE = "available.json"
 """File with the number of machines that each market offers."""
+PROCESS = "process.json"
+"""File in the folder of a machine with the identity of its process."""
 STOP_S = 10.0
 """Maximum time in seconds for a machine to stop."""
 UNUSED_KEYS: Mapping[str, Any] = {
@@ -94,9 +96,9 @@ class Cloud:
         if notice_s:
             (self.folder / node / NOTICE).write_text(str(notice_s))
             return
-        for machine, pid in _running(self.folder):
+        for machine, process in _running(self.folder):
             if machine.node == node:
-                kill_tree(pid)
+                kill_tree(process)
 
     def offer(self, market: str, count: int) -> None:
         """Set how many machines a market offers. Running machines beyond this number are not ended."""
@@ -160,11 +162,11 @@ def cloud(
             try:
                 yield Cloud(folder, cluster)
             finally:
-                for _, pid in _running(folder):
-                    kill_tree(pid)
+                for _, process in _running(folder):
+                    kill_tree(process)
     finally:
-        for _, pid in _running(folder):  # machines that the autoscaler has started in the meantime
-            kill_tree(pid)
+        for _, process in _running(folder):  # machines that the autoscaler has started in the meantime
+            kill_tree(process)
         rmtree(folder, ignore_errors=True)
 
 
@@ -289,7 +291,7 @@ class LocalNodeProvider(NodeProvider):
         command = [sys.executable, "-m", "undula.testing.machine", str(folder)]
         self._tags[node] = {**tags, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE}
         self._processes[node] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        (folder / "pid").write_text(str(self._processes[node].pid))
+        (folder / PROCESS).write_text(json.dumps(asdict(identity_of(self._processes[node]))))
 
     def terminate_node(self, node_id: str) -> None:
         process = self._processes[node_id]
@@ -299,12 +301,15 @@ class LocalNodeProvider(NodeProvider):
         rmtree(self._folder / node_id / "memory", ignore_errors=True)
 
 
-def _running(folder: Path) -> list[tuple[CloudMachine, int]]:
-    """Return the machines whose process is running, each with the process id."""
+def _running(folder: Path) -> list[tuple[CloudMachine, psutil.Process]]:
+    """Return the machines that are running, each with its process."""
     found = []
-    for path in folder.glob("*/pid"):
-        with suppress(OSError, ValueError, psutil.NoSuchProcess):
-            pid, description = int(path.read_text()), json.loads((path.parent / MACHINE_FILE).read_text())
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append((CloudMachine(description["node"], description["market"], description["began"]), pid))
+    for path in folder.glob(f"*/{PROCESS}"):
+        with suppress(OSError, ValueError):
+            identity = ProcessIdentity(**json.loads(path.read_text()))
+            description = json.loads((path.parent / MACHINE_FILE).read_text())
+            process = find_process(identity)
+            if process and is_alive(process):
+                machine = CloudMachine(description["node"], description["market"], description["began"])
+                found.append((machine, process))
     return found

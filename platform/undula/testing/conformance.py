@@ -14,7 +14,6 @@ number.
 
 import json
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -280,7 +279,7 @@ def _rank(train: Train, job: Job, group: _Group, rank: int, rendezvous: str, sen
 
     def visit(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if done == group.until and rank == group.victim:
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         if group.leaves and group.until == done + 1:
             process.leave(group.saves)
         last.clear()

@@ -3,23 +3,42 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
-from typing import Literal
 
 from undula.errors import SpecError
 
-Action = Literal["sigkill", "sigstop", "kill", "drain", "add"]
-_SENTENCE = re.compile(
-    r"at (?:step (?P<step>\d+)|(?P<seconds>\d+(?:\.\d+)?) s): "
-    r"(?:(?P<signal>sigkill|sigstop) worker (?P<rank>\d+)"
-    r"|(?P<kill>kill) node (?P<killed>\d+)"
-    r"|(?P<drain>drain) node (?P<drained>\d+) deadline (?P<deadline>\d+(?:\.\d+)?)"
-    r"|(?P<add>add) node)"
-)
-FORMS = (
-    "`at step N: ` or `at N s: `, followed by `sigkill worker R`, `sigstop worker R`, `kill node N`, "
-    "`drain node N deadline S` or `add node`"
-)
+_TIME = r"at (?:step (?P<step>\d+)|(?P<seconds>\d+(?:\.\d+)?) s): "
+_PLACES = {"R": r"(?P<target>\d+)", "N": r"(?P<target>\d+)", "S": r"(?P<deadline>\d+(?:\.\d+)?)"}
+"""Regular expressions of the letters in the form of an action."""
+
+
+class Action(Enum):
+    """Action of a fault. The value is its form in a schedule, in which R is a rank, N the index of a node, and S a number of seconds."""
+
+    SIGKILL = "sigkill worker R"
+    SIGSTOP = "sigstop worker R"
+    KILL = "kill node N"
+    DRAIN = "drain node N deadline S"
+    ADD = "add node"
+
+    @property
+    def needs_node(self) -> bool:
+        """Whether the target of the action is a node."""
+        return "N" in self.value.split()
+
+    def sentence(self, target: int | str = "", deadline_s: float = 0.0) -> str:
+        """Return the form of the action with a target and a deadline."""
+        found = {"R": str(target), "N": str(target), "S": f"{deadline_s:g}"}
+        return " ".join(found.get(word, word) for word in self.value.split())
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression of the action in a schedule."""
+        return " ".join(_PLACES.get(word, word) for word in self.value.split())
+
+
+FORMS = f"`at step N: ` or `at N s: `, followed by one of {', '.join(f'`{action.value}`' for action in Action)}"
 """Forms of a fault in a schedule, for messages."""
 
 
@@ -33,7 +52,7 @@ class Fault:
     at_s: float | None = None
     """Seconds after the job's first step at which the fault is due."""
     target: int = 0
-    """Rank of the worker for a signal; index of the node, in the order in which nodes were added, for kill and drain."""
+    """Rank of a worker, or index of a node in the order in which nodes were added."""
     deadline_s: float = 0.0
     """Seconds after a drain at which the node is killed."""
 
@@ -43,11 +62,7 @@ class Fault:
 
     def __str__(self) -> str:
         when = f"step {self.at_step}" if self.at_step is not None else f"{self.at_s:g} s"
-        if self.action == "add":
-            return f"at {when}: add node"
-        if self.action == "drain":
-            return f"at {when}: drain node {self.target} deadline {self.deadline_s:g}"
-        return f"at {when}: {self.action} {'node' if self.action == 'kill' else 'worker'} {self.target}"
+        return f"at {when}: {self.action.sentence(self.target, self.deadline_s)}"
 
 
 def parse_faults(text: str, source: str = "schedule") -> tuple[Fault, ...]:
@@ -61,20 +76,25 @@ def parse_faults(text: str, source: str = "schedule") -> tuple[Fault, ...]:
         sentence = " ".join(line.partition("#")[0].split())
         if not sentence:
             continue
-        match = _SENTENCE.fullmatch(sentence)
-        if match is None:
+        if (fault := _parsed(sentence)) is None:
             raise SpecError(f"{source}:{number}: {sentence!r} is not a fault; write {FORMS}")
-        action = match["signal"] or match["kill"] or match["drain"] or match["add"]
-        faults.append(
-            Fault(
-                action,  # type: ignore[arg-type]
-                int(match["step"]) if match["step"] else None,
-                float(match["seconds"]) if match["seconds"] else None,
-                int(match["rank"] or match["killed"] or match["drained"] or 0),
-                float(match["deadline"] or 0.0),
-            )
-        )
+        faults.append(fault)
     return tuple(faults)
+
+
+def _parsed(sentence: str) -> Fault | None:
+    """Return the fault of a line; None if the line is not a fault."""
+    for action in Action:
+        if match := re.fullmatch(_TIME + action.pattern, sentence):
+            given = match.groupdict()
+            return Fault(
+                action,
+                int(given["step"]) if given["step"] else None,
+                float(given["seconds"]) if given["seconds"] else None,
+                int(given.get("target") or 0),
+                float(given.get("deadline") or 0.0),
+            )
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from undula.cluster.local import free_ports
+from undula.processes import descendants, send_signal
 from undula.testing.metadata import metadata_server
-from undula.testing.nodes import descendants
 
 MACHINE_FILE = "machine.json"
 NOTICE = "notice"
@@ -48,9 +50,8 @@ def main() -> None:
                     end = time.monotonic() + seconds
                 time.sleep(DECISION_INTERVAL_S)
     finally:
-        for pid in descendants(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in descendants(psutil.Process()):
+            send_signal(process, signal.SIGKILL)
 
 
 def _start_ray(description: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":

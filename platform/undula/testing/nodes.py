@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import psutil
 from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
+from undula.processes import descendants, kill_tree
 from undula.state.defaults import MEMORY
 
 START_TIMEOUT_S = 30.0
@@ -95,16 +95,17 @@ class Nodes:
         if node in self.nodes:
             self.nodes.remove(node)
         if process := self._processes.pop(node, None):
-            _kill_tree(process)
+            kill_tree(process)
+            process.wait()
         shutil.rmtree(self._memory / node, ignore_errors=True)
 
-    def processes_of(self, node: str) -> list[int]:
-        """Return the ids of all processes of a node."""
-        return descendants(self._processes[node].pid) if node in self._processes else []
+    def processes_of(self, node: str) -> list[psutil.Process]:
+        """Return all processes of a node."""
+        return descendants(self._processes[node]) if node in self._processes else []
 
-    def head_processes(self) -> list[int]:
-        """Return the ids of all processes of the head."""
-        return descendants(self.cluster.pid)
+    def head_processes(self) -> list[psutil.Process]:
+        """Return all processes of the head."""
+        return descendants(self.cluster.process)
 
     def close(self) -> None:
         """Kill all nodes."""
@@ -113,7 +114,8 @@ class Nodes:
             self.kill(node)
         self._starter.join(timeout=START_TIMEOUT_S)
         for process in self._processes.values():
-            _kill_tree(process)
+            kill_tree(process)
+            process.wait()
         self._head.close()
         shutil.rmtree(self._memory, ignore_errors=True)
 
@@ -152,7 +154,8 @@ class Nodes:
                     self._pass_on_notice(node)
                     return True
             time.sleep(0.1)
-        _kill_tree(process)
+        kill_tree(process)
+        process.wait()
         return False
 
 
@@ -178,23 +181,3 @@ def nodes(
             yield found
         finally:
             found.close()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of a process; none if the process has ended."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process and all its descendants."""
-    for each in [pid, *descendants(pid)]:
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-
-
-def _kill_tree(process: "subprocess.Popen[bytes]") -> None:
-    kill_tree(process.pid)
-    process.wait()

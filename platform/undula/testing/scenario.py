@@ -18,7 +18,7 @@ from undula.state.events import LostEvent
 from undula.state.ledger import Ledger, events_of, read_ledger, steps_done
 from undula.storage import Store
 from undula.testing.chaos import Chaos, Driver, InjectedFault, replay, start_driver
-from undula.testing.faults import Fault, oracle_rank_s, parse_faults, parse_trace
+from undula.testing.faults import Action, Fault, oracle_rank_s, parse_faults, parse_trace
 from undula.testing.nodes import nodes
 
 FIRST_STEP_LIMIT_S = 180.0
@@ -148,9 +148,9 @@ def from_faults(path: Path, first_nodes: int, steps: int | None) -> Scenario:
         faults = parse_faults(path.read_text(), str(path))
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}") from None
-    last_node = first_nodes - 1 + sum(fault.action == "add" for fault in faults)
+    last_node = first_nodes - 1 + sum(fault.action is Action.ADD for fault in faults)
     for fault in faults:
-        if fault.action in ("kill", "drain") and fault.target > last_node:
+        if fault.action.needs_node and fault.target > last_node:
             raise SpecError(
                 f"{path}: '{fault}': there is no node {fault.target}; nodes are numbered in the order in which they are added, "
                 f"here from 0 to {last_node}"

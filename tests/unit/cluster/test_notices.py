@@ -1,7 +1,6 @@
 """Tests of notices, read from a metadata server on this machine, and of the watcher with servers that misbehave."""
 
 import json
-import os
 import re
 import signal
 import threading
@@ -244,7 +243,7 @@ def test_a_signal_is_a_notice(tmp_path: Path) -> None:
     try:
         source = SourceOrSignal(File(tmp_path / "none"), notice_s=60)
         assert source.poll() is None
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert not source.wait(30)
         notice = source.poll()
         assert notice is not None

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.errors import RunError
+from undula.processes import ProcessIdentity, identity_of, own_identity
 from undula.state.events import CheckpointEvent, LossEvent, StartEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
@@ -244,8 +245,11 @@ def test_a_study_without_a_driver_has_no_time_left() -> None:
     assert "not running" not in study_table(SPEC, records[:1], is_running=False)
 
 
-def beat(machine: str, process: int, ago_s: float) -> bytes:
-    return json.dumps(asdict(Heartbeat(time.time() - ago_s, machine, process))).encode()
+ELSEWHERE = ProcessIdentity("elsewhere", 1, 0)
+
+
+def beat(driver: ProcessIdentity | None, ago_s: float) -> bytes:
+    return json.dumps(asdict(Heartbeat(time.time() - ago_s, driver))).encode()
 
 
 def test_a_killed_driver_of_this_machine_is_detected_at_once(tmp_path: Path) -> None:
@@ -262,11 +266,17 @@ def test_a_killed_driver_of_this_machine_is_detected_at_once(tmp_path: Path) -> 
         assert driver.stdout
         assert driver.stdout.readline()
         assert has_driver(store)
+        identity = identity_of(driver)
         driver.kill()
     assert not has_driver(store)
-    for machine in ("elsewhere", ""):
-        store.write(HEARTBEAT_FILE, beat(machine, driver.pid, 0))
+    for namespace in ("elsewhere", ""):
+        store.write(HEARTBEAT_FILE, beat(replace(identity, namespace=namespace), 0))
         assert has_driver(store), "processes of another machine or container are not checked"
+    own = own_identity()
+    store.write(HEARTBEAT_FILE, beat(replace(own, started=own.started - 1), 0))
+    assert not has_driver(store), "another process has received the id of the driver"
+    store.write(HEARTBEAT_FILE, beat(None, 0))
+    assert has_driver(store)
 
 
 def test_a_driver_counts_as_running_while_it_writes_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,16 +285,16 @@ def test_a_driver_counts_as_running_while_it_writes_heartbeats(tmp_path: Path, m
     assert not has_driver(store)
     with keep_heartbeat(store):
         assert has_driver(store)
-        store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
+        store.write(HEARTBEAT_FILE, beat(ELSEWHERE, 2 * SILENCE_S))
         until = time.monotonic() + 20
         while not has_driver(store) and time.monotonic() < until:
             time.sleep(0.005)
         assert has_driver(store), "heartbeats are written regularly"
     assert not has_driver(store)
-    store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 2 * SILENCE_S))
+    store.write(HEARTBEAT_FILE, beat(ELSEWHERE, 2 * SILENCE_S))
     assert not has_driver(store), "a killed driver writes no heartbeats"
     refuse_another_driver(store)
-    store.write(HEARTBEAT_FILE, beat("elsewhere", 1, 0))
+    store.write(HEARTBEAT_FILE, beat(ELSEWHERE, 0))
     refuse_another_driver(store)  # the driver has just been killed
     with keep_heartbeat(store), pytest.raises(RunError, match="is being trained by another driver"):
         refuse_another_driver(store)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from undula.errors import SpecError
-from undula.testing.faults import Fault, Trace, oracle_rank_s, parse_faults, parse_trace
+from undula.testing.faults import Action, Fault, Trace, oracle_rank_s, parse_faults, parse_trace
 
 TIMES = st.one_of(
     st.builds(lambda step: {"at_step": step}, st.integers(0, 10**6)),
@@ -15,12 +15,17 @@ FAULTS = st.one_of(
     st.builds(
         lambda time, action, target: Fault(action, target=target, **time),
         TIMES,
-        st.sampled_from(["sigkill", "sigstop", "kill"]),
+        st.sampled_from([Action.SIGKILL, Action.SIGSTOP, Action.KILL]),
         st.integers(0, 99),
     ),
-    st.builds(lambda time, target, s: Fault("drain", target=target, deadline_s=s, **time), TIMES, st.integers(0, 9), st.integers(0, 999)),
-    st.builds(lambda time: Fault("add", **time), TIMES),
-)  # fmt: skip
+    st.builds(
+        lambda time, target, deadline_s: Fault(Action.DRAIN, target=target, deadline_s=deadline_s, **time),
+        TIMES,
+        st.integers(0, 9),
+        st.integers(0, 999),
+    ),
+    st.builds(lambda time: Fault(Action.ADD, **time), TIMES),
+)
 COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 
 
@@ -30,7 +35,25 @@ def test_a_written_schedule_parses_to_the_same_faults(faults: list[Fault]) -> No
 
 
 def test_comments_and_blank_lines_are_ignored() -> None:
-    assert parse_faults("# a plan\n\nat step 4: add node  # here\n") == (Fault("add", at_step=4),)
+    assert parse_faults("# a plan\n\nat step 4: add node  # here\n") == (Fault(Action.ADD, at_step=4),)
+
+
+@pytest.mark.parametrize(
+    ("action", "sentence"),
+    [
+        (Action.SIGKILL, "sigkill worker 3"),
+        (Action.SIGSTOP, "sigstop worker 3"),
+        (Action.KILL, "kill node 3"),
+        (Action.DRAIN, "drain node 3 deadline 2.5"),
+        (Action.ADD, "add node"),
+    ],
+)
+def test_an_action_is_written_and_read_by_its_form(action: Action, sentence: str) -> None:
+    fault = Fault(action, at_step=7, target=0 if action is Action.ADD else 3, deadline_s=2.5 * (action is Action.DRAIN))
+    assert action.sentence(3, 2.5) == sentence
+    assert parse_faults(f"at step 7: {sentence}") == (fault,)
+    assert str(fault) == f"at step 7: {sentence}"
+    assert action.needs_node == (action in (Action.KILL, Action.DRAIN))
 
 
 def test_an_invalid_line_is_refused_with_its_number() -> None:

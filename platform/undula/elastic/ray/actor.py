@@ -1,8 +1,8 @@
 """Actor of a Ray Train worker, extended to outlive its worker group."""
 
 import gc
+import signal
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,6 +18,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.util import ObjectRefWrapper
 
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
+from undula.processes import ProcessIdentity, find_process, own_identity, send_signal
 from undula.recovery.progress import ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
@@ -37,6 +38,13 @@ PIECE_BYTES = 8 * 2**20
 """Size in bytes of the pieces in which memory is faulted in."""
 FAULT_IN_BYTES = 2**30
 """Maximum number of bytes to fault in, which is also the number of freed bytes that the heap keeps."""
+
+
+@dataclass(frozen=True)
+class WorkerMetadata(ActorMetadata):
+    """Address of a worker and identity of its process."""
+
+    process: ProcessIdentity
 
 
 @dataclass
@@ -70,7 +78,7 @@ class ElasticWorker(RayTrainWorker):
 
     def prepare(
         self, train_fn_ref: ObjectRefWrapper[Any], prepare: Callable[[], None] | None, resident_bytes: int, home: str
-    ) -> ActorMetadata:
+    ) -> WorkerMetadata:
         """Prepare this process for its first group while other workers train: imports, device context, first kernels and memory.
 
         Args:
@@ -80,7 +88,7 @@ class ElasticWorker(RayTrainWorker):
             home: Id of the controller's node.
 
         Returns:
-            Address and process id of this worker.
+            Address of this worker and identity of its process.
         """
         self._state.home = home
         train_fn_ref.get()
@@ -89,7 +97,7 @@ class ElasticWorker(RayTrainWorker):
             prepare()
         fault_in(resident_bytes - resident_memory())
         gc.freeze()  # these objects stay alive, so collections at the start of a group can skip them
-        return self.get_metadata()
+        return WorkerMetadata(**vars(self.get_metadata()), process=own_identity())
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         self._state.join_group()
@@ -155,15 +163,13 @@ class ElasticWorker(RayTrainWorker):
         has_left = thread is None or not thread.is_alive()
         return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
 
-    def kill_process(self, pid: int) -> None:
+    def kill_process(self, other: ProcessIdentity) -> None:
         """Send SIGKILL to another worker on this machine, because a suspended process does not react to Ray.
 
-        Another process that has received the same process id in the meantime is not killed.
+        Nothing happens if the worker has ended, even if another process has received its process id, or if it runs in another container.
         """
-        with suppress(psutil.Error):
-            other = psutil.Process(pid)
-            if type(self).__name__ in " ".join(other.cmdline()):
-                other.kill()
+        if process := find_process(other):
+            send_signal(process, signal.SIGKILL)
 
 
 def abort_collectives(state: WorkerState) -> None:

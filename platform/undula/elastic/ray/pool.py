@@ -2,20 +2,19 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
-from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 
 from undula.elastic.pure.fleet import FleetManager
 from undula.elastic.pure.nodes import Node
 from undula.elastic.pure.policy import WorkerSlot
-from undula.elastic.ray.actor import ElasticWorker
+from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata
 from undula.elastic.ray.capacity import Labels, alive_nodes
 from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import parsed
@@ -55,8 +54,8 @@ class PooledWorker:
     """Reference to the result of `ElasticWorker.prepare`."""
     started: float
     """Start time on the monotonic clock, in seconds."""
-    metadata: ActorMetadata | None = None
-    """Address and process id of the worker; None until it is ready."""
+    metadata: WorkerMetadata | None = None
+    """Address of the worker and identity of its process; None until it is ready."""
     in_group: bool = False
     has_trained: bool = False
     """Whether the worker has been in a group and may therefore hold the run's state."""
@@ -211,7 +210,7 @@ class WorkerPool:
                 self.drop(worker.id, "unusable" if worker in responsive else None)
 
     def drop(self, worker: str, cause: Literal["unresponsive", "unusable"] | None = None) -> None:
-        """End a worker's process. Another worker on the same machine kills it as well, because Ray cannot end a suspended process.
+        """End a worker's process. Workers that can see it kill it as well, because Ray cannot end a suspended process.
 
         Args:
             worker: Id of the worker.
@@ -223,10 +222,9 @@ class WorkerPool:
         if cause and gone.metadata:
             self.on_event(CrashEvent(cause, node=gone.node, pid=gone.metadata.pid))
         ray.kill(gone.actor)
-        for other in self.workers.values():
-            if gone.metadata and other.metadata and other.metadata.hostname == gone.metadata.hostname:
-                other.actor.kill_process.remote(gone.metadata.pid)
-                return
+        if gone.metadata:
+            for other in _that_see(gone.metadata, self.workers.values()):
+                other.actor.kill_process.remote(gone.metadata.process)
 
     def close(self) -> None:
         """End all workers."""
@@ -275,6 +273,16 @@ class WorkerPool:
         preparing = actor.prepare.remote(self.train_fn_ref, self.prepare, worker_bytes, home)
         worker = PooledWorker(actor, node, preparing, now)
         self.workers[worker.id] = worker
+
+
+def _that_see(gone: WorkerMetadata, others: Iterable[PooledWorker]) -> list[PooledWorker]:
+    """Return the workers whose process belongs to the same machine and process namespace.
+
+    Containers can have the same hostname and different process ids, so that a hostname and an id do not identify a process. All of these
+    workers are asked to kill it, because one of them can be suspended, too.
+    """
+    namespace = gone.process.namespace
+    return [each for each in others if each.metadata and namespace and each.metadata.process.namespace == namespace]
 
 
 def _responding_in_time(answers: dict[Any, PooledWorker], timeouts_s: Mapping[str, float]) -> list[PooledWorker]:

@@ -1,19 +1,20 @@
 """Selection of the engine that trains a module."""
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import nn
 
 from undula.errors import UsageError
-from undula.parallel.capabilities import ADASUM, DATA_PARALLEL, EXACT, FSDP, Feature, engine_with, features_of, refusal
-from undula.parallel.collectives import all_reduce_over
+from undula.parallel.capabilities import Feature, engine_with, features_of, refusal
+from undula.parallel.collectives import AllReduce, all_reduce_over
 from undula.parallel.engines.adasum import AdasumEngine
 from undula.parallel.engines.data_parallel import DataParallelEngine, sparse_parameters
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.exact import ExactEngine
 from undula.parallel.layout import Layout
-from undula.parallel.spec import EngineName, GradientSpec
+from undula.parallel.spec import Compression, EngineName, GradientSpec
 from undula.state.pieces import is_sharded_tensor
 
 MakeEngine = Callable[[nn.Module, Layout], Engine]
@@ -37,24 +38,48 @@ def make_engine(
     features = features_of(engine, deterministic, gradient, measures_noise) | features_of_model(module)
     if problem := refusal(features):
         raise UsageError(problem)
-    chosen = engine_with(features)
-    if chosen is FSDP:
-        from undula.parallel.engines.fsdp import FSDPEngine
+    chosen = engine_with(features).name
+    match chosen:
+        case "fsdp":
+            from undula.parallel.engines.fsdp import FSDPEngine
 
-        return FSDPEngine(layout)
-    sent_as = torch.float16 if gradient.compression == "fp16" else None
-    if chosen is DATA_PARALLEL:
-        return DataParallelEngine(layout, sent_as)
-    all_reduce = all_reduce_over(layout.shards)
-    if Feature.HOROVOD in features:
-        from undula.parallel.engines.horovod import HorovodEngine, sum_over_horovod
+            return FSDPEngine(layout)
+        case "exact":
+            return ExactEngine(layout, _all_reduce(layout, engine))
+        case "adasum":
+            return AdasumEngine(layout, virtual_workers, _all_reduce(layout, engine))
+        case "horovod":
+            from undula.parallel.engines.horovod import HorovodEngine
 
-        all_reduce = sum_over_horovod
-        if chosen not in (EXACT, ADASUM):
-            return HorovodEngine(layout, sent_as)
-    if chosen is EXACT:
-        return ExactEngine(layout, all_reduce)
-    return AdasumEngine(layout, virtual_workers, all_reduce)
+            return HorovodEngine(layout, sent_as(gradient.compression))
+        case "data parallel":
+            return DataParallelEngine(layout, sent_as(gradient.compression))
+        case _:
+            assert_never(chosen)
+
+
+def sent_as(compression: Compression) -> torch.dtype | None:
+    """Return the dtype in which gradients are sent; None for their own dtype."""
+    match compression:
+        case "none":
+            return None
+        case "fp16":
+            return torch.float16
+        case _:
+            assert_never(compression)
+
+
+def _all_reduce(layout: Layout, engine: EngineName) -> AllReduce:
+    """Return the function with which an engine that sends its gradients by itself sums a tensor over the ranks."""
+    match engine:
+        case "torch":
+            return all_reduce_over(layout.shards)
+        case "horovod":
+            from undula.parallel.engines.horovod import sum_over_horovod
+
+            return sum_over_horovod
+        case _:
+            assert_never(engine)
 
 
 def features_of_model(module: nn.Module) -> set[Feature]:
