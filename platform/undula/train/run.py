@@ -226,7 +226,14 @@ class Run:
                 lambda: {**engine.state(), **noise.state(), **context.rate.values(), **context.group_rates.values()},
             ),
             Checkpointer(
-                setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved, not_removed
+                setup.store,
+                layout.control,
+                setup.attempt,
+                job.checkpoint.keep,
+                flush,
+                report_saved,
+                not_removed,
+                setup.before,
             ),
             StepReducer(layout.control),
             rate,
