@@ -6,6 +6,7 @@
     ├── ManifestError      a data set has no manifest or does not match it
     ├── CheckpointError    a checkpoint is damaged or does not fit the model
     ├── RunError           a run cannot continue under this name or with these settings
+    │   └── SupersededError  a newer attempt of the run exists; the job ends at once
     ├── ClusterError       a Ray cluster cannot be reached or started
     ├── ConformanceError   a model or an optimizer does not resume exactly
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
@@ -48,6 +49,10 @@ class CheckpointError(UndulaError):
 
 class RunError(UndulaError):
     """A run cannot continue under this name or with these settings."""
+
+
+class SupersededError(RunError):
+    """A newer attempt of the run exists, in another job or in a group that has replaced this one."""
 
 
 class ClusterError(UndulaError):

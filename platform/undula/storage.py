@@ -1,16 +1,19 @@
-"""Files at a URL: a local path or `s3://bucket/prefix`. They are read and written through pyarrow, and every write is atomic.
+"""Files at a URL: a local path or `s3://bucket/prefix`. Every write is atomic.
 
 S3 is configured by the usual AWS variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, ...), so any S3 endpoint works.
 """
 
+import io
 import os
 import secrets
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from pyarrow import fs
@@ -20,6 +23,15 @@ from undula.errors import StorageError
 DEFAULT_REGION = "us-east-1"
 REQUEST_TIMEOUT_S = 20.0
 """Maximum time in seconds without a byte from S3. Arrow's default of 3 s is too short for a busy server."""
+PART_BYTES = 16 * 2**20
+"""Minimum size of the parts in which a larger file is sent to S3. S3 itself requires 5 MiB."""
+MOST_PARTS = 10_000
+"""Maximum number of parts of a file on S3."""
+_CONFLICT, _EXISTS, _NOT_IMPLEMENTED = 409, 412, 501
+"""Statuses with which S3 answers a conditional write."""
+
+Buffers: TypeAlias = Sequence[bytes | memoryview]
+"""Content of a file in pieces, one after another. A memoryview must be of bytes."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +85,31 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a whole file atomically: a reader sees the previous content or this one, never a part."""
+        self.write_buffers(name, (data,))
+
+    def write_buffers(self, name: str, buffers: Buffers) -> None:
+        """Write a whole file as `write` does, without joining its pieces in memory."""
         with self._errors("write", name):
             if self.is_s3:
-                with self.filesystem.open_output_stream(self.path(name)) as stream:
-                    stream.write(data)
+                self._upload(name, buffers)
             else:
-                _replace_atomically(Path(self.path(name)), data)
+                _replace_atomically(Path(self.path(name)), buffers)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create a file if it does not exist. Of several writers, one succeeds, on any host.
+
+        On S3 this is a conditional write. If the server does not implement those, or ignores the condition, several writers can succeed.
+        On a disk, a reader may see an incomplete file.
+
+        Args:
+            name: Name of the file.
+            data: Content that no other writer has, so that a request that S3 has carried out but not answered can be repeated.
+
+        Returns:
+            Whether this call created the file.
+        """
+        with self._errors("create", name):
+            return self._create_on_s3(name, data) if self.is_s3 else _create(Path(self.path(name)), data)
 
     def delete(self, name: str) -> None:
         """Delete a file or a folder if it exists."""
@@ -107,6 +138,36 @@ class Store:
         """
         self.write(".undula-write-test", b"")
         self.delete(".undula-write-test")
+
+    def _upload(self, name: str, buffers: Buffers) -> None:
+        from boto3.s3.transfer import TransferConfig
+
+        bucket, _, key = self.path(name).partition("/")
+        client, num_bytes = _s3_writer(self.anonymous), sum(len(buffer) for buffer in buffers)
+        if num_bytes <= PART_BYTES:
+            client.put_object(Bucket=bucket, Key=key, Body=b"".join(buffers))
+            return
+        part_bytes = part_size(num_bytes, PART_BYTES, MOST_PARTS)
+        config = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=part_bytes)
+        client.upload_fileobj(io.BufferedReader(_Joined(buffers)), bucket, key, Config=config)
+
+    def _create_on_s3(self, name: str, data: bytes) -> bool:
+        from botocore.exceptions import ClientError
+
+        bucket, _, key = self.path(name).partition("/")
+        client = _s3_writer(self.anonymous)
+        try:
+            client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        except ClientError as error:
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if status in (_CONFLICT, _EXISTS):  # another writer's request, or a former one of this call
+                return self.exists(name) and self.read(name) == data
+            if status != _NOT_IMPLEMENTED:
+                raise
+            if self.exists(name):
+                return False
+            client.put_object(Bucket=bucket, Key=key, Body=data)
+        return True
 
     def _list_local(self, prefix: str) -> Iterator[Entry]:
         root = Path(self.path())
@@ -200,12 +261,72 @@ def s3_client(config: Any = None, anonymous: bool = False) -> Any:
     return boto3.Session().client("s3", region_name=_region(), config=config)
 
 
-def _replace_atomically(path: Path, data: bytes) -> None:
+@cache
+def _s3_writer(anonymous: bool) -> Any:
+    """Return a client for writing. It adds no checksums to requests, because not every S3 server accepts botocore's form of them."""
+    from botocore.config import Config
+
+    return s3_client(Config(request_checksum_calculation="when_required"), anonymous)
+
+
+def part_size(num_bytes: int, least: int = PART_BYTES, most_parts: int = MOST_PARTS) -> int:
+    """Return the size of the parts of a file on S3: `least`, or more if the file would have more than `most_parts` parts."""
+    return max(least, -(-num_bytes // most_parts))
+
+
+class _Joined(io.RawIOBase):
+    """Seekable file with the content of several buffers, which are not copied."""
+
+    def __init__(self, buffers: Buffers):
+        self._buffers = buffers
+        self._ends = list(accumulate(len(buffer) for buffer in buffers))
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._ends[-1]}
+        self._position = starts[whence] + offset
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        number = bisect_right(self._ends, self._position)  # skips empty buffers
+        if number == len(self._ends):
+            return 0
+        begin = self._position - (self._ends[number] - len(self._buffers[number]))
+        chunk = self._buffers[number][begin : begin + len(target)]
+        target[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
+
+
+def _create(path: Path, data: bytes) -> bool:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("xb")
+    except FileExistsError:
+        return False
+    with file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def _replace_atomically(path: Path, buffers: Buffers) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("xb") as file:
-            file.write(data)
+            for buffer in buffers:
+                file.write(buffer)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from secrets import token_hex
 from typing import Any, Literal, TypeAlias
 
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -41,7 +42,7 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
     """Write the job's record, `job.json`, to its run directory.
 
     A run that resumes keeps its id and its start time. A job with other data or other logical settings is a new run, which must not
-    find the snapshots of the previous one.
+    find the snapshots of the previous one. Each submission has a name of its own in the record, so that workers of an earlier one end.
 
     Returns:
         Parameters of the training for `launch`.
@@ -50,23 +51,24 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
     is_same = found.get("manifest_digest") == description["manifest_digest"] and not changed_key(
         found.get("spec", {}), description["spec"]
     )
-    run = identity(found if is_same else {})
-    store.write(JOB_FILE, json.dumps({**description, **run}, indent=1).encode())
+    run, submission = identity(found if is_same else {}), token_hex(8)
+    store.write(JOB_FILE, json.dumps({**description, **run, "submission": submission}, indent=1).encode())
     return LaunchSpec(
-        job=job_of(loaded, run["id"]),
+        job=job_of(loaded, run["id"], submission),
         workers=spec.workers,
         horovod=spec.horovod if spec.engine == "horovod" else None,
         work=Work(plan.total_steps, run["began"]),
     )
 
 
-def job_of(loaded: LoadedSpec, run_id: str) -> Job:
+def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
     """Return the part of a job's spec that its workers need."""
     spec = loaded.spec
     return Job(
         name=spec.name,
         run_url=spec.run_url,
         run_id=run_id,
+        submission=submission,
         data=spec.data,
         plan=spec.plan,
         schedule=spec.schedule,

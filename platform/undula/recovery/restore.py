@@ -53,7 +53,7 @@ class Restorer:
         live: Live state of this rank, which is changed in place.
         checkpoints: Checkpoints of the run.
         plan_digest: Digest of the run's plan.
-        attempt: Number of this attempt.
+        attempt: Number that follows that of the newest attempt that has begun. Groups that failed to start have numbers, too.
         layout: Layout of the group.
         find: Callback that finds the snapshots that this rank can read; called only if they are needed.
         begin: Callback that receives the step as soon as it is known, for work that can overlap with the transfer of the state.
@@ -88,7 +88,7 @@ class Restorer:
         offers += self.find()
         answers = self._exchange(offers)
         newest = _newest_complete(answers)
-        commit, damaged = self._newest_checkpoint()
+        commit, damaged = self.checkpoints.newest_whole()
         if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
             return self._from_ranks(offers, answers, newest)
         if commit is None:
@@ -101,11 +101,6 @@ class Restorer:
         own = [(offer.age, offer.holding) for offer in offers]
         dist.all_gather_object(answers, own, group=self.layout.control)
         return answers
-
-    def _newest_checkpoint(self) -> tuple[Commit | None, dict[str, str]]:
-        if self.layout.is_first:
-            self.checkpoints.remove_uncommitted()
-        return self.checkpoints.newest_whole()
 
     def _from_checkpoint(self, commit: Commit, damaged: dict[str, str]) -> Restored:
         if commit.plan_digest != self.plan_digest:

@@ -15,9 +15,20 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from undula.errors import CheckpointError, StorageError
+from undula.errors import CheckpointError, StorageError, SupersededError, UndulaError
+from undula.state.attempts import EVERYTHING, Lineage, begin, read_lineage, require_newest
 from undula.state.checkpoint_files import Claim, WrittenFile, read_pieces, shares, table_of, tensors_entry, write_share
-from undula.state.commit import CHECKPOINTS, COMMIT, FORMAT, Commit, attempt_of, commit_json, find_commits
+from undula.state.commit import (
+    CHECKPOINTS,
+    COMMIT,
+    FORMAT,
+    Commit,
+    attempt_of,
+    commit_json,
+    committed_folders,
+    find_commits,
+    step_of,
+)
 from undula.state.pieces import Box, Piece, RankState, Table
 from undula.state.retention import superseded
 from undula.storage import Store
@@ -36,6 +47,7 @@ class Checkpointer:
         before_commit: Callback that rank 0 calls before a checkpoint becomes visible, to flush the ledger. It runs in the saving thread.
         after_commit: Callback to which rank 0 passes the step and the duration of the save in seconds. It runs in the saving thread.
         not_removed: Callback to which rank 0 passes the reason why old checkpoints could not be deleted. It runs in the saving thread.
+        before: Lineage that the attempt found after it had claimed its number.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class Checkpointer:
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int, float], None] = lambda step, seconds: None,
         not_removed: Callable[[str], None] = lambda reason: None,
+        before: Lineage = EVERYTHING,
     ):
         self._store = store
         self._attempt = attempt
@@ -54,6 +67,8 @@ class Checkpointer:
         self._before_commit = before_commit
         self._after_commit = after_commit
         self._not_removed = not_removed
+        self._before = before
+        self._has_begun = False
         self._saving: Future[None] | None = None
         self._is_abandoned = threading.Event()
         self._group = group
@@ -119,17 +134,17 @@ class Checkpointer:
             raise written
         if failed := [answer for answer in answers if isinstance(answer, str)]:
             raise CheckpointError(failed[0])
-        outcome: list[str | None] = [None]
+        outcome: list[UndulaError | None] = [None]
         if rank == 0:
             try:
                 self._commit(step, folder, header, table, [file for file in answers if file is not None], began)
             except Exception as error:
-                outcome = [str(error)]
+                outcome = [error if isinstance(error, SupersededError) else CheckpointError(str(error))]
                 dist.broadcast_object_list(outcome, group=group, group_src=0)
                 raise
         dist.broadcast_object_list(outcome, group=group, group_src=0)
         if outcome[0] is not None:
-            raise CheckpointError(outcome[0])
+            raise outcome[0]
 
     def _commit(
         self, step: int, folder: str, header: dict[str, Any], table: Table, files: list[WrittenFile], began: float
@@ -139,8 +154,12 @@ class Checkpointer:
             "tensors": tensors_entry(table, files),
             "files": {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in files},
         }
+        require_newest(self._store, self._attempt)
         self._before_commit()
         self._store.write(f"{folder}/{COMMIT}", commit_json(body))
+        # A later attempt may resume from a checkpoint that this one would delete now, unless it is claimed from here on: then it sees
+        # the new checkpoint.
+        require_newest(self._store, self._attempt)
         self._after_commit(step, time.monotonic() - began)
         try:
             self._remove_superseded()
@@ -187,7 +206,7 @@ class Checkpointer:
             The checkpoint, or None if there is none, and a description of the damage of newer checkpoints, by folder.
         """
         rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        commits, unreadable = self._from_rank_0(lambda: find_commits(self._store))
+        commits, unreadable = self._from_rank_0(lambda: find_commits(self._store, self._before))
         damaged = dict(unreadable)
         for commit in commits:
             names = sorted(commit.files)[rank::world_size]
@@ -213,12 +232,31 @@ class Checkpointer:
         read_pieces(self._store, commit, targets)
         return dict(commit.values)
 
+    def begin(self, step: int) -> None:
+        """Record that this attempt begins at `step`, and delete uncommitted checkpoints of earlier attempts. Only rank 0 may call this."""
+        kept = [
+            folder
+            for folder in committed_folders(self._store)
+            if self._before.includes_checkpoint(folder, attempt_of(folder)) and step_of(folder) <= step
+        ]
+        begin(self._store, self._attempt, self._before, step, kept)
+        self._has_begun = True
+        try:
+            self.remove_uncommitted()
+        except StorageError as error:  # the next save tries again
+            self._not_removed(str(error))
+
     def remove_uncommitted(self) -> None:
-        """Delete uncommitted checkpoints of attempts up to this one. Only rank 0 may call this, and only while no save is in progress."""
+        """Delete uncommitted checkpoints of this attempt and, if it has begun, of earlier ones.
+
+        Before it has begun, an earlier attempt that is still alive could commit a checkpoint whose files are gone. Only rank 0 may call
+        this, and only while no save is in progress.
+        """
         names = [entry.name for entry in self._store.list(CHECKPOINTS)]
         whole = {name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")}
         begun = {name.rpartition("/")[0] for name in names} - whole
-        self._remove(folder for folder in begun if attempt_of(folder) <= self._attempt)
+        lowest = 0 if self._has_begun else self._attempt
+        self._remove(folder for folder in begun if lowest <= attempt_of(folder) <= self._attempt)
 
     def _remove(self, folders: Iterable[str]) -> None:
         """Delete checkpoints. Each becomes invisible to readers at once."""
@@ -228,8 +266,14 @@ class Checkpointer:
 
     def _remove_superseded(self) -> None:
         self.remove_uncommitted()
+        lineage = read_lineage(self._store)
+        self._remove(
+            folder
+            for folder in committed_folders(self._store)
+            if not lineage.includes_checkpoint(folder, attempt_of(folder))
+        )
         whole = [commit for commit in find_commits(self._store)[0] if commit.folder not in self._damaged]
-        self._remove(superseded([(commit.step, commit.attempt, commit.folder) for commit in whole], self._keep))
+        self._remove(superseded([(commit.attempt, commit.step, commit.folder) for commit in whole], self._keep))
         self._remove(self._damaged)  # kept until now, when a newer checkpoint exists
         self._damaged = set()
 

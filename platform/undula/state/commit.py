@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from undula.errors import CheckpointError
+from undula.state.attempts import Lineage, read_lineage
 from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
@@ -52,8 +53,21 @@ def commit_json(body: dict[str, Any]) -> bytes:
     return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 
 
-def find_commits(store: Store) -> tuple[list[Commit], dict[str, str]]:
-    """Find the committed checkpoints of a run.
+def committed_folders(store: Store) -> list[str]:
+    """Return the folders of all checkpoints that have a `commit.json`, whether they belong to the run or not."""
+    names = [entry.name for entry in store.list(CHECKPOINTS)]
+    return [name.removesuffix(f"/{COMMIT}") for name in names if name.endswith(f"/{COMMIT}")]
+
+
+def find_commits(store: Store, lineage: Lineage | None = None) -> tuple[list[Commit], dict[str, str]]:
+    """Find the committed checkpoints that belong to a run.
+
+    A later attempt's checkpoint is never of an earlier step: the attempt began at a step that none of the earlier attempts' checkpoints
+    exceeds, because others no longer belong to the run.
+
+    Args:
+        store: Run directory.
+        lineage: Lineage of the run; None to read it.
 
     Returns:
         The checkpoints, newest first, and the damage to each unreadable `commit.json`, by folder.
@@ -62,19 +76,25 @@ def find_commits(store: Store) -> tuple[list[Commit], dict[str, str]]:
         CheckpointError: A checkpoint has the format of another version of this library.
     """
     commits, damaged = [], {}
-    for entry in store.list(CHECKPOINTS):
-        if entry.name.endswith(f"/{COMMIT}"):
-            folder = entry.name.removesuffix(f"/{COMMIT}")
+    lineage = lineage or read_lineage(store)
+    for folder in committed_folders(store):
+        if lineage.includes_checkpoint(folder, attempt_of(folder)):
             try:
                 commits.append(_read_commit(store, folder))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                damaged[folder] = f"{store.url}/{entry.name} is damaged ({error})"
-    return sorted(commits, key=lambda commit: (commit.step, commit.attempt), reverse=True), damaged
+                damaged[folder] = f"{store.url}/{folder}/{COMMIT} is damaged ({error})"
+    return sorted(commits, key=lambda commit: (commit.attempt, commit.step), reverse=True), damaged
 
 
 def attempt_of(folder: str) -> int:
     """Return the attempt's number from the name of a checkpoint's folder; 0 if the name has none."""
     match = re.search(r"-a(\d+)$", folder)
+    return int(match[1]) if match else 0
+
+
+def step_of(folder: str) -> int:
+    """Return the number of steps that a checkpoint includes from the name of its folder; 0 if the name has none."""
+    match = re.search(r"step-(\d+)-a\d+$", folder)
     return int(match[1]) if match else 0
 
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from undula.errors import RunError, StorageError
+from undula.errors import RunError, StorageError, SupersededError
+from undula.state.attempts import ATTEMPTS, Lineage, begin, claim
 from undula.state.commit import CHECKPOINTS
-from undula.state.ledger import LEDGER
+from undula.state.ledger import LEDGER, recorded_attempts
 from undula.storage import Store
 
 JOB_FILE = "job.json"
@@ -45,7 +46,7 @@ def identity(record: Mapping[str, Any]) -> dict[str, Any]:
 def held(store: Store) -> Iterator[None]:
     """Lock a local run directory for this block, so that a job on another cluster of this machine cannot train in it.
 
-    S3 has no such lock. There, only jobs of the same cluster are kept apart.
+    S3 has no such lock. There, jobs of the same cluster are kept apart, and a job on another cluster takes over the run.
 
     Raises:
         RunError: Another job holds the lock.
@@ -69,16 +70,35 @@ def held(store: Store) -> Iterator[None]:
         os.close(descriptor)
 
 
+def require_newest_submission(store: Store, submission: str) -> None:
+    """Check that the run was not submitted again since a submission. A submission without a name is not checked.
+
+    Raises:
+        SupersededError: It was.
+    """
+    if submission and job_record(store).get("submission", submission) != submission:
+        raise SupersededError(
+            f"the run in {store.url} was submitted again, so this older job ends; follow the newer job, or stop it and submit "
+            "this one again"
+        )
+
+
 def delete_run(store: Store) -> None:
     """Delete a run: the files that Undula wrote into its directory, and no others.
+
+    The numbers of its attempts are kept, so that workers that are still training it cannot add anything to the next run.
 
     Raises:
         RunError: The directory holds other files but no run.
     """
     names = {entry.name.partition("/")[0] for entry in store.list()} - {_LOCK}
-    if names and JOB_FILE not in names and LEDGER not in names:
+    if names and names.isdisjoint({JOB_FILE, LEDGER, ATTEMPTS}):
         raise RunError(
             f"{store.url} holds {sorted(names)[0]!r} but no run, so --fresh does not delete it; set another name"
         )
+    recorded = recorded_attempts(store)
+    if recorded or ATTEMPTS in names:
+        number, _ = claim(store, recorded)
+        begin(store, number, Lineage(unrecorded=0), step=0, checkpoints=())
     for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, RAY, REPORT):
         store.delete(name)

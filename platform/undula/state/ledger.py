@@ -1,15 +1,15 @@
 """The ledger of a run: append-only Parquet files with one row per committed step and one row per event.
 
 Every start of a worker group is an *attempt*. An attempt that resumes at step c replaces the rows of earlier attempts from step c on;
-`committed` selects the rows that make up the run. Rows reach storage before the checkpoint that covers them is committed, so every
-step before a committed checkpoint has its row.
+`committed` selects the rows that make up the run. Each writer has its own files, so no writer can replace the rows of another. Rows reach
+storage before the checkpoint that covers them is committed, so every step before a committed checkpoint has its row.
 """
 
 import re
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from undula.errors import StorageError
+from undula.errors import StorageError, SupersededError
+from undula.state.attempts import EVERYTHING, Lineage, read_lineage, require_newest
 from undula.state.events import Event, read_event
 from undula.state.records import StepRow
 from undula.storage import Store
@@ -68,11 +69,11 @@ EVENT_SCHEMA = pa.schema(
 
 
 class SegmentWriter:
-    """Writer of rows to a series of Parquet files. Each flush rewrites the newest file until it has SEGMENT_ROWS rows."""
+    """Writer of rows to a series of Parquet files of its own. Each flush rewrites the newest file until it has SEGMENT_ROWS rows."""
 
     def __init__(self, store: Store, prefix: str, schema: pa.Schema):
         self._store = store
-        self._prefix = prefix
+        self._prefix = f"{prefix}-{token_hex(4)}"
         self._schema = schema
         self._rows: list[dict[str, Any]] = []
         self._segment = 0
@@ -103,9 +104,14 @@ class SegmentWriter:
 
 
 class LedgerWriter:
-    """Writer of one attempt's ledger, on rank 0. A thread flushes steps every few seconds; events are flushed at once."""
+    """Writer of one attempt's ledger, on rank 0. A thread flushes steps every few seconds; events are flushed at once.
+
+    The thread also looks for a newer attempt. Once it has found one, this attempt cannot add steps.
+    """
 
     def __init__(self, store: Store, attempt: int):
+        self._store, self._attempt = store, attempt
+        self._superseded: SupersededError | None = None
         self._steps = SegmentWriter(store, f"steps-{attempt:06d}", STEP_SCHEMA)
         self._events = SegmentWriter(store, f"events-{attempt:06d}", EVENT_SCHEMA)
         self._closed = threading.Event()
@@ -113,6 +119,13 @@ class LedgerWriter:
         self._thread.start()
 
     def step(self, row: StepRow) -> None:
+        """Add the row of a committed step.
+
+        Raises:
+            SupersededError: A newer attempt of the run exists.
+        """
+        if self._superseded:
+            raise self._superseded
         self._steps.append(asdict(row))
 
     def event(self, event: Event) -> None:
@@ -146,13 +159,17 @@ class LedgerWriter:
         while not self._closed.wait(FLUSH_INTERVAL_S):
             with suppress(StorageError):  # the next flush writes these rows too; the flush before a commit must succeed
                 self.flush()
+                try:
+                    require_newest(self._store, self._attempt)
+                except SupersededError as error:
+                    self._superseded = error
 
 
 class EventWriter:
     """Writer of the events of the controller or the driver."""
 
     def __init__(self, store: Store, writer: str):
-        self._events = SegmentWriter(store, f"events-{writer}-{time.time_ns()}", EVENT_SCHEMA)
+        self._events = SegmentWriter(store, f"events-{writer}", EVENT_SCHEMA)
 
     def event(self, event: Event) -> None:
         self._events.append(event.row())
@@ -174,10 +191,11 @@ class Ledger:
 
 def read_ledger(store: Store) -> Ledger:
     """Read the ledger of the run in the directory `store`. The tables are empty if the run has no ledger yet."""
+    lineage = read_lineage(store)
     names = [entry.name for entry in store.list(LEDGER)]
     rows = _once(_concat(store, [name for name in names if name.startswith(f"{LEDGER}/steps-")], STEP_SCHEMA))
     events = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/events-")], EVENT_SCHEMA)
-    keep = committed(rows["attempt"].to_numpy(), rows["step"].to_numpy())
+    keep = committed(rows["attempt"].to_numpy(), rows["step"].to_numpy(), lineage)
     return Ledger(
         steps=rows.filter(pa.array(keep)).sort_by("step"),
         replaced=rows.filter(pa.array(~keep)).sort_by([("attempt", "ascending"), ("step", "ascending")]),
@@ -192,17 +210,26 @@ def _once(rows: pa.Table) -> pa.Table:
     return rows.take(pa.array(np.sort(first)))
 
 
-def committed(attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def committed(
+    attempts: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], lineage: Lineage = EVERYTHING
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Select the rows that make up the run: those whose step comes before the first step of every later attempt.
 
-    The arguments and the result have shape [rows].
+    Args:
+        attempts: Attempt of each row, shape [rows].
+        steps: Step of each row, shape [rows].
+        lineage: First steps of the attempts. The first step of an attempt without a record is that of its first row.
+
+    Returns:
+        Whether each row is part of the run, shape [rows].
     """
     keep = np.zeros(len(steps), dtype=bool)
     limit = np.iinfo(np.int64).max
-    for attempt in sorted(set(attempts.tolist()), reverse=True):
-        own = attempts == attempt
-        keep |= own & (steps < limit)
-        limit = min(limit, int(steps[own].min()))
+    for attempt in sorted({*attempts.tolist(), *lineage.starts}, reverse=True):
+        if lineage.includes(attempt):
+            own = attempts == attempt
+            keep |= own & (steps < limit)
+            limit = min(limit, lineage.starts[attempt] if attempt in lineage.starts else int(steps[own].min()))
     return keep
 
 
@@ -211,10 +238,10 @@ def has_steps(store: Store) -> bool:
     return any(re.match(rf"{LEDGER}/steps-", entry.name) for entry in store.list(LEDGER))
 
 
-def next_attempt(store: Store) -> int:
-    """Return the number of the next attempt: one more than the largest in the ledger."""
+def recorded_attempts(store: Store) -> frozenset[int]:
+    """Return the numbers of the attempts that have written to the ledger."""
     found = [re.match(rf"{LEDGER}/events-(\d{{6}})-", entry.name) for entry in store.list(LEDGER)]
-    return 1 + max((int(match[1]) for match in found if match), default=0)
+    return frozenset(int(match[1]) for match in found if match)
 
 
 def steps_done(steps: pa.Table) -> int:

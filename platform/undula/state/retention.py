@@ -7,7 +7,7 @@ def superseded(checkpoints: Sequence[tuple[int, int, str]], keep: int) -> list[s
     """Return the names of the checkpoints that are not among the `keep` newest, oldest first.
 
     Args:
-        checkpoints: Tuple (step, attempt, name) of each checkpoint.
+        checkpoints: Tuple (attempt, step, name) of each checkpoint.
         keep: Number of checkpoints to keep.
     """
     newest_last = sorted(checkpoints)

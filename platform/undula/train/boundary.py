@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from undula.errors import StorageError
+from undula.errors import StorageError, SupersededError
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request
 from undula.state.events import EndEvent, WarningEvent
 from undula.state.records import StepRow
@@ -104,8 +104,13 @@ class StepBoundary:
 
         Returns:
             The error of the checkpoint, or None.
+
+        Raises:
+            SupersededError: A newer attempt of the run exists.
         """
         error = self._context.checkpoints.wait()
+        if isinstance(error, SupersededError):
+            raise error
         if error:
             self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
         return error

@@ -16,9 +16,11 @@ from undula.recovery.live_state import LiveState
 from undula.recovery.rank_snapshots import RankSnapshots
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
+from undula.state.attempts import Lineage, claim
 from undula.state.checkpoint import Checkpointer
+from undula.state.directory import require_newest_submission
 from undula.state.events import Event
-from undula.state.ledger import next_attempt
+from undula.state.ledger import recorded_attempts
 from undula.state.records import StepRow
 from undula.storage import Store, open_store
 from undula.telemetry.messages import Publisher
@@ -48,17 +50,29 @@ class RunSetup:
     """Digest of the plan and the data."""
     attempt: int
     """Number of this attempt, the same on every rank."""
+    before: Lineage
+    """Parts of the work of earlier attempts that belong to the run."""
 
     @classmethod
     def of(
         cls, job: Job, layout: Layout, worker: WorkerState, publish: Publisher, replicas: ReplicaClient | None
     ) -> "RunSetup":
-        """Read the run's data set and its directory. All ranks must call this."""
+        """Read the run's data set and its directory, and claim the number of an attempt. All ranks must call this.
+
+        Raises:
+            SupersededError: The run was submitted again.
+        """
         store, data = open_store(job.run_url), load_data(job.data)
         plan = Plan(job.plan, data.num_rows)
-        attempt: list[int] = [next_attempt(store) if layout.is_first else 0]
-        dist.broadcast_object_list(attempt, group=layout.control, group_src=0)
-        return cls(job, layout, worker, publish, replicas, store, data, plan, plan.digest(data.digest), attempt[0])
+        held = [0] * layout.world_size
+        dist.all_gather_object(held, worker.held.attempt if worker.held else 0, group=layout.control)
+        claimed: list[tuple[int, Lineage] | None] = [None]
+        if layout.is_first:
+            require_newest_submission(store, job.submission)
+            claimed = [claim(store, recorded_attempts(store), max(held))]
+        dist.broadcast_object_list(claimed, group=layout.control, group_src=0)
+        assert claimed[0] is not None
+        return cls(job, layout, worker, publish, replicas, store, data, plan, plan.digest(data.digest), *claimed[0])
 
     @property
     def virtual_workers(self) -> range:

@@ -27,6 +27,8 @@ class Job:
     engine: EngineName = "torch"
     run_id: str = ""
     """Identity that distinguishes this run from an earlier run in the same directory."""
+    submission: str = ""
+    """Identity of the submission, which stands in job.json until the run is submitted again; empty for none."""
 
     @property
     def noise_every_steps(self) -> int:

@@ -85,23 +85,29 @@ class TrainingLoop:
             context.live,
             context.checkpoints,
             setup.plan_digest,
-            setup.attempt,
+            setup.before.newest + 1,
             setup.layout,
-            find=lambda: find_state(folder, setup.plan_digest, setup.replicas, setup.layout),
+            find=lambda: [
+                each
+                for each in find_state(folder, setup.plan_digest, setup.replicas, setup.layout)
+                if setup.before.includes_state(*each.age)
+            ],
             begin=begin,
             enter=setup.worker.enter,
         )
-        restored = restorer.restore(setup.worker.held)
+        held = setup.worker.held
+        restored = restorer.restore(held if held and setup.before.includes_state(*held.age) else None)
         setup.worker.held = None
         return restored
 
     def _begin(self, restored: Restored) -> None:
-        """Start telemetry and snapshots, set the learning rate, and report the state that the group starts from."""
+        """Record the start of the attempt, start telemetry and snapshots, set the learning rate, and report the restored state."""
         context, setup = self._context, self._context.setup
         job, layout, start = setup.job, setup.layout, restored.step
         context.committed = start
         context.rows = list(restored.rows)
         if layout.is_first:
+            context.checkpoints.begin(start)
             context.telemetry = Telemetry(
                 setup.store, job.name, setup.attempt, start, setup.plan.total_steps, setup.publish
             )

@@ -236,7 +236,14 @@ class Run:
                 },
             ),
             Checkpointer(
-                setup.store, layout.control, setup.attempt, job.checkpoint.keep, flush, report_saved, not_removed
+                setup.store,
+                layout.control,
+                setup.attempt,
+                job.checkpoint.keep,
+                flush,
+                report_saved,
+                not_removed,
+                setup.before,
             ),
             StepReducer(layout.control),
             rate,

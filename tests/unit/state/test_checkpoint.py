@@ -166,15 +166,21 @@ def test_a_checkpoint_of_another_version_is_refused_and_kept(store: Store) -> No
 def test_an_attempt_does_not_delete_the_unfinished_checkpoint_of_a_later_attempt(store: Store) -> None:
     for attempt in (1, 2, 3):
         store.write(f"checkpoints/step-00000009-a{attempt}/rank-00000.safetensors", b"unfinished")
-    Checkpointer(store, dist.group.WORLD, attempt=2, keep=1).remove_uncommitted()
+    Checkpointer(store, dist.group.WORLD, attempt=2, keep=1).begin(step=0)
     assert [entry.name for entry in store.list("checkpoints")] == [
         "checkpoints/step-00000009-a3/rank-00000.safetensors"
     ]
 
 
-def test_the_later_of_two_attempts_wins_at_the_same_step(store: Store) -> None:
-    for attempt in (9, 10):
-        save(Checkpointer(store, dist.group.WORLD, attempt=attempt, keep=5), 7, attempt)
+def test_an_attempt_that_has_not_begun_deletes_nothing_of_earlier_ones(store: Store) -> None:
+    store.write("checkpoints/step-00000009-a1/rank-00000.safetensors", b"another attempt still writes")
+    Checkpointer(store, dist.group.WORLD, attempt=2, keep=1).remove_uncommitted()
+    assert store.exists("checkpoints/step-00000009-a1/rank-00000.safetensors")
+
+
+def test_the_checkpoint_of_the_later_attempt_is_newer_even_if_an_earlier_one_had_come_further(store: Store) -> None:
+    for attempt, step in ((9, 8), (10, 7)):
+        save(Checkpointer(store, dist.group.WORLD, attempt=attempt, keep=5), step, attempt)
     commit, _ = Checkpointer(store, dist.group.WORLD, attempt=11, keep=5).newest_whole()
     assert commit is not None
     assert commit.attempt == 10

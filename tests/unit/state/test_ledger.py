@@ -1,6 +1,7 @@
 """Tests of the ledger: no row is lost, and a step that was repeated counts once."""
 
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.errors import StorageError
+from undula.errors import StorageError, SupersededError
 from undula.state import ledger as module
+from undula.state.attempts import begin, claim
 from undula.state.events import CrashEvent, EndEvent, StartEvent
-from undula.state.ledger import LedgerWriter, committed, decode_events, last_event, next_attempt, read_ledger
+from undula.state.ledger import LedgerWriter, committed, decode_events, last_event, read_ledger, recorded_attempts
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -26,8 +28,7 @@ def row(attempt: int, step: int) -> StepRow:
 
 def test_later_attempts_replace_the_steps_of_earlier_ones(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    for start in (0, 3):
-        attempt = next_attempt(store)
+    for attempt, start in ((1, 0), (2, 3)):
         writer = LedgerWriter(store, attempt)
         writer.event(StartEvent(1, attempt, step=start))
         for step in range(start, start + 5):
@@ -53,7 +54,7 @@ def test_a_full_segment_is_not_written_again(tmp_path: Path, monkeypatch: pytest
         writer.flush()
     writer.close()
     names = [entry.name for entry in store.list("ledger") if "steps" in entry.name]
-    assert names == [f"ledger/steps-000001-{number:05d}.parquet" for number in range(3)]
+    assert [name.rpartition("-")[2] for name in names] == [f"{number:05d}.parquet" for number in range(3)]
     assert read_ledger(store).steps["step"].to_pylist() == list(range(7))
 
 
@@ -147,3 +148,51 @@ def test_rows_that_a_later_attempt_writes_again_count_once(tmp_path: Path) -> No
     assert ledger.steps["step"].to_pylist() == [0, 1, 2, 3, 4]
     assert ledger.steps["attempt"].to_pylist() == [1, 1, 1, 1, 2]
     assert ledger.replaced.num_rows == 0
+
+
+def test_a_second_writer_with_the_same_number_replaces_no_rows(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for steps in (range(50), range(50, 60)):
+        writer = LedgerWriter(store, 5)
+        for step in steps:
+            writer.step(row(5, step))
+        writer.close()
+    assert read_ledger(store).steps["step"].to_pylist() == list(range(60))
+
+
+def test_an_attempt_adds_no_steps_once_its_thread_has_found_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.01)
+    store = Store(str(tmp_path))
+    number, _ = claim(store, ())
+    writer = LedgerWriter(store, number)
+    writer.step(row(number, 0))
+    claim(store, ())
+
+    def add_steps() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            writer.step(row(number, 1))
+
+    with pytest.raises(SupersededError, match=r"^attempt 2 of .* was started on .*, so the older attempt 1 ends"):
+        add_steps()
+    writer.close()
+
+
+def test_steps_that_an_older_attempt_writes_after_a_newer_one_has_begun_do_not_count(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for start in (0, 3):
+        number, before = claim(store, recorded_attempts(store))
+        begin(store, number, before, start, ())
+        if start == 0:
+            writer = LedgerWriter(store, number)
+            for step in range(3):
+                writer.step(row(number, step))
+            writer.flush()
+    for step in range(3, 9):
+        writer.step(row(1, step))
+    writer.close()
+    ledger = read_ledger(store)
+    assert ledger.steps["step"].to_pylist() == [0, 1, 2]
+    assert ledger.replaced["step"].to_pylist() == list(range(3, 9))

@@ -11,7 +11,7 @@ from ray.train.v2._internal.execution.failure_handling.default import DefaultFai
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError
 
-from undula.errors import StorageError, UndulaError, UsageError
+from undula.errors import StorageError, SupersededError, UndulaError, UsageError
 from undula.train.tracebacks import is_of_collective, kept_traceback
 
 BUGS = (
@@ -130,8 +130,14 @@ def summary(error: BaseException) -> str:
 
 
 def whole_story(error: BaseException) -> str:
-    """Return the full traceback of the first worker whose own code raised an exception, or Ray's description if there is none."""
-    for rank, failure in sorted(error.worker_failures.items()) if isinstance(error, WorkerGroupError) else []:
+    """Return the full traceback of the first worker whose own code raised an exception, or Ray's description if there is none.
+
+    If a newer attempt of the run exists, return the sentence that names it.
+    """
+    failures = error.worker_failures if isinstance(error, WorkerGroupError) else {}
+    if newer := [failure for failure in failures.values() if isinstance(failure, SupersededError)]:
+        return str(newer[0])
+    for rank, failure in sorted(failures.items()):
         if text := kept_traceback(failure):
             return f"rank {rank}:\n{text}"
     return str(error)
