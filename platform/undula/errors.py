@@ -6,7 +6,7 @@
     ├── ManifestError      a data set has no manifest or does not match it
     ├── CheckpointError    a checkpoint is damaged or does not fit the model
     ├── RunError           a run cannot continue under this name or with these settings
-    ├── ClusterError       a Ray cluster cannot be reached or started
+    ├── ClusterError       a Ray cluster cannot be reached or started, or one of its nodes cannot train
     ├── ConformanceError   a model or an optimizer does not resume exactly
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
@@ -51,7 +51,7 @@ class RunError(UndulaError):
 
 
 class ClusterError(UndulaError):
-    """A Ray cluster cannot be reached or started."""
+    """A Ray cluster cannot be reached or started, or one of its nodes cannot train."""
 
 
 class ConformanceError(UndulaError):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from undula.cluster.check import Finding, check_cluster, load_cluster, node_types
+from undula.cluster.check import check_cluster, load_cluster
+from undula.cluster.node_types import Finding, node_types
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError
 from undula.plan.fleet import FleetSpec

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.driver.launch import LaunchSpec
@@ -35,7 +36,7 @@ def spec() -> TrialSpec:
         deterministic=False,
         config=None,
     )
-    return TrialSpec(LaunchSpec(job, WorkersSpec(), None, Work(1, 0.0)), "validation_loss", is_packed=True)
+    return TrialSpec(LaunchSpec(job, WorkersSpec(gpus=0), None, Work(1, 0.0)), "validation_loss", is_packed=True)
 
 
 def config() -> dict[str, Any]:
@@ -47,7 +48,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
     """Process with a trial whose run only calls a function with its listener."""
 
     class Training:
-        def __init__(self, train: Callable[[Any], None], job: Job, publish: Any):
+        def __init__(self, train: Callable[[Any], None], job: Job, publish: Any, device: torch.device):
             self._train, self._publish = train, publish
 
         def __call__(self) -> None:
@@ -59,6 +60,8 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
 
     monkeypatch.setattr(process, "SingleProcess", Training)
     monkeypatch.setattr(process, "STORAGE_PAUSES_S", (0.0, 0.0))
+    for name in ("hide_unreserved_gpus", "refuse_unseen_gpus", "reserved_device"):  # which ask Ray
+        monkeypatch.setattr(process, name, lambda: None)
 
     def begun(train: Callable[[Any], None]) -> TrialProcess:
         made = TrialProcess.__new__(TrialProcess)
