@@ -46,7 +46,7 @@ class SingleProcess:
         self._rank = rank
         self._world_size = world_size
         self._rendezvous = rendezvous
-        self._device = device
+        self.device = device or _own_device(rank, world_size)
         self._worker = WorkerState(is_run=True)
 
     def __call__(self) -> None:
@@ -55,9 +55,8 @@ class SingleProcess:
         Raises:
             Exception: Any exception that the script raises.
         """
-        device = self._device or _own_device(self._rank, self._world_size)
-        with local_world(device, self._rank, self._world_size, self._rendezvous):
-            layout = join_layout(self._rank, self._world_size, device, local_rank=self._rank)
+        with local_world(self.device, self._rank, self._world_size, self._rendezvous):
+            layout = join_layout(self._rank, self._world_size, self.device, local_rank=self._rank)
             run = Run(self._job, layout, self._worker, self._publish)
             try:
                 self._train(run)

@@ -214,6 +214,28 @@ def test_workers_that_do_not_fit_are_reported_for_each_type(config: dict[str, An
     assert all("needs 6 CPU" in finding.message for finding in findings)
 
 
+def test_the_recipes_ask_for_a_gpu_by_default() -> None:
+    for file in (OURS, ON_GOOGLE):
+        assert found(load_cluster(file), WorkersSpec(max=4)) == []
+        idle = found(load_cluster(file), WorkersSpec(max=4, gpus=0))
+        names = {each.name for each in node_types(load_cluster(file)) if not each.is_head}
+        assert len(idle) == len(names)
+        assert all(
+            "1 of 1 GPUs would be idle, because workers.gpus is 0; set workers.gpus to auto" in each.message
+            for each in idle
+        )
+
+
+def test_gpus_for_which_no_worker_fits_are_reported(config: dict[str, Any]) -> None:
+    large = config["available_node_types"]["spot-g6-2xlarge"]
+    large["resources"] = {"CPU": 8, "GPU": 4}
+    (message,) = (each.message for each in found(config, WorkersSpec(cpus=4)) if "idle" in each.message)
+    assert message == (
+        "available_node_types.spot-g6-2xlarge: 2 of 4 GPUs would be idle, because only 2 of the job's workers fit on it; "
+        "lower workers.cpus, or use another machine"
+    )
+
+
 @pytest.mark.parametrize(
     ("workers", "severity", "problem"),
     [

@@ -108,6 +108,19 @@ def test_a_temporary_failure_of_the_storage_fails_no_trial(trial: Begin) -> None
     assert trial(raised(StorageError("gone for good"))).step()["message"] == "StorageError: gone for good"
 
 
+def test_a_packed_trial_trains_on_what_it_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may see a GPU that the trial has not reserved."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process, "hide_unreserved_gpus", lambda: None)
+    monkeypatch.setattr(process, "reserved_device", lambda: torch.device("cpu"))
+    made = TrialProcess.__new__(TrialProcess)
+    made.setup(config(), lambda run: None)
+    monkeypatch.setattr(process, "_run_training", lambda *_: None)
+    made._begin()
+    assert made._here is not None
+    assert made._here.device == torch.device("cpu")
+
+
 def test_the_next_trial_of_a_process_starts_after_the_former_one_has_stopped(trial: Begin) -> None:
     leaves, order = threading.Event(), []
 
