@@ -7,7 +7,7 @@
     ├── CheckpointError    a checkpoint is damaged or does not fit the model
     ├── RunError           a run cannot continue under this name or with these settings
     │   └── SupersededError  a newer attempt of the run exists; the job ends at once
-    ├── ClusterError       a Ray cluster cannot be reached or started
+    ├── ClusterError       a Ray cluster cannot be reached or started, or one of its nodes cannot train
     ├── ConformanceError   a model or an optimizer does not resume exactly
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
@@ -56,7 +56,7 @@ class SupersededError(RunError):
 
 
 class ClusterError(UndulaError):
-    """A Ray cluster cannot be reached or started."""
+    """A Ray cluster cannot be reached or started, or one of its nodes cannot train."""
 
 
 class ConformanceError(UndulaError):

@@ -14,9 +14,9 @@ from ray.train import TrainingFailedError
 from undula.config.job import JobSpec, load_spec, script_of
 from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside_the_script
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
-from undula.driver.preflight import Prepared, prepare
+from undula.driver.preflight import Prepared, on_cluster, prepare
 from undula.elastic.pure.spec import WorkersSpec
-from undula.elastic.ray.failures import whole_story
+from undula.elastic.ray.failures import refusal_of, whole_story
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.state.directory import delete_run, held
 from undula.state.events import StopEvent, ValidationEvent
@@ -59,11 +59,12 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             return
         stack.enter_context(held(store))
         stack.enter_context(connected())
+        loaded = on_cluster(loaded)
         hub = start_hub(store)
         if options.fresh:
             delete_run(store)
         spec = record_job(loaded, prepared.plan, store)
-        print(f"{store.url}: starting {_range(spec.workers)} ...", flush=True)
+        print(f"{store.url}: starting {_description(spec.workers)} ...", flush=True)
         with live_view(hub):
             error = _fit(train, spec, store, hub, options.trainer)
         _print_result(prepared, error)
@@ -85,6 +86,7 @@ def _fit(
     """Train, and return the error with which training failed; None if it succeeded.
 
     Raises:
+        UndulaError: The workers cannot train on a node of the cluster.
         SystemExit: The driver was stopped from outside. An event in the ledger records this.
     """
     ship_modules_beside_the_script()
@@ -92,6 +94,8 @@ def _fit(
     try:
         launch(train, spec, store, hub, trainer)
     except TrainingFailedError as error:
+        if refusal := refusal_of(error):
+            raise refusal from None
         return error
     except SystemExit:
         EventWriter(store, "driver").event(StopEvent())
@@ -119,10 +123,12 @@ def study_main(argv: Sequence[str] | None = None) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _range(workers: WorkersSpec) -> str:
-    """Return the number of workers in words, such as `2 workers` or `1 to 2 workers`."""
+def _description(workers: WorkersSpec) -> str:
+    """Return the number of workers and of their GPUs in words, such as `1 to 2 workers with 1 GPU each` or `2 workers without a GPU`."""
     sizes = f"{workers.max}" if workers.min == workers.max else f"{workers.min} to {workers.max}"
-    return f"{sizes} worker{'s' if workers.max > 1 else ''}"
+    gpus, is_plural = workers.per_worker.get("GPU", 0), workers.max > 1
+    having = f"with {gpus:g} GPU{'s' if gpus > 1 else ''}{' each' if is_plural else ''}" if gpus else "without a GPU"
+    return f"{sizes} worker{'s' if is_plural else ''} {having}"
 
 
 def _print_result(prepared: Prepared, error: Exception | None) -> None:

@@ -4,17 +4,17 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import boto3
 import yaml
 from botocore.exceptions import BotoCoreError, ClientError
 from jsonschema import Draft7Validator
 
-from undula.elastic.pure.nodes import workers_that_fit
+from undula.cluster.job_fit import check_job
+from undula.cluster.node_types import Finding, NodeType, mapping_of, most_nodes, node_types
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
@@ -34,34 +34,6 @@ OWN_IDENTITY = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}
 """Field of a node's configuration that sets the identity of its programs for requests to the cloud, by provider."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Problem of a configuration."""
-
-    severity: Literal["error", "warning"]
-    """Severity of the problem: an error costs money, data or security; a warning costs speed."""
-    message: str
-    """Sentence with the place, the problem and the fix."""
-
-
-@dataclass(frozen=True)
-class NodeType:
-    """Node type of a configuration."""
-
-    name: str
-    resources: Mapping[str, float]
-    machine: str
-    """Cloud's name of the machine type."""
-    is_spot: bool
-    max_price: str | None
-    """Maximum spot price in US dollars per hour; None if the configuration sets none."""
-    is_head: bool
-    labels: Mapping[str, str]
-    """Ray labels of the nodes."""
-    max_workers: int
-    """Maximum number of worker nodes of this type."""
-
-
 def load_cluster(path: Path) -> dict[str, Any]:
     """Read a cluster.yaml as Ray's launcher does.
 
@@ -78,42 +50,6 @@ def load_cluster(path: Path) -> dict[str, Any]:
         where = ".".join(map(str, wrong.path)) or "the file"
         raise SpecError(f"{path}: {where}: {wrong.message}")
     return config  # type: ignore[no-any-return]
-
-
-def node_types(config: Mapping[str, Any]) -> list[NodeType]:
-    """Return the node types of a configuration."""
-    found = []
-    for name, each in config.get("available_node_types", {}).items():
-        node = each.get("node_config", {})
-        market = _mapping(node.get("InstanceMarketOptions"))
-        scheduling = node.get("scheduling")
-        scheduling = _mapping(scheduling[0] if scheduling and isinstance(scheduling, list) else scheduling)
-        is_head = name == config.get("head_node_type")
-        found.append(
-            NodeType(
-                name,
-                each.get("resources", {}),
-                node.get("InstanceType") or node.get("machineType") or "",
-                market.get("MarketType") == "spot"
-                or scheduling.get("preemptible") is True
-                or scheduling.get("provisioningModel") == "SPOT",
-                _mapping(market.get("SpotOptions")).get("MaxPrice"),
-                is_head,
-                each.get("labels", {}),
-                each.get("max_workers", 0 if is_head else _most_nodes(config)),
-            )
-        )
-    return found
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return `value`, or an empty mapping if it is not a mapping, because no schema covers the content of a node's configuration."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def _most_nodes(config: Mapping[str, Any]) -> int:
-    """Return the maximum number of worker nodes. The default is the same as Ray's."""
-    return int(config.get("max_workers", 2))
 
 
 def check_cluster(
@@ -139,7 +75,7 @@ def check_cluster(
     if provider in OWN_IDENTITY:
         findings += [*_check_identity(config, OWN_IDENTITY[provider]), *_check_zones(config["provider"])]
     if workers is not None:
-        findings += [*_check_fit(types, workers), *_check_room(types, workers, _most_nodes(config))]
+        findings += check_job(types, workers, most_nodes(config))
     if provider == "aws":
         findings += _check_buckets(config["provider"], buckets, region_of)
     return findings
@@ -230,8 +166,8 @@ def _check_identity(config: Mapping[str, Any], field: str) -> Iterator[Finding]:
 
 
 def _check_ports(config: Mapping[str, Any]) -> Iterator[Finding]:
-    for rule in map(_mapping, config["provider"].get("security_group", {}).get("IpPermissions", [])):
-        found = [_mapping(each) for key in ("IpRanges", "Ipv6Ranges") for each in rule.get(key) or ()]
+    for rule in map(mapping_of, config["provider"].get("security_group", {}).get("IpPermissions", [])):
+        found = [mapping_of(each) for key in ("IpRanges", "Ipv6Ranges") for each in rule.get(key) or ()]
         ranges = [each.get("CidrIp") or each.get("CidrIpv6") for each in found]
         protocol, ports = str(rule.get("IpProtocol")), (rule.get("FromPort", 0), rule.get("ToPort", 65535))
         if protocol == "-1":
@@ -297,7 +233,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _check_metadata(config: Mapping[str, Any]) -> Iterator[Finding]:
     for name, each in config["available_node_types"].items():
-        if _mapping(each["node_config"].get("MetadataOptions")).get("HttpTokens") != "required":
+        if mapping_of(each["node_config"].get("MetadataOptions")).get("HttpTokens") != "required":
             yield Finding(
                 "warning",
                 f"available_node_types.{name}: a program on the node that is tricked into fetching a URL can leak the node's credentials; "
@@ -325,54 +261,6 @@ def _starts_watcher(command: str) -> bool:
         if "spot watch" in part or ("undula-spot-watch" in part and is_started):
             return True
     return False
-
-
-def _check_fit(types: Sequence[NodeType], workers: WorkersSpec) -> Iterator[Finding]:
-    needs = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
-    for each in types:
-        if not each.is_head and not workers_that_fit(each.resources, needs):
-            short = [f"{amount:g} {name}" for name, amount in needs.items() if each.resources.get(name, 0) < amount]
-            yield Finding(
-                "error",
-                f"available_node_types.{each.name}: a worker of the job needs {', '.join(short)} and does not fit; "
-                "lower workers.cpus or workers.gpus, or use a larger machine",
-            )
-
-
-def _check_room(types: Sequence[NodeType], workers: WorkersSpec, most_nodes: int) -> Iterator[Finding]:
-    """Check that the cluster can have as many nodes as the job needs.
-
-    The check is skipped if a type has no resources in the configuration, because Ray detects them only later.
-    """
-    needs = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
-    if any(not each.resources for each in types):
-        return
-    fleet = workers.fleet
-    room = _room([each for each in types if each.is_spot or not fleet.spot_only], needs, most_nodes)
-    if room < workers.min and any(workers_that_fit(each.resources, needs) for each in types):
-        yield Finding(
-            "error",
-            f"max_workers: the cluster has room for {room} workers, but the job needs at least {workers.min} (workers.min); "
-            "raise max_workers of the types and of the cluster, or lower workers.min",
-        )
-    wanted = workers.max if fleet.deadline else fleet.on_demand_floor or 0
-    if (on_demand := _room([each for each in types if not each.is_spot], needs, most_nodes)) < wanted:
-        what = "workers.fleet.deadline can need" if fleet.deadline else "workers.fleet.on_demand_floor needs"
-        yield Finding(
-            "warning",
-            f"max_workers: on-demand types have room for {on_demand} workers, but {what} {wanted}; raise max_workers of these types",
-        )
-
-
-def _room(types: Sequence[NodeType], needs: Mapping[str, float], most_nodes: int) -> int:
-    """Return the number of workers that fit on the head and on the maximum number of worker nodes, counting the largest types first."""
-    room = sum(workers_that_fit(each.resources, needs) for each in types if each.is_head)
-    fits = {each.name: workers_that_fit(each.resources, needs) for each in types}
-    for each in sorted(types, key=lambda each: -fits[each.name]):
-        if not each.is_head:
-            nodes = min(each.max_workers, most_nodes)
-            room, most_nodes = room + nodes * fits[each.name], most_nodes - nodes
-    return room
 
 
 def _check_zones(provider: Mapping[str, Any]) -> Iterator[Finding]:

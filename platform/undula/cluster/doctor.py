@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from undula.cluster.facts import Facts, FileSystem
+from undula.elastic.pure.nodes import fix_of_unseen_gpus
 
 Verdict = Literal["pass", "warn", "fail"]
 Problems = Iterator[tuple[Verdict, str]]
@@ -171,8 +172,7 @@ def _broken_gpus(facts: Facts) -> Problems:
         node = facts.node(id)
         seen = f"Ray has GPU: {node.gpus:g} for {node.name}, but torch sees {report.gpus_seen}"
         if report.gpus_seen < node.gpus:
-            fix = "check nvidia-smi and the driver on the node" if report.cuda else "install a build of torch with CUDA"
-            yield "fail", f"{seen}; {fix}"
+            yield "fail", f"{seen}; {fix_of_unseen_gpus(report.cuda)}"
         elif report.gpus_seen > node.gpus:
             yield "warn", f"{seen}; set GPU in the resources of its node type, or `ray start --num-gpus`"
         for gpu in facts.gpus.get(id, ()):
@@ -181,6 +181,19 @@ def _broken_gpus(facts: Facts) -> Problems:
                 yield "warn", f"{gpu.name} of {node.name} was not tested because {gpu.problem}; {fix}"
             elif gpu.problem:
                 yield "fail", f"{gpu.name} of {node.name}: {gpu.problem}; terminate the machine so that Ray replaces it"
+
+
+def _idle_gpus(facts: Facts) -> Problems:
+    for node in facts.nodes:
+        if node.num_workers and (idle := int(node.free_gpus)):
+            fix = "set workers.gpus to auto, and lower workers.cpus or raise workers.max if there is a worker for only some GPUs"
+            workers = _count(range(node.num_workers), "worker trains", "workers train")
+            yield "warn", f"{idle} of {node.gpus:g} GPUs of {node.name} are idle, although {workers} there; {fix}"
+
+
+def _gpu_problems(facts: Facts) -> Problems:
+    yield from _broken_gpus(facts)
+    yield from _idle_gpus(facts)
 
 
 def _gpus(facts: Facts) -> str:
@@ -312,7 +325,7 @@ CHECKS: Mapping[str, Check] = {
     "versions": Check(_different_versions, _versions),
     "clocks": Check(_skewed_clocks, _clocks),
     "ports": Check(_closed_ports, _ports),
-    "gpus": Check(_broken_gpus, _gpus),
+    "gpus": Check(_gpu_problems, _gpus),
     "all-reduce": Check(_failed_all_reduce, _all_reduce),
     "storage": Check(_unfit_storage, _storage),
     "disk": Check(_full_disks, _disks),

@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 import undula
 from undula.cluster.facts import AllReduce, Clock, Facts, FailedConnection, NodeFacts, Stored
 from undula.cluster.probe import Probe
+from undula.elastic.ray.capacity import free_resources, workers_on_nodes
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
 from undula.plan.fleet import MARKET, SPOT
@@ -164,7 +165,10 @@ class _Examination:
         self._runs, self._log = runs, log
         self._budget = Budget(LIMIT_S)
         self._unresponsive: dict[str, str] = {}
-        self._nodes = {node["NodeID"]: _node(node) for node in alive}
+        free, workers = free_resources(), workers_on_nodes()
+        self._nodes = {
+            node["NodeID"]: _node(node, free.get(node["NodeID"], {}), workers[node["NodeID"]]) for node in alive
+        }
         self._sessions = {node["NodeID"]: str(Path(node["ObjectStoreSocketName"]).parents[1]) for node in alive}
         actor: Any = ray.remote(Probe)
         self._probes = {
@@ -316,7 +320,7 @@ class _Examination:
         return AllReduce(group.nodes, group.backend, max(latencies_s), min(rates), problems)
 
 
-def _node(node: Mapping[str, Any]) -> NodeFacts:
+def _node(node: Mapping[str, Any], free: Mapping[str, float], num_workers: int) -> NodeFacts:
     resources = node["Resources"]
     return NodeFacts(
         node["NodeID"],
@@ -325,6 +329,8 @@ def _node(node: Mapping[str, Any]) -> NodeFacts:
         resources.get("GPU", 0.0),
         "node:__internal_head__" in resources,
         node["Labels"].get(MARKET) == SPOT,
+        free.get("GPU", 0.0),
+        num_workers,
     )
 
 

@@ -15,6 +15,10 @@ class NodeFacts:
     is_head: bool = False
     is_spot: bool = False
     """Whether the node has the label undula.io/market: spot."""
+    free_gpus: float = 0.0
+    """Number of GPUs that no process has reserved."""
+    num_workers: int = 0
+    """Number of workers of jobs on the node."""
 
     @property
     def trains(self) -> bool:

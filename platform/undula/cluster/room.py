@@ -34,11 +34,13 @@ def refuse_what_never_fits(
     Raises:
         SpecError: A resource is missing. The message names the key, the requested and the existing amount, and the fix.
     """
-    per_worker = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
-    per_worker = {name: amount / share for name, amount in per_worker.items() if amount > 0}
     offered: Mapping[str, float] = {"CPU": num_cpus}
-    if per_worker.keys() - offered.keys():  # Ray takes a second to detect other resources
+    needs_more = workers.on_cluster(has_gpus=False).per_worker.keys() - offered.keys()
+    # With gpus: auto, a single worker fits with and without a GPU.
+    if needs_more or (workers.gpus == "auto" and num_workers > 1):  # Ray takes a second to detect other resources
         offered = machine_resources(num_cpus)
+    needed = workers.on_cluster(has_gpus=offered.get("GPU", 0) > 0).per_worker
+    per_worker = {name: amount / share for name, amount in needed.items() if amount > 0}
     if missing := shortage(offered, per_worker, num_workers):
         raise SpecError(_sentence(missing, origins, num_workers, node, fix, share))
 

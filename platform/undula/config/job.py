@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,6 +128,10 @@ class LoadedSpec:
     def origin(self, key: str) -> str:
         """Return the origin of a dotted key's value, for messages."""
         return self.origins.get(key, "default")
+
+    def with_workers(self, workers: WorkersSpec) -> "LoadedSpec":
+        """Return the job with other workers. The origins stay the same."""
+        return replace(self, spec=replace(self.spec, workers=workers))
 
     def tree(self) -> dict[str, Any]:
         """Return the resolved spec as plain dicts, lists and scalars, with the defaults of the script's settings and without secrets."""

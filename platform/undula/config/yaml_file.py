@@ -207,9 +207,17 @@ def validated(owner: Any, tree: Any, path: tuple[str, ...], where: Where) -> Any
     try:
         return TypeAdapter(owner).validate_json(text, strict=True)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False)
+        first, *rest = error.errors(include_url=False)
+        others = [each for each in rest if _keys(each) != _keys(first)]
+        alternatives = [each["msg"].removeprefix("Input should be ") for each in rest if each not in others]
         more = f" (and {len(others)} more)" if others else ""
-        raise SpecError(_sentence(first, path, where) + more) from None
+        raise SpecError(" or ".join([_sentence(first, path, where), *alternatives]) + more) from None
+
+
+def _keys(error: ErrorDetails) -> tuple[str, ...]:
+    """Return the keys of the value that an error is about, without the names of the types that were tried."""
+    parts = (str(part) for part in error["loc"])
+    return tuple(part for part in parts if not part.startswith(("function-", "constrained-", "literal[")))
 
 
 def _is_json(value: Any) -> bool:
@@ -222,7 +230,7 @@ def _is_json(value: Any) -> bool:
 
 def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
     """Return one of pydantic's errors as a message with the origin, the key, the value, and the accepted values."""
-    here = (*path, *(str(part) for part in error["loc"] if not str(part).startswith(("function-", "constrained-"))))
+    here = (*path, *_keys(error))
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")
         key = re.match(r"[\w.]*", message)  # messages of this package begin with the key that they are about

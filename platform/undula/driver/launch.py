@@ -15,7 +15,7 @@ from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
-from undula.elastic.worker import JobWorker, open_data
+from undula.elastic.worker import JobWorker, prepare_worker
 from undula.plan.plan import Plan
 from undula.state.directory import JOB_FILE, identity, job_record
 from undula.storage import Store
@@ -117,6 +117,6 @@ def launch(
         trainer = ray_trainer(worker, spec.workers, store, on_event)
     else:
         horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
-        prepare = partial(open_data, spec.job)
+        prepare = partial(prepare_worker, spec.job)
         trainer = elastic_trainer(worker, horovod, spec.workers, spec.work, store, on_event, prepare=prepare)
     trainer.fit()

@@ -9,6 +9,7 @@ from undula.config.job import LoadedSpec, changed_key
 from undula.data.manifest import load_manifest
 from undula.data.mixture import Data, Mixture, load_data
 from undula.driver.model_facts import model_facts
+from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.parallel.capabilities import refusal
@@ -65,7 +66,7 @@ def check_job(loaded: LoadedSpec) -> Data:
         UndulaError: The first mistake that was found.
     """
     if loaded.spec.engine == "horovod":
-        check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus > 0)
+        check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
     _refuse_lost_path("runs", loaded.spec.runs, loaded)
     data, spec = _training_data(loaded), loaded.spec.data
     if spec.validation is not None:
@@ -79,6 +80,21 @@ def check_job(loaded: LoadedSpec) -> Data:
                 f"{url} has other columns than {data.url}; give validation data with the schema of the training data"
             )
     return data
+
+
+def on_cluster(loaded: LoadedSpec) -> LoadedSpec:
+    """Return the job with numbers in place of the values that depend on the cluster. The driver must be connected to the cluster.
+
+    Raises:
+        ClusterError: The workers get GPUs, and the installed Horovod cannot use them.
+    """
+    spec = loaded.spec
+    if spec.workers.gpus != "auto":
+        return loaded
+    workers = spec.workers.on_cluster(offers_gpus())
+    if spec.engine == "horovod":
+        check_horovod(spec.horovod, has_gpus=bool(workers.gpus))
+    return loaded.with_workers(workers)
 
 
 def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, newest: Commit | None) -> None:

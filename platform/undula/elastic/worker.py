@@ -23,6 +23,7 @@ from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.telemetry.hub import TeeToDriver
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
+from undula.train.randomness import compute_deterministically
 from undula.train.run import Run
 from undula.train.tracebacks import is_of_collective, keep_traceback
 
@@ -63,6 +64,13 @@ class JobWorker:
             finally:
                 if run is not None:
                     run.free()
+
+
+def prepare_worker(job: Job) -> None:
+    """Prepare a worker's process for a job before it computes anything."""
+    if job.deterministic:
+        compute_deterministically()
+    open_data(job)
 
 
 def open_data(job: Job) -> None:

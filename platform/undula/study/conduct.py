@@ -7,7 +7,7 @@ from pathlib import Path
 
 from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside_the_script
 from undula.driver.launch import record_job
-from undula.driver.preflight import check_job
+from undula.driver.preflight import check_job, on_cluster
 from undula.plan.plan import Plan
 from undula.report.text import counted
 from undula.state.directory import held
@@ -65,6 +65,7 @@ def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:
     if study.store.is_s3:  # there is no file lock on S3
         _hub = start_hub(study.store)  # its name keeps out a second driver on this cluster while this handle exists
         refuse_another_driver(study.store)
+    study.base = on_cluster(study.base)
     ship_modules_beside_the_script()
     if fresh:
         delete_study(study.store)

@@ -42,7 +42,7 @@ class Study:
 
     def job(self, trial: Trial) -> LoadedSpec:
         """Return the job of a trial. `undula run` with the values of this job trains the same model."""
-        return self._loaded.job_with(self.values(trial))
+        return self._loaded.job_with(self.values(trial)).with_workers(self.base.spec.workers)
 
     def plan(self, batch: int) -> Plan:
         """Return the plan of a trial with this batch. The plan has no end."""

@@ -111,8 +111,15 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
             f"{where(['packed'])}: packed={spec.packed} trains in single processes and cannot be combined with engine=horovod of "
             f"{job_file}; remove one of them"
         )
-    if spec.packed and not (job.workers.cpus or job.workers.gpus or any(job.workers.resources.values())):
+    workers = job.workers
+    if spec.packed and not (workers.cpus or workers.gpus not in ("auto", 0) or any(workers.resources.values())):
         raise SpecError(
             f"{where(['packed'])}: packed={spec.packed} shares the resources of a worker, but workers in {job_file} has no cpus, "
             "gpus or resources; set overrides: {workers.cpus: 1}"
+        )
+    share = workers.gpus / spec.packed if spec.packed and workers.gpus != "auto" else 0.0
+    if share > 1 and share % 1:
+        raise SpecError(
+            f"{where(['packed'])}: packed={spec.packed} divides the {workers.gpus:g} GPUs of a worker in {job_file} into shares of "
+            f"{share:.3g}, but Ray can only divide a single GPU; set overrides: {{workers.gpus: 1}}"
         )

@@ -17,6 +17,7 @@ from ray.tune import Trainable
 from undula.driver.launch import LaunchSpec, launch
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
+from undula.elastic.ray.gpus import hide_unreserved_gpus, refuse_unseen_gpus, reserved_device
 from undula.errors import StorageError
 from undula.storage import open_store
 from undula.study.records import EVENT_OF
@@ -66,6 +67,7 @@ class TrialProcess(Trainable):
 
     def setup(self, config: dict[str, Any], train: Callable[[Run], None] | None = None) -> None:
         assert train is not None
+        hide_unreserved_gpus()
         self._train = train
         self._thread: threading.Thread | None = None
         self._here: SingleProcess | None = None
@@ -107,7 +109,7 @@ class TrialProcess(Trainable):
         listener = Listener(spec.metric, self._updates.put, self._leave if spec.is_packed else None)
         training: Callable[[], None]
         if spec.is_packed:
-            self._here = SingleProcess(self._train, spec.launch.job, listener)
+            self._here = SingleProcess(self._train, spec.launch.job, listener, device=reserved_device())
             training = partial(train_in_process, self._here)
         else:
             training = partial(train_with_workers, self._train, spec.launch, listener)
@@ -185,7 +187,13 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def train_in_process(training: SingleProcess) -> None:
-    """Train in this process, without workers. After an error of the storage, the run resumes after a pause."""
+    """Train in this process, without workers. After an error of the storage, the run resumes after a pause.
+
+    Raises:
+        ClusterError: torch does not see the GPUs that this process has reserved.
+        Exception: Any exception that the script raises.
+    """
+    refuse_unseen_gpus()
     for pause_s in STORAGE_PAUSES_S:
         try:
             return training()
@@ -220,5 +228,4 @@ def resources(workers: WorkersSpec, packed: int | None) -> Mapping[str, float]:
     """
     if packed is None:
         return {"CPU": 0.0, "node:__internal_head__": 0.001}
-    own = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
-    return {name: amount / packed for name, amount in own.items() if amount}
+    return {name: amount / packed for name, amount in workers.per_worker.items() if amount}

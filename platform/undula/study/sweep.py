@@ -104,8 +104,8 @@ def _max_at_once(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
         if spec.packed is not None:
             return spec.max_concurrent or UNLIMITED
         cluster = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        each = {"CPU": workers.cpus, "GPU": workers.gpus, **workers.resources}
-        trials = (cluster.get(name, 0.0) / (amount * workers.max) for name, amount in each.items() if amount)
+        each = workers.per_worker.items()
+        trials = (cluster.get(name, 0.0) / (amount * workers.max) for name, amount in each if amount)
         fits = min((int(share + 1e-9) for share in trials), default=1)
         return min(
             max(fits, 1), spec.max_concurrent or UNLIMITED

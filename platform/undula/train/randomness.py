@@ -52,7 +52,11 @@ def kept_random_state() -> Iterator[None]:
 
 
 def compute_deterministically() -> None:
-    """Restrict torch to deterministic algorithms. An operation without one raises an error that names it."""
+    """Restrict torch to deterministic algorithms. An operation without one raises an error that names it.
+
+    A process should call this before its first matrix product on a GPU, at which torch reads the variable and cuBLAS its workspace, and
+    before its first process group: while it is in effect, torch keeps NCCL from the algorithm NVLS, and the ranks must agree on that.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # is slow and only helps to find bugs

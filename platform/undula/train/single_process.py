@@ -26,6 +26,8 @@ class SingleProcess:
         rank: Rank of this process.
         world_size: Number of ranks.
         rendezvous: Path of a file through which the ranks find each other. The file must not exist before.
+        device: Device on which this rank trains. By default, each rank has a GPU of its own if this process sees enough of them, and
+            otherwise all ranks train on the CPU.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SingleProcess:
         rank: int = 0,
         world_size: int = 1,
         rendezvous: str | None = None,
+        device: torch.device | None = None,
     ):
         self._train = train
         self._job = job
@@ -43,6 +46,7 @@ class SingleProcess:
         self._rank = rank
         self._world_size = world_size
         self._rendezvous = rendezvous
+        self.device = device or _own_device(rank, world_size)
         self._worker = WorkerState(is_run=True)
 
     def __call__(self) -> None:
@@ -51,10 +55,8 @@ class SingleProcess:
         Raises:
             Exception: Any exception that the script raises.
         """
-        has_gpus = torch.cuda.device_count() >= self._world_size
-        device = torch.device("cuda", self._rank) if has_gpus else torch.device("cpu")
-        with local_world(device, self._rank, self._world_size, self._rendezvous):
-            layout = join_layout(self._rank, self._world_size, device, local_rank=self._rank)
+        with local_world(self.device, self._rank, self._world_size, self._rendezvous):
+            layout = join_layout(self._rank, self._world_size, self.device, local_rank=self._rank)
             run = Run(self._job, layout, self._worker, self._publish)
             try:
                 self._train(run)
@@ -67,6 +69,11 @@ class SingleProcess:
     def leave(self, saves: bool = False) -> None:
         """End the training at its next step boundary, and save a checkpoint there if `saves`. Other threads can call this."""
         self._worker.request = Request(leaves=True, saves=saves)
+
+
+def _own_device(rank: int, world_size: int) -> torch.device:
+    has_gpus = torch.cuda.device_count() >= world_size
+    return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from undula.cluster.check import Finding, check_cluster, load_cluster, node_types
+from undula.cluster.check import check_cluster, load_cluster
+from undula.cluster.node_types import Finding, node_types
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError
 from undula.plan.fleet import FleetSpec
@@ -211,6 +212,28 @@ def test_workers_that_do_not_fit_are_reported_for_each_type(config: dict[str, An
     findings = found(config, WorkersSpec(gpus=1, cpus=6))
     assert len(findings) == 3
     assert all("needs 6 CPU" in finding.message for finding in findings)
+
+
+def test_the_recipes_ask_for_a_gpu_by_default() -> None:
+    for file in (OURS, ON_GOOGLE):
+        assert found(load_cluster(file), WorkersSpec(max=4)) == []
+        idle = found(load_cluster(file), WorkersSpec(max=4, gpus=0))
+        names = {each.name for each in node_types(load_cluster(file)) if not each.is_head}
+        assert len(idle) == len(names)
+        assert all(
+            "1 of 1 GPUs would be idle, because workers.gpus is 0; set workers.gpus to auto" in each.message
+            for each in idle
+        )
+
+
+def test_gpus_for_which_no_worker_fits_are_reported(config: dict[str, Any]) -> None:
+    large = config["available_node_types"]["spot-g6-2xlarge"]
+    large["resources"] = {"CPU": 8, "GPU": 4}
+    (message,) = (each.message for each in found(config, WorkersSpec(cpus=4)) if "idle" in each.message)
+    assert message == (
+        "available_node_types.spot-g6-2xlarge: 2 of 4 GPUs would be idle, because only 2 of the job's workers fit on it; "
+        "lower workers.cpus, or use another machine"
+    )
 
 
 @pytest.mark.parametrize(

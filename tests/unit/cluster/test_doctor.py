@@ -88,6 +88,11 @@ def memory(mib: int) -> Facts:
     return report_of(SPOT, memory=FileSystem("/dev/shm", mib * 2**20, 2**40))
 
 
+def workers_on(node: NodeFacts, count: int, free_gpus: float) -> Facts:
+    busy = replace(node, num_workers=count, free_gpus=free_gpus)
+    return replace(HEALTHY, nodes=tuple(busy if each is node else each for each in HEALTHY.nodes))
+
+
 def gpu(problem: str, is_full: bool = False) -> Facts:
     return replace(HEALTHY, gpus={**HEALTHY.gpus, SPOT.id: (Gpu("GPU 0, L4", problem, is_full),)})
 
@@ -135,6 +140,8 @@ def test_a_healthy_cluster_passes_every_check() -> None:
         (report_of(SPOT, gpus_seen=0), "gpus", "fail", ["GPU: 1 for 10.0.0.2", "torch sees 0", "nvidia-smi"]),
         (report_of(SPOT, gpus_seen=0, cuda=None), "gpus", "fail", ["install a build of torch with CUDA"]),
         (report_of(SPOT, gpus_seen=2), "gpus", "warn", ["GPU: 1 for 10.0.0.2", "torch sees 2"]),
+        (workers_on(SPOT, 2, free_gpus=1), "gpus", "warn",
+         ["1 of 1 GPUs of 10.0.0.2 (bbbbbbbb) are idle, although 2 workers train there", "set workers.gpus to auto"]),
         (gpu("a matrix product has a wrong result"), "gpus", "fail", ["GPU 0, L4 of 10.0.0.2", "terminate the machine"]),
         (gpu("its memory is full", is_full=True), "gpus", "warn", ["was not tested"]),
         (replace(HEALTHY, all_reduce=AllReduce((SPOT.id, ON_DEMAND.id), "gloo", problems={SPOT.id: "RuntimeError: timed out"})),

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.cluster.check import load_cluster, node_types
+from undula.cluster.check import load_cluster
+from undula.cluster.node_types import node_types
 from undula.cluster.prices import AWS_TITLE, PRICES_FILE, load_prices, mean_price, spot_history, with_aws_history
 from undula.errors import SpecError
 from undula.plan.prices import Machine, Prices

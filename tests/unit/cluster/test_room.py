@@ -43,6 +43,8 @@ def test_the_scarcest_resource_is_named(
     ("workers", "share", "what", "fix"),
     [
         (WorkersSpec(gpus=2), 1, "job.yaml:7: workers.gpus is 2, but this machine has 1 GPU", "workers.gpus=1"),
+        (WorkersSpec(min=2, max=2), 1, "command line: workers.min is 2 and workers.gpus is 1, but this machine has 1 GPU",
+         "workers.min=1"),
         (WorkersSpec(cpus=8), 1, "default: workers.cpus is 8, but this machine has 4 CPUs", "workers.cpus=4"),
         (WorkersSpec(resources={"disk": 1}), 1, "default: workers.resources.disk is 1, but this machine has no disk",
          "workers.resources.disk=0"),
@@ -67,7 +69,13 @@ def test_the_refusal_has_the_place_the_amounts_and_the_fix(
 def test_a_job_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "machine_resources", lambda num_cpus: {**MACHINE, "CPU": num_cpus})
     refuse_what_never_fits(WorkersSpec(max=4, gpus=1), {}, 4, num_workers=1, node="it", fix="")
+    refuse_what_never_fits(WorkersSpec(max=4), {}, 4, num_workers=1, node="it", fix="")
     refuse_what_never_fits(WorkersSpec(gpus=4), {}, 4, num_workers=1, node="it", fix="", share=4)
+
+
+def test_several_workers_fit_on_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "machine_resources", lambda num_cpus: {"CPU": num_cpus})
+    refuse_what_never_fits(WorkersSpec(min=4, max=4), {}, 4, num_workers=4, node="it", fix="")
 
 
 def test_the_resources_of_a_local_node_are_those_that_ray_detects(monkeypatch: pytest.MonkeyPatch) -> None:

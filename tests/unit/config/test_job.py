@@ -363,6 +363,13 @@ class Nested:
         ("config: {a: 1, a: 2}", "job.yaml:3: config.a is given twice; keep one"),
         ("config: &a {b: *a}", "has an anchor that contains itself; remove the cycle"),
         ("schedule: {base_lr: .inf}", "schedule.base_lr is"),
+        ("workers: {gpus: two}", "workers.gpus is \"two\": it should be a valid number or 'auto'"),
+        ("workers: {gpus: -1}", "workers.gpus is -1: it should be greater than or equal to 0 or 'auto'"),
+        ("workers: {gpus: 1.5}", "workers.gpus is 1.5, but Ray can only divide a single GPU; set a whole number"),
+        (
+            "workers: {max: 2, gpus: 0.5}",
+            "workers.gpus is 0.5, but NCCL refuses two workers on the same GPU, and max is 2; set gpus to",
+        ),
         ("workers: {resources: {GPU: 1}}", "resources has GPU; set gpus instead"),
         ("workers: {resources: {tpu: -1}}", "resources.tpu is -1; set an amount of at least 0"),
         ("plan: {global_batch: 2, virtual_workers: 4}", "is not a multiple of virtual_workers (4); set it to 4"),
@@ -370,6 +377,17 @@ class Nested:
 )
 def test_unusual_input_is_refused_in_one_sentence(refused: Refused, text: str, sentence: str) -> None:
     assert sentence in refused(f"name: job\ndata: {{train: x}}\n{text}\n", config_type=Nested)
+
+
+def test_a_single_worker_may_share_a_gpu_with_other_processes(load: Load) -> None:
+    assert load("workers: {gpus: 0.5}\n").spec.workers.per_worker == {"CPU": 1.0, "GPU": 0.5}
+
+
+def test_a_worker_has_a_gpu_by_default_where_the_cluster_has_any(load: Load) -> None:
+    workers = load().spec.workers
+    assert workers.on_cluster(has_gpus=True).per_worker == {"CPU": 1.0, "GPU": 1.0}
+    assert workers.on_cluster(has_gpus=False).per_worker == {"CPU": 1.0}
+    assert load("workers: {gpus: 0}\n").spec.workers.on_cluster(has_gpus=True).per_worker == {"CPU": 1.0}
 
 
 def test_an_override_of_a_section_is_the_origin_of_all_its_values(load: Load) -> None:

@@ -8,8 +8,9 @@ from numbers_job import write_numbers
 from torch import nn
 
 from undula.config.job import LoadedSpec, load_spec
+from undula.driver import preflight
 from undula.driver.launch import record_job
-from undula.driver.preflight import check_model, prepare
+from undula.driver.preflight import check_model, on_cluster, prepare
 from undula.errors import CheckpointError, RunError, SpecError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
@@ -44,6 +45,32 @@ def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_pat
     again = record_job(job(tmp_path, "workers.hang_limit_s=9"), prepared.plan, prepared.store)
     assert (again.job.run_id, again.work) == (first.job.run_id, first.work)
     assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
+
+
+def test_the_record_has_the_number_of_gpus_that_auto_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = job(tmp_path)
+    prepared = prepare(loaded, train, fresh=False)
+    for offers in (True, False):
+        monkeypatch.setattr(preflight, "offers_gpus", lambda offers=offers: offers)
+        spec = record_job(on_cluster(loaded), prepared.plan, prepared.store)
+        assert spec.workers.gpus == float(offers)
+        assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["gpus"] == float(offers)
+    assert on_cluster(job(tmp_path, "workers.gpus=2")).spec.workers.gpus == 2
+
+
+def test_horovod_without_nccl_is_refused_as_soon_as_the_workers_get_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(preflight, "check_horovod", lambda spec, has_gpus: asked.append(has_gpus))
+    monkeypatch.setattr(preflight, "offers_gpus", lambda: True)
+    loaded = job(tmp_path, "engine=horovod")
+    prepare(loaded, train, fresh=False)
+    on_cluster(loaded)
+    prepare(job(tmp_path, "engine=horovod", "workers.gpus=1"), train, fresh=False)
+    assert asked == [False, True, True]
 
 
 def test_only_the_horovod_engine_gets_horovods_settings(tmp_path: Path) -> None:

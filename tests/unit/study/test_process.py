@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.driver.launch import LaunchSpec
@@ -35,7 +36,7 @@ def spec() -> TrialSpec:
         deterministic=False,
         config=None,
     )
-    return TrialSpec(LaunchSpec(job, WorkersSpec(), None, Work(1, 0.0)), "validation_loss", is_packed=True)
+    return TrialSpec(LaunchSpec(job, WorkersSpec(gpus=0), None, Work(1, 0.0)), "validation_loss", is_packed=True)
 
 
 def config() -> dict[str, Any]:
@@ -47,7 +48,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
     """Process with a trial whose run only calls a function with its listener."""
 
     class Training:
-        def __init__(self, train: Callable[[Any], None], job: Job, publish: Any):
+        def __init__(self, train: Callable[[Any], None], job: Job, publish: Any, device: torch.device):
             self._train, self._publish = train, publish
 
         def __call__(self) -> None:
@@ -59,6 +60,8 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
 
     monkeypatch.setattr(process, "SingleProcess", Training)
     monkeypatch.setattr(process, "STORAGE_PAUSES_S", (0.0, 0.0))
+    for name in ("hide_unreserved_gpus", "refuse_unseen_gpus", "reserved_device"):  # which ask Ray
+        monkeypatch.setattr(process, name, lambda: None)
 
     def begun(train: Callable[[Any], None]) -> TrialProcess:
         made = TrialProcess.__new__(TrialProcess)
@@ -103,6 +106,19 @@ def test_a_temporary_failure_of_the_storage_fails_no_trial(trial: Begin) -> None
     made = trial(train)
     assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
     assert trial(raised(StorageError("gone for good"))).step()["message"] == "StorageError: gone for good"
+
+
+def test_a_packed_trial_trains_on_what_it_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may see a GPU that the trial has not reserved."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(process, "hide_unreserved_gpus", lambda: None)
+    monkeypatch.setattr(process, "reserved_device", lambda: torch.device("cpu"))
+    made = TrialProcess.__new__(TrialProcess)
+    made.setup(config(), lambda run: None)
+    monkeypatch.setattr(process, "_run_training", lambda *_: None)
+    made._begin()
+    assert made._here is not None
+    assert made._here.device == torch.device("cpu")
 
 
 def test_the_next_trial_of_a_process_starts_after_the_former_one_has_stopped(trial: Begin) -> None:

@@ -64,6 +64,15 @@ def test_the_job_provides_values_that_the_study_does_not_set(study: StudyOf) -> 
     check(made)
 
 
+def test_all_trials_have_the_gpus_of_the_resolved_job(study: StudyOf) -> None:
+    made = study()
+    made.base = made.base.with_workers(made.base.spec.workers.on_cluster(has_gpus=True))
+    (trial, *_) = wanted(made.spec, {})
+    assert made.job(trial).spec.workers.gpus == 1
+    made.begin()
+    assert json.loads(made.store.read("study.json"))["job"]["workers"]["gpus"] == 1
+
+
 def test_a_warmup_that_is_longer_than_a_trial_is_refused_with_its_origin(study: StudyOf) -> None:
     with pytest.raises(SpecError, match=r"study\.yaml:5: own-none-b8-lr0\.1-w999-s0 has a warmup of 999 samples"):
         check(study(warmups=[999]))

@@ -85,10 +85,10 @@ def test_as_many_trials_run_as_fit_on_the_cluster_and_at_least_one(
     monkeypatch: pytest.MonkeyPatch, has: dict[str, float], at_once: int
 ) -> None:
     monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: has)
-    assert _max_at_once(SPEC, WorkersSpec(max=2))() == at_once
-    assert _max_at_once(replace(SPEC, max_concurrent=1), WorkersSpec(max=2))() == 1
+    assert _max_at_once(SPEC, WorkersSpec(max=2, gpus=0))() == at_once
+    assert _max_at_once(replace(SPEC, max_concurrent=1), WorkersSpec(max=2, gpus=0))() == 1
 
 
 def test_shares_of_a_cpu_are_counted_without_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: {"CPU": 1.0})
-    assert _max_at_once(SPEC, WorkersSpec(cpus=0.1))() == 10
+    assert _max_at_once(SPEC, WorkersSpec(cpus=0.1, gpus=0))() == 10

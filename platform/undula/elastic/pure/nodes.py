@@ -28,6 +28,11 @@ def workers_that_fit(resources: Mapping[str, float], per_worker: Mapping[str, fl
     return int(min((resources.get(name, 0.0) / amount + 1e-4 for name, amount in needs.items()), default=1))
 
 
+def fix_of_unseen_gpus(cuda: str | None) -> str:
+    """Return what to do if torch does not see the GPUs of a node, given the version of CUDA that torch was built with."""
+    return "check nvidia-smi and the driver on the node" if cuda else "install a build of torch with CUDA on the node"
+
+
 @dataclass(frozen=True)
 class Shortage:
     """Resource of which a node has too little for the wanted number of workers."""

@@ -1,8 +1,8 @@
 """Sections of a job's spec for its workers and for Horovod."""
 
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Gt
 from pydantic import BeforeValidator
@@ -13,6 +13,7 @@ from undula.plan.fleet import FleetSpec
 
 CPU_CYCLE_TIME_MS = 5
 """Milliseconds between two cycles of Horovod's background thread if workers train on CPUs."""
+Gpus: TypeAlias = Annotated[float, Ge(0)] | Literal["auto"]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -25,8 +26,9 @@ class WorkersSpec:
     """Maximum number of workers; must not be larger than plan.virtual_workers."""
     cpus: Annotated[float, Ge(0)] = 1.0
     """Number of CPUs that Ray reserves for a worker."""
-    gpus: Annotated[float, Ge(0)] = 0.0
-    """Number of GPUs that Ray reserves for a worker; workers with GPUs exchange gradients over NCCL."""
+    gpus: Gpus = "auto"
+    """Number of GPUs that Ray reserves for a worker. `auto` is 1 if the cluster has a GPU or its autoscaler can start a node with one, and
+    otherwise 0. Workers with GPUs exchange gradients over NCCL; workers without see no GPU."""
     resources: dict[str, float] = field(default_factory=dict)
     """Amounts of other Ray resources that Ray reserves for a worker, by name."""
     fleet: FleetSpec = field(default_factory=FleetSpec)
@@ -44,6 +46,8 @@ class WorkersSpec:
     def __post_init__(self) -> None:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, which is larger than max ({self.max}); lower min or raise max")
+        if problem := _problem_of_gpus(self.gpus, self.max):
+            raise ValueError(problem)
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU"):
                 raise ValueError(f"resources has {name}; set {name.lower()}s instead")
@@ -53,6 +57,32 @@ class WorkersSpec:
             raise ValueError(
                 f"fleet.on_demand_floor is {self.fleet.on_demand_floor}, which is larger than max ({self.max}); lower it or raise max"
             )
+
+    def on_cluster(self, has_gpus: bool) -> "WorkersSpec":
+        """Return the spec for a cluster, with a number in place of `gpus: auto`.
+
+        Args:
+            has_gpus: Whether the cluster has GPUs or can get them.
+        """
+        return replace(self, gpus=float(has_gpus)) if self.gpus == "auto" else self
+
+    @property
+    def per_worker(self) -> dict[str, float]:
+        """Amount of each resource that Ray reserves for a worker, by Ray's names. `gpus` must be a number."""
+        assert self.gpus != "auto", "the spec must be that of a cluster; see on_cluster"
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {}), **self.resources}
+
+
+def _problem_of_gpus(gpus: Gpus, max_workers: int) -> str | None:
+    """Return why workers cannot have this number of GPUs each, or None if they can."""
+    if gpus == "auto" or gpus % 1 == 0:
+        return None
+    if gpus > 1:
+        return f"gpus is {gpus:g}, but Ray can only divide a single GPU; set a whole number"
+    if max_workers > 1:
+        fix = "set gpus to a whole number, or max: 1"
+        return f"gpus is {gpus:g}, but NCCL refuses two workers on the same GPU, and max is {max_workers}; {fix}"
+    return None
 
 
 def _as_tuple(value: Any) -> Any:

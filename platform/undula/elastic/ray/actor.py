@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 import psutil
+import ray
 import torch
 import torch.distributed as dist
-from ray.air._internal.device_manager import get_torch_device_manager_by_context
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
 
+from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
+from undula.errors import ClusterError
 from undula.processes import ProcessIdentity, find_process, own_identity, send_signal
 from undula.recovery.progress import ProgressView
 from undula.recovery.snapshot import Age, packed
@@ -83,18 +85,25 @@ class ElasticWorker(RayTrainWorker):
 
         Args:
             train_fn_ref: Reference to the train function.
-            prepare: Function with the trainer's own preparation.
+            prepare: Function with the trainer's own preparation. It is called before this process computes anything.
             resident_bytes: Resident memory of a worker that trains, in bytes; 0 if it is unknown or if the state is on the device.
             home: Id of the controller's node.
 
         Returns:
             Address of this worker and identity of its process.
+
+        Raises:
+            ClusterError: No worker can train on this node, for example because torch does not see the GPUs that Ray has reserved.
         """
         self._state.home = home
-        train_fn_ref.get()
-        warm_up()
-        if prepare:
-            prepare()
+        try:
+            refuse_unseen_gpus()
+            train_fn_ref.get()
+            if prepare:  # first, because it decides how torch computes
+                prepare()
+        except ClusterError as error:
+            raise ClusterError(f"no worker can train on node {name_of_node()}: {error}") from None
+        warm_up(reserved_device())
         fault_in(resident_bytes - resident_memory())
         gc.freeze()  # these objects stay alive, so collections at the start of a group can skip them
         return WorkerMetadata(**vars(self.get_metadata()), process=own_identity())
@@ -183,22 +192,25 @@ def abort_collectives(state: WorkerState) -> None:
         group.abort()  # has no effect on gloo
 
 
+def name_of_node() -> str:
+    """Return the address and the short id of this node, as `ray list nodes` shows them."""
+    return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"  # type: ignore[no-untyped-call]
+
+
 def resident_memory() -> int:
     """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def fault_in(num_bytes: int) -> None:
-    """Extend this process's heap by memory that the heap keeps after it is freed (see KEEP_HEAP in undula.elastic.ray.pool)."""
+    """Extend this process's heap by memory that the heap keeps after it is freed (see KEEP_HEAP in undula.elastic.ray.environment)."""
     pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
     held = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in pieces]
     del held
 
 
-def warm_up() -> None:
-    """Run one step of a tiny model, so that torch imports its modules and CUDA creates its context."""
-    get_torch_device_manager_by_context()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def warm_up(device: torch.device) -> None:
+    """Run one step of a tiny model on the device of this worker, so that torch imports its modules and CUDA creates its context."""
     model = torch.nn.Linear(2, 2).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(2, 2, device=device)).sum().backward()

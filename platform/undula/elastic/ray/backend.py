@@ -56,8 +56,9 @@ class InProcessGroup(AbstractContextManager[None]):
         assert _rendezvous is not None
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(ray.train.torch.get_device())
+        device = ray.train.torch.get_device()
+        if device.type == "cuda":  # without this, NCCL and new tensors would use the first GPU
+            torch.cuda.set_device(device)
         try:
             # A single rank needs no server, which would take 15 ms to start.
             store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,6 +88,24 @@ class Refusals:
             each.ray_node_type_name: (float(each.failed_ts_s or 0), " ".join((each.details or "").split()))
             for each in sorted(status.failed_launches, key=lambda each: each.failed_ts_s or 0)
         }
+
+
+WORKERS = ("ElasticWorker", "RayTrainWorker")
+"""Names of the classes of workers: those of this package and of Ray Train."""
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """Return the resources of each node that no process has reserved, by node id."""
+    state: Any = ray._private.state.state
+    found: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+    return found
+
+
+def workers_on_nodes() -> Counter[str]:
+    """Return the number of workers of all jobs on each node, by node id."""
+    state: Any = ray._private.state.state
+    actors: Mapping[str, Mapping[str, Any]] = state.actor_table(None, None, "ALIVE")
+    return Counter(each["Address"]["NodeID"] for each in actors.values() if each["ActorClassName"] in WORKERS)
 
 
 def alive_nodes(per_worker: Mapping[str, float]) -> dict[str, Node]:

@@ -83,6 +83,12 @@ class RetryUnlessBug(DefaultFailurePolicy):
         return pause_s
 
 
+def refusal_of(error: BaseException) -> UndulaError | None:
+    """Return the error for the user because of which the controller has given up, or None if it has another reason."""
+    cause = error.controller_failure if isinstance(error, ControllerError) else None
+    return cause if isinstance(cause, UndulaError) else None
+
+
 def is_waiting(error: BaseException) -> bool:
     """Return whether the group could not start because too few workers are left."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, NotEnoughWorkersError)

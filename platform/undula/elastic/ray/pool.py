@@ -16,6 +16,8 @@ from undula.elastic.pure.nodes import Node
 from undula.elastic.pure.policy import WorkerSlot
 from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata
 from undula.elastic.ray.capacity import Labels, alive_nodes
+from undula.elastic.ray.environment import variables_of_worker
+from undula.errors import ClusterError
 from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import parsed
 from undula.state.events import CrashEvent, Event, NodeEvent, WarningEvent
@@ -33,14 +35,6 @@ MIN_PING_TIMEOUT_S = 0.05
 """Minimum time in seconds that a worker gets to answer a ping."""
 LEAVE_TIMEOUT_S = 26.0
 """Maximum seconds for a worker to end everything that its group has left running, such as a rendezvous that fails."""
-KEEP_HEAP = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-}
-"""Settings of glibc's allocator for workers that train on CPUs: all threads share one heap, which keeps freed memory. Otherwise the train
-function of each group, which runs in a new thread, would cause page faults for all of its activations again, which takes as long as its
-first step."""
 
 
 @dataclass
@@ -91,6 +85,8 @@ class WorkerPool:
     replicas: ReplicaStore = field(default_factory=ReplicaStore)
     failure: RayTaskError | None = None
     """Exception of the last worker that did not become ready, most often because it cannot import the script; None once one is ready."""
+    refusal: ClusterError | None = None
+    """Error of the last worker that cannot train on its node, where no other worker could either; None if there is none."""
     _observed_at: float = float("-inf")
     _labels: Labels = field(default_factory=Labels)
     _tried: dict[str, float] = field(default_factory=dict)
@@ -244,6 +240,15 @@ class WorkerPool:
                 self.drop(worker.id)
                 self._tried[worker.node] = time.monotonic()
                 self.failure = error if isinstance(error, RayTaskError) else self.failure
+                if isinstance(error, RayTaskError) and isinstance(error.cause, ClusterError):
+                    self._refuse(worker.node, error.cause)
+
+    def _refuse(self, node: str, error: ClusterError) -> None:
+        """Start no more workers on a node on which a worker cannot train."""
+        self.refusal = error
+        self._tried[node] = float("inf")
+        if self.trained_on:
+            self.on_event(WarningEvent("node_refused", str(error)))
 
     def _start_missing(self, now: float) -> None:
         staying = [worker.node for worker in self.workers.values() if worker.node not in self.notices]
@@ -261,8 +266,8 @@ class WorkerPool:
 
     def _start(self, node: str, now: float) -> None:
         options = bundle_to_remote_args(self.resources)
-        own = {} if self.resources.get("GPU") else KEEP_HEAP
-        runtime_env = {**self.runtime_env, "env_vars": {**own, **self.runtime_env.get("env_vars", {})}}
+        own = self.runtime_env.get("env_vars", {})
+        runtime_env = {**self.runtime_env, "env_vars": {**variables_of_worker(self.resources), **own}}
         here = {"ray.io/node-id": node}
         # Actors that a trial of Ray Tune starts would otherwise have to fit into the trial's placement group.
         options["scheduling_strategy"] = "DEFAULT"

@@ -110,6 +110,8 @@ class PoolPolicy(ScalingPolicy):
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         pool = self.pool
         pool.tick()
+        if pool.refusal and not self._has_run:
+            raise pool.refusal
         self._send_resource_request()
         self._group.leaving = None
         ready, low = len(pool.ready()), self.scaling_config.min_workers

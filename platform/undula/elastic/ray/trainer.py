@@ -27,6 +27,7 @@ from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.backend import ElasticTorchConfig
 from undula.elastic.ray.capacity import Refusals
 from undula.elastic.ray.controller import ElasticController
+from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.events import ControllerEvents, EventSink, log_event
 from undula.elastic.ray.failures import RetryUnlessBug
 from undula.elastic.ray.horovod import HorovodConfig, check, import_horovod
@@ -206,11 +207,10 @@ def _import_horovod_and(prepare: Callable[[], None] | None) -> None:
 
 def scaling_config(workers: WorkersSpec) -> ScalingConfig:
     """Return Ray's ScalingConfig for the workers of a job."""
-    gpus = {"GPU": workers.gpus} if workers.gpus else {}
     return ScalingConfig(
         num_workers=workers.max if workers.min == workers.max else (workers.min, workers.max),
-        use_gpu=workers.gpus > 0,
-        resources_per_worker={"CPU": workers.cpus, **gpus, **workers.resources},
+        use_gpu="GPU" in workers.per_worker,
+        resources_per_worker=workers.per_worker,
     )
 
 
@@ -256,6 +256,7 @@ def ray_trainer(
     config = run_config(workers, store)
     callbacks: list[Any] = [ControllerEvents(on_event)]
     config.callbacks = callbacks
+    config.worker_runtime_env = {"env_vars": variables_of_worker(workers.per_worker)}
     assert config.failure_config is not None
     config.failure_config.max_failures = -1
     scaling = scaling_config(workers)

@@ -160,7 +160,7 @@ class EndEvent(Event):
 
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "state_at_risk", "no_room_for_state",
-    "no_validation", "batch_rule", "mixed_machines", "gradient_overflow",
+    "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "node_refused",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -168,6 +168,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoints_not_removed": "Old checkpoints could not be deleted, and the next save will try again: {detail}.",
     "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
     "state_at_risk": "The newest steps will be lost with the last node that holds them, because the head has no room: {detail}.",
+    "node_refused": "A worker cannot train on its node, and the run continues without that node: {detail}.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "no_validation": "Nothing is validated, because data.validation is set but run.steps() was called without validate=; pass validate=.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
