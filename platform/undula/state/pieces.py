@@ -163,12 +163,18 @@ def _host_copy(tensor: Tensor, copied: Callable[[], None]) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
     copy = torch.empty_like(tensor, device="cpu")
-    rows = max(PART_BYTES * len(tensor) // max(tensor.nbytes, 1), 1) if tensor.dim() else 1
-    parts = zip(torch.split(tensor, rows), torch.split(copy, rows), strict=True) if tensor.dim() else [(tensor, copy)]
-    for source, target in parts:
-        target.copy_(source)
-        copied()
+    copy_in_parts(tensor, copy, copied)
     return copy
+
+
+def copy_in_parts(source: Tensor, target: Tensor, copied: Callable[[], None]) -> None:
+    """Copy a tensor in parts of PART_BYTES or of one row, if that is larger, and call `copied` after each."""
+    if not source.dim():
+        source, target = source[None], target[None]
+    rows = max(PART_BYTES * len(source) // max(source.nbytes, 1), 1)
+    for part, into in zip(torch.split(source, rows), torch.split(target, rows), strict=True):
+        into.copy_(part)
+        copied()
 
 
 def is_complete(holdings: Iterable[Holding | None]) -> bool:

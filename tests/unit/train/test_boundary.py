@@ -1,7 +1,8 @@
-"""Tests of checkpoints that take longer than checkpoint.every_steps, and of ranks that leave meanwhile."""
+"""Tests of the boundary between two steps: checkpoints that take long, ranks that leave meanwhile, and the state that they hand over."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from numbers_job import cpu_run, numbers_job
 from torch import nn
 
+from undula.recovery.progress import HAND_OVER
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
+from undula.state.pieces import RankState
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train.job import Job
@@ -75,6 +78,28 @@ def steps_of(job: Job, worker: WorkerState) -> Iterator[tuple[Run, int]]:
             step.backward(model(batch["x"][:, None] / 48).square().mean())
         step.update()
         yield run, step.index + 1
+
+
+def test_a_rank_that_hands_its_state_over_reports_each_part_that_it_copies(
+    job: Job, storage: SlowStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, seen = WorkerState(), []
+    on_host = RankState.on_host
+
+    def on_host_in_two_parts(state: RankState, copied: Callable[[], None]) -> RankState:
+        for _ in range(2):
+            time.sleep(0.1)
+            copied()
+            seen.append(worker.progress.view())
+        return on_host(state, copied)
+
+    monkeypatch.setattr(RankState, "on_host", on_host_in_two_parts)
+    run, _ = next(steps := steps_of(job, worker))
+    run.hand_over()
+    assert [view.phase for view in seen] == [HAND_OVER] * 2
+    assert all(view.phase_s < 0.1 for view in seen)
+    assert worker.held is not None
+    steps.close()
 
 
 def saved(job: Job) -> list[int]:
