@@ -18,6 +18,7 @@ from undula.elastic.ray.actor import worker_state
 from undula.errors import StorageError, UndulaError
 from undula.parallel.layout import join_layout
 from undula.plan.plan import Plan
+from undula.recovery.progress import LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.telemetry.hub import TeeToDriver
@@ -52,7 +53,7 @@ class JobWorker:
             except LeaveGroup:
                 assert run is not None
                 run.hand_over()
-                worker.progress.enter("left")
+                worker.progress.enter(LEFT)
             except Exception as error:
                 worker.is_sound = is_of_collective(error) or isinstance(error, StorageError)
                 keep_traceback(error)

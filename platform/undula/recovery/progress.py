@@ -1,10 +1,57 @@
 """Progress of a rank, which its training loop records and the controller polls."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STEP_TIMES_KEPT = 8
 """Number of recent steps whose durations are kept."""
+STORAGE_BYTES_S = 16 * 2**20
+"""Bytes per second that a rank at least reads from storage or writes to it. A slower rank counts as hung."""
+MEMORY_BYTES_S = 256 * 2**20
+"""Bytes per second that a rank at least copies to host memory or to another process. A slower rank counts as hung."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a rank is doing, as far as it matters for the decision whether the rank hangs."""
+
+    name: str
+    may_wait: bool = False
+    """Whether the rank may be waiting for other ranks, which are then at fault if the phase does not end."""
+    is_brief: bool = False
+    """Whether the phase takes at most a few times as long as the recent steps. Other phases have the limit of a start."""
+
+    def unless_known(self, is_known: bool) -> "Phase":
+        """Return this phase, or one that may take long if the rank has not done its work before, such as compiling for a new shape."""
+        return replace(self, is_brief=self.is_brief and is_known)
+
+
+STARTING = Phase("starting", may_wait=True)
+"""The script builds the model, and the ranks restore the state together."""
+DATA = Phase("data")
+"""The rank waits for samples."""
+COMPUTE = Phase("compute", is_brief=True)
+"""The script and the engine run a micro-batch."""
+SHARDED_COMPUTE = replace(COMPUTE, may_wait=True)
+"""The same for a model whose forward and backward passes contain collectives."""
+REDUCE = Phase("reduce", may_wait=True, is_brief=True)
+"""The collectives of a step, from its last backward pass to its commit."""
+SNAPSHOT = Phase("snapshot")
+"""The rank waits until the snapshot in progress has copied the tensors that the optimizer is about to change."""
+UPDATE = Phase("update", is_brief=True)
+"""The optimizer's step."""
+BETWEEN_STEPS = Phase("between steps", may_wait=True)
+"""Everything between two steps that has no phase of its own, such as the script's own code, which may contain collectives."""
+VALIDATE = Phase("validate")
+"""A forward pass on validation data."""
+SHARDED_VALIDATE = replace(VALIDATE, may_wait=True)
+"""The same for a model whose forward pass contains collectives."""
+SAVE = Phase("save", may_wait=True)
+"""A checkpoint blocks the training, or the ranks send their state to the controller."""
+HAND_OVER = Phase("hand over")
+"""The rank copies its state to host memory for the next group. Each part that is copied begins the phase anew."""
+LEFT = Phase("left", may_wait=True)
+"""The rank has left the group."""
 
 
 @dataclass(frozen=True)
@@ -13,14 +60,15 @@ class ProgressView:
 
     step: int
     """Number of committed steps; -1 before the loop starts."""
-    phase: str
-    """Name of the phase: "starting", "data", "compute", "reduce" (in the collectives of a step), "other" or "left"."""
+    phase: Phase
     phase_s: float
     """Seconds since the rank entered the phase."""
     longest_step_s: float
     """Duration in seconds of the longest of the last STEP_TIMES_KEPT steps; 0 before the first step."""
     began: int = -1
     """Number of committed steps with which the loop started; -1 before the loop starts."""
+    allowed_s: float = 0.0
+    """Seconds by which the limit of the phase is longer, because of the bytes that it moves."""
 
 
 class Progress:
@@ -28,11 +76,17 @@ class Progress:
 
     def __init__(self) -> None:
         self._step = self._began = -1
-        self._entered: tuple[str, float] = ("starting", time.monotonic())
+        self._entered: tuple[Phase, float, float] = (STARTING, time.monotonic(), 0.0)
         self._step_times: list[float] = []
 
-    def enter(self, phase: str) -> None:
-        self._entered = (phase, time.monotonic())
+    def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:
+        """Record that a phase begins, or that it has come further.
+
+        Args:
+            phase: The phase.
+            allowed_s: Seconds by which its limit is longer, because of the bytes that it moves.
+        """
+        self._entered = (phase, time.monotonic(), allowed_s)
 
     def begin(self, step: int) -> None:
         """Record that the loop starts with `step` committed steps."""
@@ -42,7 +96,12 @@ class Progress:
         self._step = step
         self._step_times = [*self._step_times[1 - STEP_TIMES_KEPT :], seconds]
 
+    def left_s(self, limit_s: float) -> float:
+        """Return the seconds until the current phase has taken longer than a limit; negative once it has."""
+        view = self.view()
+        return limit_s + view.allowed_s - view.phase_s
+
     def view(self) -> ProgressView:
-        phase, since = self._entered
+        phase, since, allowed_s = self._entered
         longest_s = max(self._step_times, default=0.0)
-        return ProgressView(self._step, phase, time.monotonic() - since, longest_s, self._began)
+        return ProgressView(self._step, phase, time.monotonic() - since, longest_s, self._began, allowed_s)

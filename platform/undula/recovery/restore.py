@@ -13,6 +13,7 @@ import torch.distributed as dist
 from undula.errors import RunError
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState, Targets
+from undula.recovery.progress import STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
@@ -57,7 +58,7 @@ class Restorer:
         layout: Layout of the group.
         find: Callback that finds the snapshots that this rank can read; called only if they are needed.
         begin: Callback that receives the step as soon as it is known, for work that can overlap with the transfer of the state.
-        enter: Callback that receives the name of the phase before each part of an exchange between ranks.
+        enter: Callback that receives the phase, and the seconds by which its limit is longer, before each part of the work.
     """
 
     live: LiveState
@@ -67,7 +68,7 @@ class Restorer:
     layout: Layout
     find: Callable[[], Sequence[Snapshot]]
     begin: Callable[[int], None] = lambda step: None
-    enter: Callable[[str], None] = lambda phase: None
+    enter: Callable[[Phase, float], None] = lambda phase, allowed_s: None
 
     def restore(self, held: HeldState | None) -> Restored:
         """Restore the newest available state. All ranks must call this together.
@@ -88,7 +89,7 @@ class Restorer:
         offers += self.find()
         answers = self._exchange(offers)
         newest = _newest_complete(answers)
-        commit, damaged = self.checkpoints.newest_whole()
+        commit, damaged = self.checkpoints.newest_whole(self._enter_reading)
         if newest > NEVER and (commit is None or newest >= (commit.attempt, commit.step)):
             return self._from_ranks(offers, answers, newest)
         if commit is None:
@@ -97,10 +98,15 @@ class Restorer:
         return self._from_checkpoint(commit, damaged)
 
     def _exchange(self, offers: Sequence[Offer]) -> Answers:
+        self.enter(STARTING, 0.0)
         answers: Answers = [[] for _ in range(self.layout.world_size)]
         own = [(offer.age, offer.holding) for offer in offers]
         dist.all_gather_object(answers, own, group=self.layout.control)
         return answers
+
+    def _enter_reading(self, num_bytes: int) -> None:
+        """Record that this rank reads so many bytes from storage, or waits for other ranks that do."""
+        self.enter(STARTING, num_bytes / STORAGE_BYTES_S)
 
     def _from_checkpoint(self, commit: Commit, damaged: dict[str, str]) -> Restored:
         if commit.plan_digest != self.plan_digest:
@@ -110,6 +116,7 @@ class Restorer:
             )
         self.begin(commit.step)
         targets = self.live.targets(self.checkpoints.table(commit))
+        self._enter_reading(commit.bytes)
         values = self.checkpoints.load(commit, targets.pieces)
         targets.load(values)
         return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
@@ -141,7 +148,7 @@ class Restorer:
         for source, bucket in _buckets(_sources(pieces, holdings), pieces):
             example = pieces[bucket[0][0]].tensor
             sizes = [torch.Size(box[1]).numel() for _, box in bucket]
-            self.enter("other")
+            self.enter(STARTING, 0.0)
             flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
             parts = torch.split(flat, sizes)
             if layout.rank == source:

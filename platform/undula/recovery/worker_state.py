@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from undula.recovery.progress import Progress
+from undula.recovery.progress import Phase, Progress
 from undula.recovery.snapshot import Age
 from undula.state.pieces import Holding, RankState
 from undula.state.records import StepRow
@@ -86,6 +86,8 @@ class WorkerState:
     """Names of the sockets that Horovod has opened."""
     is_run: bool = False
     """Whether the train function uses a Run, which can leave the group at a step boundary."""
+    owes_save: bool = False
+    """Whether a checkpoint was due but has not begun."""
     has_reported_snapshots: bool = False
     """Whether an event has reported the cost of snapshots since the process started."""
     is_sound: bool = False
@@ -101,12 +103,16 @@ class WorkerState:
         self.is_run = self.is_sound = self.has_ended = False
         self.request = Request()
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:
         """Record the phase that the rank enters.
+
+        Args:
+            phase: The phase.
+            allowed_s: Seconds by which its limit is longer, because of the bytes that it moves.
 
         Raises:
             GroupEndedError: The group has ended, and no other rank waits for this one.
         """
         if self.has_ended:
             raise GroupEndedError("the group of this worker has ended")
-        self.progress.enter(phase)
+        self.progress.enter(phase, allowed_s)

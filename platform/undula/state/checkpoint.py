@@ -197,10 +197,15 @@ class Checkpointer:
         self._is_abandoned.set()
         self._saving = self._saving_group = None
 
-    def newest_whole(self) -> tuple[Commit | None, dict[str, str]]:
+    def newest_whole(
+        self, reads: Callable[[int], None] = lambda num_bytes: None
+    ) -> tuple[Commit | None, dict[str, str]]:
         """Find the newest undamaged checkpoint. Each rank checks a share of the files, and all ranks get the same result.
 
         Damaged checkpoints stay until a newer checkpoint is committed, and do not count as kept checkpoints.
+
+        Args:
+            reads: Function that is called with the number of bytes that the ranks are about to read.
 
         Returns:
             The checkpoint, or None if there is none, and a description of the damage of newer checkpoints, by folder.
@@ -210,6 +215,7 @@ class Checkpointer:
         damaged = dict(unreadable)
         for commit in commits:
             names = sorted(commit.files)[rank::world_size]
+            reads(commit.bytes)
             found: list[str | None] = [None] * world_size
             dist.all_gather_object(found, commit.damage(self._store, names), group=self._group)
             problems = [problem for problem in found if problem]

@@ -37,6 +37,11 @@ class Commit:
         """Number of the attempt that wrote the checkpoint."""
         return attempt_of(self.folder)
 
+    @property
+    def bytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(int(file["bytes"]) for file in self.files.values())
+
     def damage(self, store: Store, names: Sequence[str]) -> str | None:
         """Describe the first of these files that is damaged, or return None if all are intact."""
         for name in names:

@@ -1,7 +1,7 @@
 """Pieces of state: the part that a rank holds of each tensor of a run, and the check that ranks together hold the whole state."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias
@@ -14,6 +14,8 @@ from undula.errors import CheckpointError
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Place of a piece in its tensor: offsets and sizes, by dimension."""
 Shape: TypeAlias = tuple[int, ...]
+PART_BYTES = 256 * 2**20
+"""Size in bytes of the parts in which a large tensor is copied to host memory."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,13 @@ class RankState:
         """Return tensors and values by name. This rank must hold the whole state."""
         return {**{name: piece.tensor for name, piece in self.pieces.items()}, **self.values}
 
-    def on_host(self) -> "RankState":
-        """Return the same state with its tensors in host memory. Tensors that are there already are not copied."""
-        pieces = {name: replace(piece, tensor=piece.tensor.cpu()) for name, piece in self.pieces.items()}
+    def on_host(self, copied: Callable[[], None] = lambda: None) -> "RankState":
+        """Return the same state with its tensors in host memory. Tensors that are there already are not copied.
+
+        Args:
+            copied: Function that is called whenever a part of the state of about PART_BYTES or less was copied.
+        """
+        pieces = {name: replace(piece, tensor=_host_copy(piece.tensor, copied)) for name, piece in self.pieces.items()}
         return replace(self, pieces=pieces)
 
 
@@ -172,6 +178,25 @@ def rank_state(state: Mapping[str, Any]) -> RankState:
         if isinstance(value, Tensor | Piece)
     }
     return RankState(pieces, {name: value for name, value in state.items() if name not in pieces})
+
+
+def _host_copy(tensor: Tensor, copied: Callable[[], None]) -> Tensor:
+    """Return a tensor in host memory: itself if it is there already, or else a copy with the same strides."""
+    if tensor.device.type == "cpu":
+        return tensor
+    copy = torch.empty_like(tensor, device="cpu")
+    copy_in_parts(tensor, copy, copied)
+    return copy
+
+
+def copy_in_parts(source: Tensor, target: Tensor, copied: Callable[[], None]) -> None:
+    """Copy a tensor in parts of PART_BYTES or of one row, if that is larger, and call `copied` after each."""
+    if not source.dim():
+        source, target = source[None], target[None]
+    rows = max(PART_BYTES * len(source) // max(source.nbytes, 1), 1)
+    for part, into in zip(torch.split(source, rows), torch.split(target, rows), strict=True):
+        into.copy_(part)
+        copied()
 
 
 def is_complete(holdings: Iterable[Holding | None]) -> bool:

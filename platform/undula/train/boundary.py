@@ -9,6 +9,15 @@ from typing import Any
 import torch.distributed as dist
 
 from undula.errors import StorageError, SupersededError
+from undula.recovery.progress import (
+    BETWEEN_STEPS,
+    HAND_OVER,
+    MEMORY_BYTES_S,
+    SAVE,
+    SNAPSHOT,
+    STORAGE_BYTES_S,
+    UPDATE,
+)
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request
 from undula.state.events import EndEvent, WarningEvent
 from undula.state.records import StepRow
@@ -31,15 +40,15 @@ class StepBoundary:
         context = self._context
         snapshots = context.snapshots
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
-        request = context.setup.worker.request
-        is_saving = context.checkpoints.saving_step is not None and not request.saves
-        abandons = request.leaves and is_saving and time.time() >= request.until
+        worker = context.setup.worker
+        request = worker.request
         return Wants(
-            leaves=request.leaves and (abandons or not is_saving),
-            abandons=abandons,
+            leaves=request.leaves,
+            abandons=request.leaves and time.time() >= request.until,
             gives=request.gives,
             gives_all=request.gives_all,
             saves=request.saves,
+            owes_save=worker.owes_save,
             snapshots=takes,
             sends=sends,
             lacks_memory=snapshots is not None and snapshots.lacks_piece,
@@ -53,8 +62,12 @@ class StepBoundary:
         An exception inside may leave the state partly changed. Such a state is not handed over.
         """
         context = self._context
+        # The step is committed, so none of these calls may raise because the group has ended.
+        progress = context.setup.worker.progress
         if context.snapshots:
+            progress.enter(SNAPSHOT)
             context.snapshots.wait()
+        progress.enter(UPDATE)
         committed, context.committed = context.committed, None
         assert committed is not None
         yield
@@ -80,24 +93,34 @@ class StepBoundary:
             self.finish_saving()
 
     def save_and_leave(self, done: int, checkpoint_is_due: bool) -> None:
-        """Write a checkpoint after `done` steps if one is due or requested, and leave the group if the ranks agreed to.
+        """Begin a checkpoint after `done` steps if one is due, and leave the group if the ranks were asked to. All ranks do the same.
+
+        A checkpoint that is due while another one is being written begins once that has ended, so that it does not block the training.
+        Ranks that were asked to leave begin no checkpoint, unless they were asked for it: they leave once none is being written, and the
+        next group begins the one that is due.
 
         Raises:
             LeaveGroup: The group ends at this boundary.
         """
-        context = self._context
+        context, worker = self._context, self._context.setup.worker
+        wants, is_last = context.wants, done == context.setup.plan.total_steps
         began = time.perf_counter()
-        if checkpoint_is_due or context.wants.saves:
+        leaves, is_saving = wants.leaves and not is_last, context.checkpoints.saving_step is not None
+        worker.owes_save = checkpoint_is_due or wants.saves or wants.owes_save
+        if is_last or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
             self.save(done)
-        if context.wants.leaves and done < context.setup.plan.total_steps:
+        if leaves and (wants.saves or wants.abandons or not is_saving):
             self._leave(done)
+        worker.enter(BETWEEN_STEPS)
         context.blocked_s += time.perf_counter() - began
 
     def save(self, done: int) -> None:
         """Begin to write a checkpoint of the state after `done` steps."""
         self.finish_saving()
         context = self._context
+        self._enter_save()
         context.checkpoints.save(done, context.setup.plan_digest, context.live.held())
+        context.setup.worker.owes_save = False
 
     def finish_saving(self) -> BaseException | None:
         """Wait for the checkpoint that is being written, and report its failure.
@@ -108,6 +131,8 @@ class StepBoundary:
         Raises:
             SupersededError: A newer attempt of the run exists.
         """
+        if self._context.checkpoints.saving_step is not None:
+            self._enter_save()
         error = self._context.checkpoints.wait()
         if isinstance(error, SupersededError):
             raise error
@@ -118,7 +143,7 @@ class StepBoundary:
     def _leave(self, done: int) -> None:
         """End the group. All ranks must call this at the same step boundary."""
         context = self._context
-        if context.wants.abandons:
+        if context.wants.abandons and not context.wants.saves and context.checkpoints.saving_step is not None:
             context.checkpoints.abandon()
             context.report(WarningEvent("checkpoint_failed", "a worker had to leave its node before it was complete"))
         # A rank that will not be in the next group may have the only copy of a piece.
@@ -132,17 +157,28 @@ class StepBoundary:
         context, layout = self._context, self._context.setup.layout
         replicas = context.setup.replicas
         has_part = layout.is_first or not context.live.is_whole
-        is_given = not has_part or (replicas is not None and replicas.give(self.held_state(done)))
+        self._enter_save()
+        is_given = not has_part or (replicas is not None and replicas.give(self._held_state(done, self._enter_save)))
         answers: list[Any] = [None] * layout.world_size
         dist.all_gather_object(answers, is_given, group=layout.control)
         if not all(answers):
             context.report(WarningEvent("no_room_for_state", step=done))
             self.save(done)
 
-    def held_state(self, done: int) -> HeldState:
-        """Return the state of this rank after `done` steps in host memory, where the process keeps it."""
+    def _enter_save(self) -> None:
+        """Record that this rank stores or sends its state, or waits for other ranks that do so."""
         context = self._context
-        state = context.live.held().on_host()
+        context.setup.worker.progress.enter(SAVE, context.live.held().bytes / STORAGE_BYTES_S)
+
+    def _held_state(self, done: int, copied: Callable[[], None]) -> HeldState:
+        """Return the state of this rank after `done` steps in host memory, where the process keeps it.
+
+        Args:
+            done: Number of steps that the state includes.
+            copied: Function that is called whenever a part of the state was copied.
+        """
+        context = self._context
+        state = context.live.held().on_host(copied)
         return HeldState(context.setup.plan_digest, context.setup.attempt, done, state, tuple(context.rows))
 
     def hand_over(self) -> None:
@@ -153,7 +189,9 @@ class StepBoundary:
             worker.held = None
             context.buffers.undo_step()
             context.engine.free_gradients()
-            worker.held = self.held_state(context.committed)
+            worker.held = self._held_state(context.committed, lambda: worker.progress.enter(HAND_OVER))
+            # The thread of the snapshots may still be copying one, and sending a replica of it.
+            worker.progress.enter(HAND_OVER, 2 * worker.held.state.bytes / MEMORY_BYTES_S if context.snapshots else 0.0)
         self.close(wait=not worker.is_sound)
 
     def end(self) -> None:

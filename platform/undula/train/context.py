@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, Rate
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.step_reduction import StepReducer, Wants
+
+Kind: TypeAlias = tuple[tuple[int, ...], ...]
+"""Shapes of the tensors of a batch, and the number of parameters that train on it."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ class TrainContext:
     """Requests that the ranks agreed on at the last commit."""
     has_overflowed: bool = False
     """Whether the run has reported that the compression of gradients may have made them infinite."""
+    known_kinds: set[Kind] = field(default_factory=set)
+    """Kinds of batches with which this group has committed a step."""
     step_s: float = 0.0
     """Duration of the last step in seconds."""
     blocked_s: float = 0.0

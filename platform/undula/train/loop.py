@@ -8,6 +8,7 @@ import torch.distributed as dist
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
 from undula.errors import UsageError
+from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.rank_snapshots import RankSnapshots, find_state
 from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import folder_of
@@ -146,7 +147,7 @@ class TrainingLoop:
 
     def _after_step(self, before: int, done: int) -> None:
         context = self._context
-        context.setup.worker.enter("other")
+        context.setup.worker.enter(BETWEEN_STEPS)
         job, is_last = context.setup.job, done == context.setup.plan.total_steps
 
         if is_last or _is_due(job.validation.every_steps, before, done):
@@ -189,7 +190,9 @@ class TrainingLoop:
     def _validate(self, done: int) -> None:
         if self._validation is None:
             return
-        loss, samples = exact_mean(*self._validation.losses(), self._context.setup.layout.control)
+        losses, samples = self._validation.losses()
+        self._context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
+        loss, samples = exact_mean(losses, samples, self._context.setup.layout.control)
         self._context.report(ValidationEvent(loss, samples, step=done))
 
 

@@ -13,12 +13,13 @@ from undula.errors import UsageError
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
+from undula.recovery.progress import BETWEEN_STEPS, COMPUTE, DATA, REDUCE, SHARDED_COMPUTE, Phase
 from undula.state.digest import additive_digest
 from undula.state.events import WarningEvent
 from undula.state.model_state import MODEL
 from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
-from undula.train.context import TrainContext
+from undula.train.context import Kind, TrainContext
 from undula.train.randomness import seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
@@ -45,6 +46,7 @@ class Step:
         self._intervals: list[tuple[str, Mark, Mark]] = []
         self._losses: list[tuple[Tensor, int]] = []
         self._local = LocalStep()
+        self._kinds: set[Kind] = set()
         self._micro_batch: MicroBatch | None = None
         self._in_micro_batch: Mark | None = None
         self._has_begun = self._has_ended = self._is_last = False
@@ -79,7 +81,8 @@ class Step:
             seed_micro_batch(context.setup.job.plan.seed, each.step, each.virtual_worker, each.number)
             self._micro_batch = each
             self._in_micro_batch = mark_on(context.setup.layout.device)
-            context.setup.worker.enter("compute")
+            self._kinds.add(_kind(batch, len(engine.trainable)))
+            self._enter(SHARDED_COMPUTE if engine.capabilities.equal_rounds else COMPUTE)
             yield batch
             self._micro_batch = None
             if self._in_micro_batch is not None:
@@ -121,7 +124,7 @@ class Step:
                 f"step.backward(loss) got a tensor of shape {tuple(loss.shape)}; pass the mean loss over the batch's samples"
             )
         if self._is_last:
-            context.setup.worker.enter("reduce")
+            self._enter(REDUCE)
         context.noise.begin_backward()
         weight = context.setup.job.gradient_scale * micro_batch.samples / self.samples
         context.engine.backward(loss, weight, micro_batch, self._is_last)
@@ -157,7 +160,7 @@ class Step:
                 f"step.update() was called before the loop over step.batches() of step {self.index} had ended; "
                 "run all batches before calling it"
             )
-        context.setup.worker.enter("reduce")
+        self._enter(REDUCE)
         begin = mark_on(context.setup.layout.device)
         norm = context.engine.finish_gradients(self.samples, job.gradient.max_norm)
         if context.buffers.is_needed:
@@ -173,10 +176,14 @@ class Step:
         self._commit(totals, applied, {} if noise is None else {"noise_scale": noise})
         self.updated = True
 
+    def _enter(self, phase: Phase) -> None:
+        """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""
+        self._context.setup.worker.enter(phase.unless_known(self._kinds <= self._context.known_kinds))
+
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
         setup, stream = self._context.setup, self._context.stream
         assert stream is not None
-        setup.worker.enter("data")
+        setup.worker.enter(DATA)
         began = time.perf_counter()
         samples = stream.take(virtual_worker, size) if size else stream.any_rows(2)
         if size and setup.layout.leads_cell:
@@ -210,7 +217,7 @@ class Step:
 
     def _commit(self, totals: StepTotals, applied: bool, measured: Mapping[str, float]) -> None:
         setup = self._context.setup
-        setup.worker.progress.enter("other")
+        setup.worker.progress.enter(BETWEEN_STEPS)
         done = self.index + self.merged_steps
         row = StepRow(
             attempt=setup.attempt,
@@ -234,6 +241,7 @@ class Step:
         if not math.isfinite(totals.grad_norm):
             self._report_overflow()
         self._boundary.committed(row, int(totals.stored_steps), totals.wants)
+        self._context.known_kinds |= self._kinds
         setup.worker.progress.committed(done, time.perf_counter() - self._began)
 
     def _report_overflow(self) -> None:
@@ -252,3 +260,13 @@ class Step:
             return None
         pieces = self._context.live.held().pieces
         return additive_digest({name: piece for name, piece in pieces.items() if name.startswith(MODEL)})
+
+
+def _kind(batch: Batch, num_trainable: int) -> Kind:
+    """Return the kind of a batch. A model may have to be compiled again for batches of another kind.
+
+    Args:
+        batch: The batch.
+        num_trainable: Number of parameters that require a gradient; torch.compile takes their number for granted.
+    """
+    return (*(tuple(each.shape) for each in batch.values() if isinstance(each, Tensor)), (num_trainable,))

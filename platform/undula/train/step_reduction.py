@@ -85,7 +85,7 @@ class Wants:
     """Requests for the boundary after the step, of one rank or reduced over all ranks."""
 
     leaves: bool = reduced(ANY, default=False)
-    """Whether to leave the group."""
+    """Whether to leave the group, once no checkpoint is being written."""
     abandons: bool = reduced(ANY, default=False)
     """Whether to leave without waiting for a checkpoint that is being written."""
     gives: bool = reduced(ANY, default=False)
@@ -93,7 +93,9 @@ class Wants:
     gives_all: bool = reduced(ANY, default=False)
     """Whether no rank will be in the next group. The whole state must then be sent to the controller."""
     saves: bool = reduced(ANY, default=False)
-    """Whether to write a checkpoint."""
+    """Whether to write a checkpoint at once."""
+    owes_save: bool = reduced(ANY, default=False)
+    """Whether a checkpoint was due but did not begin, because another one was being written or the former group ended."""
     snapshots: bool = reduced(ANY, default=False)
     """Whether to take a snapshot."""
     sends: bool = reduced(ANY, default=False)

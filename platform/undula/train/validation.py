@@ -15,6 +15,7 @@ from undula.data.rows import Batch
 from undula.data.streams import rank_stream
 from undula.parallel.layout import Layout
 from undula.plan.plan import Plan, PlanSpec
+from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE, Phase
 from undula.train.job import Job
 from undula.train.randomness import kept_random_state, seed_validation
 
@@ -40,7 +41,7 @@ class Validation:
         manifest: Manifest of the validation data.
         function: Transform of the samples; None for none.
         layout: Layout of the worker group.
-        enter: Function that is called with the name of the phase before each batch.
+        enter: Function that is called with each phase that the rank enters.
         equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
     """
 
@@ -52,7 +53,7 @@ class Validation:
         manifest: Manifest,
         function: SampleFunction | None,
         layout: Layout,
-        enter: Callable[[str], None],
+        enter: Callable[[Phase], None],
         equal_rounds: bool,
     ):
         self._model = model
@@ -62,6 +63,7 @@ class Validation:
         self._function = function
         self._layout = layout
         self._enter = enter
+        self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
         self._plan = validation_plan(job, manifest)
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
@@ -80,13 +82,13 @@ class Validation:
         self._model.eval()
         try:
             for each in self._plan.work(steps, virtual_workers):
-                self._enter("other")
+                self._enter(DATA)
                 batch = stream.take(each.virtual_worker, each.samples).batch
                 seed_validation(self._job.plan.seed, each.step, each.virtual_worker, each.number)
                 losses.append(self._loss_of(batch) * each.samples)
                 samples += each.samples
             for _ in range(self._rounds - len(losses)):
-                self._enter("other")
+                self._enter(DATA)
                 self._loss_of(stream.any_rows(1).batch)
         finally:
             stream.close()
@@ -95,6 +97,7 @@ class Validation:
         return (losses, samples) if self._layout.leads_cell else ([], 0)
 
     def _loss_of(self, batch: Batch) -> float:
+        self._enter(self._phase)
         device = self._layout.device
         placed = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         return float(self._loss(placed))

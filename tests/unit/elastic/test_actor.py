@@ -1,16 +1,22 @@
-"""Tests of the worker actor: killing processes, and measuring the memory of its own."""
+"""Tests of the worker actor: leaving a group, killing processes, and measuring the memory of its own."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from undula.elastic.ray import actor
 from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata, resident_memory
 from undula.elastic.ray.pool import PooledWorker, _that_see
 from undula.processes import ProcessIdentity, identity_of
+from undula.recovery.progress import HAND_OVER
+from undula.recovery.worker_state import WorkerState
 
 
 @contextmanager
@@ -63,3 +69,52 @@ def test_resident_memory_grows_with_what_the_process_writes_to() -> None:
     block = torch.ones(64 * 2**20, dtype=torch.uint8)
     assert before + 60 * 2**20 < resident_memory() < before + 128 * 2**20
     del block
+
+
+@contextmanager
+def leaving(
+    monkeypatch: pytest.MonkeyPatch, hand_over: Callable[[WorkerState, threading.Event], None]
+) -> Iterator[ElasticWorker]:
+    """Worker whose train function hands its state over, after its group has ended because of another rank."""
+    state, is_over = WorkerState(), threading.Event()
+    state.is_sound = True
+    thread = threading.Thread(target=hand_over, args=(state, is_over), daemon=True)
+    thread.start()
+    runner = SimpleNamespace(_thread=thread, get_error=lambda: RuntimeError("a collective failed"))
+    context = SimpleNamespace(execution_context=SimpleNamespace(training_thread_runner=runner))
+    monkeypatch.setattr(actor, "get_train_context", lambda: context)
+    monkeypatch.setattr(actor, "abort_collectives", lambda state: None)
+    monkeypatch.setattr(ElasticWorker, "shutdown", lambda self: None)
+    worker = ElasticWorker.__new__(ElasticWorker)
+    worker._state = state
+    yield worker
+    is_over.set()
+    thread.join()
+
+
+def test_a_worker_may_take_long_to_leave_as_long_as_it_copies_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hand_over(state: WorkerState, is_over: threading.Event) -> None:
+        while not is_over.wait(0.05):
+            state.progress.enter(HAND_OVER)
+
+    with leaving(monkeypatch, hand_over) as worker:
+        assert [worker.leave_group(0.5) for _ in range(3)] == ["busy"] * 3
+    assert worker.leave_group(0.5) == "left"
+
+
+def test_the_time_to_leave_follows_the_bytes_that_a_worker_still_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hand_over(state: WorkerState, is_over: threading.Event) -> None:
+        state.progress.enter(HAND_OVER, allowed_s=60.0)
+        is_over.wait()
+
+    with leaving(monkeypatch, hand_over) as worker:
+        assert [worker.leave_group(0.2) for _ in range(3)] == ["busy"] * 3
+
+
+def test_a_worker_that_makes_no_progress_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hand_over(state: WorkerState, is_over: threading.Event) -> None:
+        state.progress.enter(HAND_OVER)
+        is_over.wait()
+
+    with leaving(monkeypatch, hand_over) as worker:
+        assert worker.leave_group(0.5) == "unusable"

@@ -1,6 +1,7 @@
 """Tests of the decisions about the worker group."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +23,25 @@ from undula.elastic.pure.policy import (
     hang_limit_s,
     lost_ranks,
 )
-from undula.recovery.progress import ProgressView
+from undula.recovery.progress import (
+    BETWEEN_STEPS,
+    COMPUTE,
+    DATA,
+    LEFT,
+    REDUCE,
+    SAVE,
+    SHARDED_COMPUTE,
+    SNAPSHOT,
+    STARTING,
+    UPDATE,
+    VALIDATE,
+    Phase,
+    ProgressView,
+)
 
 NOW = 1_000_000.0
+LIMIT_S = 5.0
+PHASES = st.sampled_from([STARTING, DATA, COMPUTE, SHARDED_COMPUTE, REDUCE, SNAPSHOT, UPDATE, VALIDATE, SAVE, LEFT])
 SLOTS = st.lists(
     st.builds(WorkerSlot, st.uuids().map(str), st.sampled_from("abcd"), st.booleans()),
     unique_by=lambda slot: slot.worker,
@@ -130,8 +147,12 @@ def test_no_decision_uses_a_node_with_a_notice_or_too_many_workers(
         assert len(set(decision.workers)) == len(decision.workers)
 
 
-def rank(phase: str, phase_s: float, longest_step_s: float = 0.5) -> ProgressView:
+def rank(phase: Phase, phase_s: float, longest_step_s: float = 0.5) -> ProgressView:
     return ProgressView(10, phase, phase_s, longest_step_s)
+
+
+def limit_of(phase: Phase, longest_step_s: float = 0.5) -> float:
+    return LIMIT_S if phase.is_brief and longest_step_s else START_LIMIT_S
 
 
 def test_the_time_limit_of_a_hang_follows_the_step_time() -> None:
@@ -142,24 +163,95 @@ def test_the_time_limit_of_a_hang_follows_the_step_time() -> None:
 
 
 def test_a_rank_whose_process_does_not_answer_is_lost_and_waiting_ranks_are_not() -> None:
-    assert lost_ranks([rank("reduce", 9), rank("compute", 1)], [0.0, 9.0], limit_s=5) == [1]
+    assert lost_ranks([rank(REDUCE, 9), rank(COMPUTE, 1)], [0.0, 9.0], LIMIT_S) == [1]
 
 
 def test_a_rank_stuck_in_the_users_code_is_lost_and_waiting_ranks_are_not() -> None:
-    assert lost_ranks([rank("reduce", 9), rank("compute", 9), rank("reduce", 9)], [0, 0, 0], limit_s=5) == [1]
+    assert lost_ranks([rank(REDUCE, 9), rank(COMPUTE, 9), rank(REDUCE, 9)], [0, 0, 0], LIMIT_S) == [1]
 
 
 def test_ranks_in_a_deadlock_are_all_lost() -> None:
-    assert lost_ranks([rank("reduce", 9), rank("reduce", 8)], [0, 0], limit_s=5) == [0, 1]
-    assert lost_ranks([rank("reduce", 9), rank("reduce", 1)], [0, 0], limit_s=5) == []
+    assert lost_ranks([rank(REDUCE, 9), rank(REDUCE, 8)], [0, 0], LIMIT_S) == [0, 1]
+    assert lost_ranks([rank(REDUCE, 9), rank(REDUCE, 1)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(SHARDED_COMPUTE, 9), rank(REDUCE, 9)], [0, 0], LIMIT_S) == [0, 1]
 
 
-def test_slow_data_and_validation_do_not_count_as_a_hang() -> None:
-    assert lost_ranks([rank("reduce", 50), rank("data", 50)], [0, 0], limit_s=5) == []
-    assert lost_ranks([rank("other", 50), rank("other", 50)], [0, 0], limit_s=5) == []
-    assert lost_ranks([rank("data", START_LIMIT_S + 1)], [0], limit_s=5) == [0]
+def test_ranks_of_a_sharded_model_that_wait_for_one_without_data_are_not_lost() -> None:
+    waiting = [rank(SHARDED_COMPUTE, 300)] * 3
+    assert lost_ranks([*waiting, rank(DATA, 301)], [0] * 4, LIMIT_S) == []
+    assert lost_ranks([*waiting, rank(DATA, START_LIMIT_S + 1)], [0] * 4, LIMIT_S) == [3]
 
 
-def test_a_first_step_has_the_time_limit_of_a_start() -> None:
-    assert lost_ranks([rank("reduce", 50), rank("compute", 50, 0.0)], [0, 0], limit_s=5) == []
-    assert lost_ranks([rank("compute", START_LIMIT_S + 1, 0.0)], [0], limit_s=5) == [0]
+def test_slow_data_snapshots_and_validation_do_not_count_as_a_hang() -> None:
+    assert lost_ranks([rank(REDUCE, 50), rank(DATA, 50)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(REDUCE, 50), rank(SNAPSHOT, 50)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(VALIDATE, 50), rank(VALIDATE, 50)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(BETWEEN_STEPS, START_LIMIT_S + 1), rank(VALIDATE, 0.2)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(DATA, START_LIMIT_S + 1)], [0], LIMIT_S) == [0]
+
+
+def test_work_that_was_not_done_before_has_the_time_limit_of_a_start() -> None:
+    assert lost_ranks([rank(REDUCE, 50), rank(COMPUTE, 50, 0.0)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(COMPUTE, START_LIMIT_S + 1, 0.0)], [0], LIMIT_S) == [0]
+    assert lost_ranks([rank(COMPUTE.unless_known(False), 50)], [0], LIMIT_S) == []
+    assert lost_ranks([rank(COMPUTE.unless_known(True), 50)], [0], LIMIT_S) == [0]
+
+
+def test_the_limit_of_a_phase_follows_its_bytes() -> None:
+    saving = ProgressView(10, SAVE, START_LIMIT_S + 50, 0.5, allowed_s=100.0)
+    assert lost_ranks([saving], [0], LIMIT_S) == []
+    assert lost_ranks([replace(saving, phase_s=START_LIMIT_S + 101)], [0], LIMIT_S) == [0]
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> list[list[tuple[Phase, float]]]:
+    """Return (phase, seconds) of each rank, over the same time. The last phase of a rank has no end."""
+    of_rank = st.lists(st.tuples(PHASES, st.floats(0.01, 2 * START_LIMIT_S)), min_size=1, max_size=5)
+    return draw(st.lists(of_rank, min_size=1, max_size=4))
+
+
+def seen(timeline: list[tuple[Phase, float]], at: float) -> ProgressView:
+    """Return the progress of a rank at a time."""
+    began = 0.0
+    for phase, seconds in timeline[:-1]:
+        if at < began + seconds:
+            return rank(phase, at - began)
+        began += seconds
+    return rank(timeline[-1][0], max(at - began, 0.0))
+
+
+@given(timelines(), st.data())
+def test_a_rank_that_may_be_waiting_is_not_lost_while_another_does_its_own_work(
+    ranks: list[list[tuple[Phase, float]]], data: st.DataObject
+) -> None:
+    """The controller learns the progress of the ranks at different times, each of which can be as old as a poll without an answer."""
+    now = data.draw(st.floats(LIMIT_S, 4 * START_LIMIT_S))
+    ages = [data.draw(st.just(0.0) | st.floats(0.0, LIMIT_S)) for _ in ranks]
+    views = [seen(timeline, now - age) for timeline, age in zip(ranks, ages, strict=True)]
+    lost = lost_ranks(views, ages, LIMIT_S)
+    assert lost == sorted(set(lost))
+    at_fault = [view for view in (views[number] for number in lost) if not view.phase.may_wait]
+    assert all(view.phase_s > limit_of(view.phase) for view in at_fault)
+    if len(at_fault) < len(lost):
+        # All ranks were waiting together, for longer than the shortest of their limits.
+        assert len(lost) == len(ranks)
+        together_until = now - max(ages)
+        for view, age in zip(views, ages, strict=True):
+            assert view.phase.may_wait
+            assert now - age - view.phase_s < together_until - limit_of(view.phase)
+
+
+@given(st.lists(st.tuples(PHASES, st.floats(0, 2 * START_LIMIT_S)), min_size=1, max_size=6), st.data())
+def test_a_hang_is_always_found(states: list[tuple[Phase, float]], data: st.DataObject) -> None:
+    views = [rank(phase, seconds) for phase, seconds in states]
+    fresh = [0.0] * len(views)
+    number = data.draw(st.integers(0, len(views) - 1))
+    # A rank that does not answer.
+    assert number in lost_ranks(views, [9.0 if each == number else 0.0 for each in range(len(views))], LIMIT_S)
+    # A rank whose own work takes too long, whatever the others do.
+    own = data.draw(st.sampled_from([DATA, COMPUTE, SNAPSHOT, UPDATE, VALIDATE]))
+    hung = [rank(own, limit_of(own) + 1) if each == number else view for each, view in enumerate(views)]
+    assert number in lost_ranks(hung, fresh, LIMIT_S)
+    # Ranks that all wait.
+    waiting = [rank(view.phase if view.phase.may_wait else REDUCE, START_LIMIT_S + 1) for view in views]
+    assert lost_ranks(waiting, fresh, LIMIT_S) == list(range(len(views)))

@@ -219,7 +219,7 @@ def test_leaving_waits_for_a_checkpoint_that_is_being_written_until_its_deadline
     run.hand_over()
     end_writing()
     assert worker.held is not None
-    assert worker.held.step == (8 if until else 6)
+    assert worker.held.step == (7 if until else 6)
     assert [commit.step for commit in find_commits(Store(job.run_url))[0]] == ([5] if until else [])
 
 

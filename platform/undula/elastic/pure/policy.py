@@ -19,7 +19,7 @@ HANG_FACTOR = 10.0
 HANG_FLOOR_S = 5.0
 """Minimum of this time in seconds."""
 START_LIMIT_S = 600.0
-"""Maximum seconds without progress for a rank that starts, validates or saves."""
+"""Maximum seconds without progress for a rank that starts, reads, validates or saves, or computes with a new shape."""
 
 
 @dataclass(frozen=True)
@@ -148,24 +148,32 @@ def hang_limit_s(longest_step_s: float, override_s: float | None) -> float:
 def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], limit_s: float) -> list[int]:
     """Return the ranks that make no progress and must be treated as lost.
 
-    A rank in a collective waits for other ranks, so it counts as lost only if every rank is in a collective.
+    A rank that may be waiting for other ranks counts as lost only if all ranks may be waiting. As long as one of them does work of its
+    own, the others wait for it, or will do so soon.
 
     Args:
         ranks: Newest progress of each rank; None for a rank that has not reported any.
-        silent_s: Seconds for which each rank has not answered a poll.
+        silent_s: Seconds for which each rank has not answered a poll. Its newest progress is at least that old.
         limit_s: Result of `hang_limit_s`.
     """
     silent = [rank for rank, seconds in enumerate(silent_s) if seconds > limit_s]
     if silent:
         return silent
-    stuck = [number for number, rank in enumerate(ranks) if rank and rank.phase_s > _patience_s(rank, limit_s)]
-    outside = [number for number, rank in enumerate(ranks) if rank and rank.phase != "reduce"]
-    if outside:
-        return [number for number in stuck if number in outside]
-    return stuck if len(stuck) == len(ranks) else []
+    known = [rank for rank in ranks if rank]
+    hung = [
+        number
+        for number, rank in enumerate(ranks)
+        if rank and not rank.phase.may_wait and rank.phase_s > _patience_s(rank, limit_s)
+    ]
+    if len(known) < len(ranks) or any(not rank.phase.may_wait for rank in known):
+        return hung
+    # A rank that has not answered lately may have gone on since, so all must have waited for that much longer.
+    age_s = max(silent_s, default=0.0)
+    are_stuck = all(rank.phase_s > _patience_s(rank, limit_s) + age_s for rank in known)
+    return list(range(len(ranks))) if are_stuck else []
 
 
 def _patience_s(rank: ProgressView, limit_s: float) -> float:
     """Return the time limit for a rank's current phase. The first step has the longer limit, because it may include compilation."""
-    steps = rank.phase in ("compute", "reduce") and rank.longest_step_s > 0
-    return limit_s if steps else max(limit_s, START_LIMIT_S)
+    is_brief = rank.phase.is_brief and rank.longest_step_s > 0
+    return (limit_s if is_brief else max(limit_s, START_LIMIT_S)) + rank.allowed_s

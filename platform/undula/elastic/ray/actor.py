@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import psutil
@@ -21,7 +21,7 @@ from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError
 from undula.processes import ProcessIdentity, find_process, own_identity, send_signal
-from undula.recovery.progress import ProgressView
+from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
 
@@ -61,6 +61,8 @@ class ElasticStatus(WorkerStatus):
     """Resident memory of the process in bytes."""
 
 
+Departure: TypeAlias = Literal["left", "busy", "unusable"]
+"""Result of leaving a group: the process can join another group, its train function still makes progress, or it cannot be used again."""
 _state: WorkerState | None = None
 
 
@@ -121,7 +123,7 @@ class ElasticWorker(RayTrainWorker):
             return status
         status.progress = self._state.progress.view()
         status.resident_bytes = resident_memory()
-        status.has_left = status.progress.phase == "left" and not status.running and status.error is None
+        status.has_left = status.progress.phase == LEFT and not status.running and status.error is None
         if status.has_left:
             status.running = True  # otherwise the controller would consider the run finished
         status.preemption_info = None  # the policy handles notices; Ray would train until the deadline
@@ -157,20 +159,29 @@ class ElasticWorker(RayTrainWorker):
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 
-    def leave_group(self, timeout_s: float) -> bool:
-        """End everything that the group has left running in this process. Return whether the process can join another group."""
-        self.shutdown()  # type: ignore[no-untyped-call]
-        thread = get_train_context().execution_context.training_thread_runner._thread
+    def leave_group(self, timeout_s: float) -> Departure:
+        """End everything that the group has left running in this process.
+
+        Args:
+            timeout_s: Maximum seconds for which the train function may make no progress, such as copying its state to host memory. If
+                it makes progress, this method returns "busy" after about this time, and must be called again.
+        """
+        is_first, runner = not self._state.has_ended, get_train_context().execution_context.training_thread_runner
+        thread, wait_s = runner._thread, timeout_s
+        if is_first:
+            self.shutdown()  # type: ignore[no-untyped-call]
+        elif thread is not None:
+            wait_s = min(self._state.progress.left_s(timeout_s), timeout_s)
         if thread is not None:
-            self._state.has_ended = (
-                True  # stops a function that computes, which aborting its collectives would not stop
-            )
+            self._state.has_ended = True  # stops a function that computes, which no aborted collective would stop
             thread.join(PROMPT_END_S)
-            abort_collectives(self._state)  # another rank may be waiting for this one
-            thread.join(timeout_s)
-        error = get_train_context().execution_context.training_thread_runner.get_error()
-        has_left = thread is None or not thread.is_alive()
-        return has_left and (error is None or self._state.is_sound) and not self._state.is_spent
+            if is_first:
+                abort_collectives(self._state)  # another rank may be waiting for this one
+            thread.join(max(wait_s, 0.0))
+            if thread.is_alive():
+                return "busy" if self._state.progress.left_s(timeout_s) > 0 else "unusable"
+        is_usable = (runner.get_error() is None or self._state.is_sound) and not self._state.is_spent
+        return "left" if is_usable else "unusable"
 
     def kill_process(self, other: ProcessIdentity) -> None:
         """Send SIGKILL to another worker on this machine, because a suspended process does not react to Ray.

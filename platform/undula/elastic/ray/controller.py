@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 from ray.train.v2._internal.execution.controller.controller import TrainController
-from ray.train.v2._internal.execution.controller.state import RunningState
+from ray.train.v2._internal.execution.controller.state import (
+    InitializingState,
+    ReschedulingState,
+    RestartingState,
+    RunningState,
+)
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.config import ScalingConfig
 
 from undula.elastic.ray.events import ControllerEvents, EventQueue
 from undula.elastic.ray.failures import RetryUnlessBug, lacks_cause
-from undula.elastic.ray.group import WorkerGroups
+from undula.elastic.ray.group import ElasticWorkerGroup, WorkerGroups
 from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.scaling import PoolPolicy, elastic_statuses
 from undula.recovery.snapshot import parsed
@@ -26,6 +31,8 @@ FAST_FOR_S = 1.0
 """Seconds for which polling is fast after such a call."""
 POLL_TIMEOUT_S = 0.05
 """Maximum seconds for which a poll waits for answers. The next poll collects the answers that arrive later."""
+WAITING_STATES = (InitializingState, RestartingState, ReschedulingState)
+"""States in which the controller waits until a group can start."""
 CAUSE_LIMIT_S = 0.15
 """Maximum seconds to wait for the failure that broke the collectives of other ranks, whose answers can arrive earlier."""
 
@@ -91,10 +98,25 @@ class ElasticController(TrainController):
         return status
 
     async def _step(self) -> Any:
-        if self._worker_group is None and not isinstance(self.get_state(), RunningState):
-            # Ray's own loop would block the actor while it waits for nodes.
-            await asyncio.sleep(max(self._retries.take_pause_s(), FAST_POLL_S))
+        if not isinstance(self.get_state(), RunningState):
+            has_ended_now = await self._let_leave()
+            pause_s = self._retries.take_pause_s()
+            if pause_s or (isinstance(self.get_state(), WAITING_STATES) and not has_ended_now):
+                # Ray's own loop would block the actor while it waits for nodes.
+                await asyncio.sleep(max(pause_s, FAST_POLL_S))
         return await super()._step()
+
+    async def _let_leave(self) -> bool:
+        """Let the workers leave the group that ends. This actor serves calls meanwhile, because they may have to copy large states.
+
+        Returns:
+            Whether there was a group to leave.
+        """
+        group = self._worker_group
+        is_group = isinstance(group, ElasticWorkerGroup) and group.ask_to_leave()
+        while not self._pool.await_left(FAST_POLL_S):
+            await asyncio.sleep(0)
+        return is_group
 
     async def _shutdown(self) -> Any:
         result = await super()._shutdown()

@@ -15,7 +15,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import invoke_context_managers
 
 from undula.elastic.ray.failures import NotEnoughWorkersError
-from undula.elastic.ray.pool import PooledWorker, WorkerPool
+from undula.elastic.ray.pool import LEAVE_TIMEOUT_S, PooledWorker, WorkerPool
 from undula.errors import UndulaError
 
 
@@ -54,8 +54,9 @@ class PooledState(WorkerGroupState):
     pool: WorkerPool
 
     def shutdown(self) -> None:
-        ids = [actor_id(worker) for worker in self.workers]
-        self.pool.take_back(dict(zip(ids, self.group.silent_s(), strict=True)))
+        self.group.ask_to_leave()
+        while not self.pool.await_left(LEAVE_TIMEOUT_S):
+            pass
 
 
 class ElasticWorkerGroup(WorkerGroup):
@@ -93,6 +94,13 @@ class ElasticWorkerGroup(WorkerGroup):
         now = time.monotonic()
         polls = [self._world_rank_to_ongoing_poll.get(rank) for rank in range(len(self.get_workers()))]
         return [now - poll.start_time if poll else 0.0 for poll in polls]
+
+    def ask_to_leave(self) -> bool:
+        """Ask the workers to leave the group. Return False if they were asked before."""
+        state = self.get_worker_group_state()
+        assert isinstance(state, PooledState)
+        ids = [actor_id(worker) for worker in state.workers]
+        return state.pool.ask_to_leave(dict(zip(ids, self.silent_s(), strict=True)))
 
     def _begin(self, state: PooledState, context: WorkerGroupContext) -> None:
         managers: list[Any] = [callback.on_worker_group_start for callback in self._callbacks]

@@ -14,7 +14,7 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args
 from undula.elastic.pure.fleet import FleetManager
 from undula.elastic.pure.nodes import Node
 from undula.elastic.pure.policy import WorkerSlot
-from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata
+from undula.elastic.ray.actor import Departure, ElasticWorker, WorkerMetadata
 from undula.elastic.ray.capacity import Labels, alive_nodes
 from undula.elastic.ray.environment import variables_of_worker
 from undula.errors import ClusterError
@@ -34,7 +34,9 @@ PING_TIMEOUT_S = 0.5
 MIN_PING_TIMEOUT_S = 0.05
 """Minimum time in seconds that a worker gets to answer a ping."""
 LEAVE_TIMEOUT_S = 26.0
-"""Maximum seconds for a worker to end everything that its group has left running, such as a rendezvous that fails."""
+"""Maximum seconds without an answer from a worker that was asked to end everything that its group has left running."""
+LEAVE_PATIENCE_S = LEAVE_TIMEOUT_S / 2
+"""Maximum seconds in which a leaving worker may make no progress, for example while a rendezvous fails."""
 
 
 @dataclass
@@ -53,12 +55,20 @@ class PooledWorker:
     in_group: bool = False
     has_trained: bool = False
     """Whether the worker has been in a group and may therefore hold the run's state."""
+    leaving: Any = None
+    """Reference to the result of `ElasticWorker.leave_group`; None unless the worker is leaving its group."""
+    asked_at: float = 0.0
+    """Time of that call on the monotonic clock, in seconds."""
     export: Any = None
     """Reference to the result of `ElasticWorker.export_state`; None unless the state was requested because the node will be removed."""
 
     @property
     def id(self) -> str:
         return str(self.actor._actor_id.hex())
+
+    def leave(self) -> None:
+        """Begin to leave the group, or go on with it."""
+        self.leaving, self.asked_at = self.actor.leave_group.remote(LEAVE_PATIENCE_S), time.monotonic()
 
 
 @dataclass
@@ -103,7 +113,7 @@ class WorkerPool:
         self._collect_prepared()
         for worker in [worker for worker in self.workers.values() if not worker.in_group]:
             is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
-            may_leave = worker.node in self.notices and self._preserve_state(worker)
+            may_leave = worker.leaving is None and worker.node in self.notices and self._preserve_state(worker)
             if worker.node not in self.nodes or may_leave or is_late:
                 self.drop(worker.id)
         self._start_missing(now)
@@ -152,7 +162,8 @@ class WorkerPool:
 
     def ready(self) -> list[PooledWorker]:
         """Return the workers that can join a group. Workers that have trained come first, because they hold the state."""
-        found = [worker for worker in self.workers.values() if worker.metadata and worker.node not in self.notices]
+        known = (worker for worker in self.workers.values() if worker.metadata and worker.leaving is None)
+        found = [worker for worker in known if worker.node not in self.notices]
         return sorted(found, key=lambda worker: (not worker.has_trained, worker.started))
 
     @property
@@ -189,21 +200,44 @@ class WorkerPool:
                 self.drop(member.id, "unresponsive")
         return [member for member in members if member in present]
 
-    def take_back(self, silent_s: Mapping[str, float]) -> None:
-        """End a group. Workers that answer and can join another group stay in the pool; the others are dropped.
+    def ask_to_leave(self, silent_s: Mapping[str, float]) -> bool:
+        """Ask the workers of a group to leave it, and drop those that do not answer. Workers that were asked before are ignored.
 
         Args:
             silent_s: Seconds for which each worker of the group has not answered, by worker id.
+
+        Returns:
+            Whether any worker was still in the group.
         """
-        members = [self.workers[each] for each in silent_s if each in self.workers]
+        members = [self.workers[each] for each in silent_s if each in self.workers and self.workers[each].in_group]
         timeouts_s = {worker.id: max(PING_TIMEOUT_S - silent_s[worker.id], MIN_PING_TIMEOUT_S) for worker in members}
         responsive = _responding_in_time({worker.actor.ping.remote(): worker for worker in members}, timeouts_s)
-        leaving = {worker.actor.leave_group.remote(LEAVE_TIMEOUT_S / 2): worker for worker in responsive}
-        left = [worker.id for worker in _accepted(leaving, LEAVE_TIMEOUT_S)]
         for worker in members:
             worker.in_group = False
-            if worker.id not in left:
-                self.drop(worker.id, "unusable" if worker in responsive else None)
+            if worker not in responsive:
+                self.drop(worker.id)
+        for worker in responsive:
+            worker.leave()
+        return bool(members)
+
+    def await_left(self, timeout_s: float) -> bool:
+        """Wait until all leaving workers have left or `timeout_s` is over. Return whether all have left.
+
+        A worker may take long to copy its state to host memory, so it is dropped only if it makes no progress or cannot be used again.
+        """
+        leaving = {worker.leaving: worker for worker in self.workers.values() if worker.leaving is not None}
+        done, _ = ray.wait(list(leaving), num_returns=len(leaving), timeout=timeout_s) if leaving else ([], [])
+        for answer, worker in leaving.items():
+            if answer in done:
+                worker.leaving = None
+                match _departure(answer):
+                    case "busy":
+                        worker.leave()
+                    case "unusable":
+                        self.drop(worker.id, "unusable")
+            elif time.monotonic() - worker.asked_at > LEAVE_TIMEOUT_S:
+                self.drop(worker.id, "unusable")
+        return not any(worker.leaving is not None for worker in self.workers.values())
 
     def drop(self, worker: str, cause: Literal["unresponsive", "unusable"] | None = None) -> None:
         """End a worker's process. Workers that can see it kill it as well, because Ray cannot end a suspended process.
@@ -309,6 +343,15 @@ def _accepted(answers: Mapping[Any, PooledWorker], timeout_s: float) -> list[Poo
         return []
     done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=timeout_s)
     return [answers[answer] for answer in done if _is_accepted(answer)]
+
+
+def _departure(answer: Any) -> Departure:
+    """Return the result of `ElasticWorker.leave_group`. A worker whose process has ended cannot be used again."""
+    try:
+        departure: Departure = ray.get(answer)
+    except RayError:
+        return "unusable"
+    return departure
 
 
 def _is_accepted(answer: Any) -> bool:
