@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from ray.exceptions import RayTaskError
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 
@@ -130,7 +131,7 @@ def prepared(monkeypatch: Patch) -> Callable[[Callable[[], None] | None], list[A
     def prepare(own: Callable[[], None] | None) -> list[Any]:
         made: Any = ElasticWorker.__new__(ElasticWorker)
         made._state = WorkerState()
-        made.get_metadata = lambda: None
+        made.get_metadata = lambda: ActorMetadata("host", "node", "10.0.0.2", 1, {})
         made.prepare(SimpleNamespace(get=lambda: None), own, 0, "home")
         return seen
 
