@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from undula.errors import StorageError
+from undula.recovery.replica import state_bytes
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request
 from undula.state.events import EndEvent, WarningEvent
 from undula.state.records import StepRow
@@ -27,9 +28,14 @@ class StepBoundary:
         self._context = context
 
     def wants(self) -> Wants:
-        """Return the requests of this rank for the boundary after the step that it is about to commit."""
+        """Return the requests of this rank for the boundary after the step that it is about to commit.
+
+        This waits for the last snapshot, so that it is complete on all ranks once they have agreed on the step.
+        """
         context = self._context
         snapshots = context.snapshots
+        if snapshots:
+            snapshots.wait()
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
         request = context.setup.worker.request
         is_saving = context.checkpoints.saving_step is not None and not request.saves
@@ -42,6 +48,7 @@ class StepBoundary:
             saves=request.saves,
             snapshots=takes,
             sends=sends,
+            is_sending=snapshots is not None and snapshots.is_sending,
             lacks_memory=snapshots is not None and snapshots.lacks_piece,
             has_saved=context.checkpoints.has_finished_here,
         )
@@ -50,11 +57,9 @@ class StepBoundary:
     def changing_state(self, steps: int) -> Iterator[None]:
         """Surround the optimizer's step, and count `steps` more steps of the plan as committed after it.
 
-        An exception inside may leave the state partly changed. Such a state is not handed over.
+        An exception inside may leave the state partly changed. Such a state is not handed over. No snapshot may be in progress.
         """
         context = self._context
-        if context.snapshots:
-            context.snapshots.wait()
         committed, context.committed = context.committed, None
         assert committed is not None
         yield
@@ -72,10 +77,10 @@ class StepBoundary:
         context.step_s = row.seconds
         if context.telemetry:
             context.telemetry.step(row)
-        if snapshots and (news := snapshots.news(row.done, wants.lacks_memory)):
+        if snapshots and (news := snapshots.agreed(row.done, wants.lacks_memory, wants.is_sending)):
             context.report(news)
         if snapshots and wants.snapshots:
-            snapshots.begin(row.done, context.rows, wants.sends)
+            snapshots.begin(row.done, context.rows, wants.sends and not wants.is_sending)
         if wants.has_saved:
             self.finish_saving()
 
@@ -105,9 +110,13 @@ class StepBoundary:
         Returns:
             The error of the checkpoint, or None.
         """
-        error = self._context.checkpoints.wait()
+        context = self._context
+        is_saving = context.checkpoints.saving_step is not None
+        error = context.checkpoints.wait()
         if error:
-            self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
+            context.report(WarningEvent("checkpoint_failed", _reason(error)))
+        elif is_saving and context.snapshots:
+            context.snapshots.checkpoint_committed()
         return error
 
     def _leave(self, done: int) -> None:
@@ -127,7 +136,8 @@ class StepBoundary:
         context, layout = self._context, self._context.setup.layout
         replicas = context.setup.replicas
         has_part = layout.is_first or not context.live.is_whole
-        is_given = not has_part or (replicas is not None and replicas.give(self.held_state(done)))
+        num_bytes = state_bytes(context.live.held(), layout.control)
+        is_given = not has_part or (replicas is not None and replicas.give(self.held_state(done), num_bytes))
         answers: list[Any] = [None] * layout.world_size
         dist.all_gather_object(answers, is_given, group=layout.control)
         if not all(answers):
