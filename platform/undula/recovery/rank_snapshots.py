@@ -5,7 +5,7 @@ from pathlib import Path
 
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState
-from undula.recovery.replica import ReplicaClient
+from undula.recovery.replica import ReplicaClient, state_bytes
 from undula.recovery.snapshot import Snapshot, find_snapshots, is_private
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import WorkerState
@@ -17,6 +17,9 @@ class RankSnapshots:
     """Takes the snapshots of one rank. Rank 0 decides when, so that the snapshots of all ranks are of the same steps.
 
     If every rank holds the whole state, only one rank per node writes snapshots, and only rank 0 sends replicas.
+
+    At each step, all ranks call `wait` before they agree on the step and `agreed` afterwards. So they know then that all of them have
+    stored the last snapshot, and that those of former attempts are no longer needed.
 
     Args:
         live: State of the run on this rank.
@@ -38,7 +41,10 @@ class RankSnapshots:
         self._layout = layout
         self._worker = worker
         self._replicas = replicas
-        self._writer: SnapshotWriter | None = writer
+        self._writer = writer
+        self._has_ended = False
+        self._has_begun = False
+        self._has_replaced_former = False
 
     @property
     def _writes(self) -> bool:
@@ -56,62 +62,95 @@ class RankSnapshots:
         Args:
             step_s: Duration of the previous step in seconds.
         """
-        if not self._layout.is_first or self._writer is None:
+        if not self._layout.is_first or self._has_ended:
             return False, False
         takes = self._writer.is_due(step_s)
         return takes, takes and self._replicas is not None and self._replicas.is_due(self._live.is_whole)
 
     def begin(self, done: int, rows: Sequence[StepRow], is_sent: bool) -> None:
-        """Start taking a snapshot of the state, if this rank writes snapshots.
+        """Start taking a snapshot of the state, if this rank writes snapshots. All ranks must call this at the same step.
 
         Args:
             done: Number of steps that the state includes.
             rows: Rows of the ledger that may not have reached storage.
             is_sent: Whether to send a replica, if this rank sends replicas.
         """
-        if self._writer and self._writes and not self._writer.problem:
-            send = self._replicas.send if self._replicas and self._sends and is_sent else None
-            self._writer.begin(done, self._live.held(), self._live.buffers(), rows, send)
+        if self._has_ended:
+            return
+        held = self._live.held()
+        num_bytes = state_bytes(held, self._layout.control) if is_sent else 0
+        if self._writes:
+            send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
+            self._writer.begin(done, held, self._live.buffers(), rows, send)
+            self._has_begun = True
 
     def wait(self) -> None:
         """Wait until the snapshot in progress is complete. Call this before the tensors change."""
-        if self._writer:
+        if not self._has_ended:
             self._writer.wait()
 
     @property
     def lacks_piece(self) -> bool:
-        """Whether this rank cannot store its pieces, so that the snapshots of the other ranks are incomplete and useless."""
-        return self._writer is not None and self._writer.problem is not None and not self._live.is_whole
+        """Whether this rank cannot store its part, so that all ranks must stop taking snapshots.
 
-    def news(self, done: int, lacks_piece: bool) -> SnapshotEvent | WarningEvent | None:
-        """Return the event about snapshots that is due, if any: their cost, which is reported once, or the reason why they have stopped.
+        If every rank holds the whole state, only rank 0 is indispensable, because it decides when snapshots are taken.
+        """
+        return self._has_problem and (self._layout.is_first or not self._live.is_whole)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether the replica of this rank's last snapshot is still on its way."""
+        return self._replicas is not None and self._replicas.is_on_its_way
+
+    @property
+    def _has_problem(self) -> bool:
+        return not self._has_ended and self._writer.problem is not None
+
+    def agreed(self, done: int, lacks_piece: bool, is_sending: bool) -> SnapshotEvent | WarningEvent | None:
+        """Act on what the ranks have agreed on at a step.
+
+        If snapshots cannot continue, the last one is deleted on all ranks. The one before, or those of a former attempt, remain until
+        `checkpoint_committed`, because they may be the newest complete state outside of the workers.
 
         Args:
             done: Number of committed steps.
-            lacks_piece: Whether any rank cannot store its pieces. All ranks have agreed on the answer.
+            lacks_piece: Whether any rank cannot store its part.
+            is_sending: Whether any rank's replica is still on its way.
+
+        Returns:
+            Event about snapshots that is due, if any: their cost, which is reported once, or the reason why they have stopped.
         """
-        if self._writer is None:
+        if self._has_ended:
             return None
-        if lacks_piece or (self._writer.problem and self._live.is_whole):
+        if lacks_piece or self._has_problem:
             problem = self._writer.problem or "the node of another rank has no room for that rank's pieces"
-            self.close()
+            self._has_ended = True
+            self._writer.discard()
             return WarningEvent("no_snapshots", problem, step=done)
+        if self._has_begun and not self._has_replaced_former:
+            self._has_replaced_former = True
+            self._writer.delete_former_attempts()
+        if is_sending and self._replicas:
+            self._replicas.still_on_its_way()
         if self._worker.has_reported_snapshots or not (cost := self._writer.cost()):
             return None
         self._worker.has_reported_snapshots = True
         return SnapshotEvent(self._writer.bytes, *cost, step=done)
 
+    def checkpoint_committed(self) -> None:
+        """Free the memory of snapshots that will not be replaced, because a newer state is in storage now."""
+        if self._has_ended:
+            self._writer.delete()
+
     def delete(self) -> None:
         """Free the memory of the snapshots. Call this when the run is over."""
-        if self._writer:
-            self._writer.delete()
-        self._writer = None
+        self._has_ended = True
+        self._writer.delete()
 
     def close(self) -> None:
         """Stop taking snapshots, and leave the existing ones for a later group."""
-        if self._writer:
-            self._writer.close()
-        self._writer = None
+        self._has_ended = True
+        self._writer.close()
 
 
 def find_state(folder: Path, plan_digest: str, replicas: ReplicaClient | None, layout: Layout) -> list[Snapshot]:

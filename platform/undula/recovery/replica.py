@@ -1,15 +1,24 @@
-"""Replicas of a run's snapshots in the memory of its controller, needed when a node is lost whose state no other node holds."""
+"""Replicas of a run's snapshots in the memory of its controller, needed when a node is lost whose state no other node holds.
+
+While a replica is on its way, Ray holds up to two more copies of its bytes: one in the object store of the sender's node, and one in that
+of the head until the controller has copied it. A refused replica is not moved to the head.
+"""
 
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
+import torch
+import torch.distributed as dist
 from ray.exceptions import RayError
 
 from undula.recovery.snapshot import Snapshot, packed, parsed
+from undula.recovery.snapshot_writer import Send
 from undula.recovery.worker_state import HeldState
+from undula.state.pieces import RankState
 
 PUT_SHARE = 0.005
 """Maximum share of the time that is spent on passing replicas to Ray, which takes memory bandwidth from training."""
@@ -33,8 +42,10 @@ class ReplicaClient:
         self._is_elsewhere = is_elsewhere
         self._shares_node = shares_node
         self._has_room = True
-        self._is_on_its_way = False
+        self._began = 0.0
         self._next = 0.0
+        self.is_on_its_way = False
+        """Whether a replica of this rank is being sent."""
 
     def is_due(self, is_whole: bool) -> bool:
         """Return whether snapshots need replicas and the next one may be sent now.
@@ -43,25 +54,37 @@ class ReplicaClient:
             is_whole: Whether every rank holds the whole state.
         """
         needed = not is_whole or (self._shares_node and self._is_elsewhere)
-        return needed and self._has_room and not self._is_on_its_way and time.monotonic() >= self._next
+        return needed and self._has_room and not self.is_on_its_way and time.monotonic() >= self._next
 
-    def send(self, meta: bytes, data: memoryview) -> None:
-        """Start sending a snapshot. Its bytes are copied before this method returns."""
-        began = time.monotonic()
-        answer = self._store(meta, np.frombuffer(data, np.uint8))
-        self._next = began + (time.monotonic() - began) / PUT_SHARE
-        self._is_on_its_way = True
-        answer.future().add_done_callback(lambda answer: self._arrived(answer, began))
+    def sender(self, state_bytes: int) -> Send:
+        """Return a callback that starts sending one snapshot. The snapshot counts as being on its way from now on.
 
-    def give(self, held: HeldState) -> bool:
+        The callback copies the bytes before it returns.
+
+        Args:
+            state_bytes: Number of bytes that all ranks send of this state.
+        """
+        self.is_on_its_way, self._began = True, time.monotonic()
+        return partial(self._send, state_bytes)
+
+    def still_on_its_way(self) -> None:
+        """Put off the next replica, because that of another rank has not arrived yet."""
+        now = time.monotonic()
+        self._next = max(self._next, now + (now - self._began) / WAY_SHARE)
+
+    def give(self, held: HeldState, state_bytes: int) -> bool:
         """Send the part of the state that this process holds, and wait until it has arrived, because this node may be removed.
+
+        Args:
+            held: The state that this process holds.
+            state_bytes: Number of bytes that all ranks send of this state.
 
         Returns:
             Whether the controller has stored it; False if it has no room or does not answer.
         """
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         try:
-            return bool(ray.get(self._store(meta, np.frombuffer(data, np.uint8))))
+            return bool(ray.get(self._store(meta, np.frombuffer(data, np.uint8), state_bytes, is_last=True)))
         except RayError:
             return False
 
@@ -73,10 +96,30 @@ class ReplicaClient:
             return []
         return [parsed(meta, bytearray(data), "the memory of the head") for meta, data in found]
 
-    def _store(self, meta: bytes, data: "np.ndarray[Any, Any]") -> Any:
-        return self._controller.store_replica.remote(self._rank, meta, ray.put(data))
+    def _send(self, state_bytes: int, meta: bytes, data: memoryview) -> None:
+        began = time.monotonic()
+        answer = self._store(meta, np.frombuffer(data, np.uint8), state_bytes)
+        self._next = began + (time.monotonic() - began) / PUT_SHARE
+        answer.future().add_done_callback(self._arrived)
 
-    def _arrived(self, answer: "Future[bool]", began: float) -> None:
+    def _store(self, meta: bytes, data: "np.ndarray[Any, Any]", state_bytes: int, is_last: bool = False) -> Any:
+        # Ray would move a reference that is an argument of its own to the head before the controller can refuse it.
+        return self._controller.store_replica.remote(self._rank, meta, [ray.put(data)], state_bytes, is_last)
+
+    def _arrived(self, answer: "Future[bool]") -> None:
         self._has_room = self._has_room and answer.exception() is None and answer.result()
-        self._next = max(self._next, began + (time.monotonic() - began) / WAY_SHARE)
-        self._is_on_its_way = False
+        self.still_on_its_way()
+        self.is_on_its_way = False
+
+
+def state_bytes(held: RankState, group: dist.ProcessGroup) -> int:
+    """Return the number of bytes that all ranks together send as a replica of a state. All ranks must call this together.
+
+    Args:
+        held: Part of the state that this rank holds.
+        group: Process group of the ranks, which must support CPU tensors.
+    """
+    num_bytes = torch.tensor(held.bytes)
+    if not held.is_whole:
+        dist.all_reduce(num_bytes, group=group)
+    return int(num_bytes)

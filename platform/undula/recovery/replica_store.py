@@ -3,40 +3,90 @@
 from dataclasses import dataclass, field
 
 from undula.recovery.snapshot import FREE_SHARE, NEVER, Age, Snapshot, available_memory
-from undula.state.pieces import is_complete
+from undula.state.pieces import Holding, is_complete
 
-UNFINISHED = 2
-"""Maximum number of incomplete states that are kept beside the newest complete one. It is more than one because a rank's part of a state
-can arrive while another rank's part of the previous state is still on its way."""
+
+@dataclass
+class _State:
+    """Parts of a state that have arrived."""
+
+    age: Age = NEVER
+    parts: dict[str, Snapshot] = field(default_factory=dict)
+    """Snapshots by sender."""
+    holdings: dict[str, Holding | None] = field(default_factory=dict)
+    """Extent of each sender's pieces."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(part.load_bytes()) for part in self.parts.values())
 
 
 @dataclass
 class ReplicaStore:
-    """Keeps the newest complete state, and the parts of newer states that have arrived."""
+    """Keeps the newest complete state, and beside it the parts of one newer state that have arrived.
 
-    _snapshots: dict[Age, dict[str, Snapshot]] = field(default_factory=dict)
-    """Snapshots by age and sender."""
+    A state is admitted or refused as a whole when its first part is offered, so a refused state takes no memory. The complete state stays
+    until a newer one is complete. If there is no room for both, the run has no replicas in the background at all, because the only one
+    would get older and older.
+    """
 
-    def room(self) -> float:
-        """Return the number of bytes that a rank's snapshot may take: half of the memory that is free on this node."""
-        return FREE_SHARE * available_memory()
+    _whole: _State = field(default_factory=_State)
+    """Newest complete state; without parts if there is none."""
+    _incoming: _State = field(default_factory=_State)
+    """Newest state of which parts were admitted."""
+    refused: Age = NEVER
+    """Age of the last state for which there was no room."""
 
     @property
     def newest_whole(self) -> Age:
         """Age of the newest complete state; NEVER if there is none."""
-        return max((age for age in self._snapshots if self._is_whole(age)), default=NEVER)
+        return self._whole.age
 
-    def keep(self, sender: str, snapshot: Snapshot) -> None:
-        """Store the snapshot that a rank has sent, and drop states that are no longer needed."""
-        self._snapshots.setdefault(snapshot.age, {})[sender] = snapshot
-        whole = self.newest_whole
-        newer = sorted(age for age in self._snapshots if age > whole)[-UNFINISHED:]
-        self._snapshots = {age: self._snapshots[age] for age in (whole, *newer) if age in self._snapshots}
+    def budget(self) -> int:
+        """Return the number of bytes that all states may take: half of the memory that would be free on this node without them."""
+        return int(FREE_SHARE * (available_memory() + self._whole.bytes + self._incoming.bytes))
+
+    def room(self) -> int:
+        """Return the number of bytes that a state may take beside the newest complete one."""
+        return self.budget() - self._whole.bytes
+
+    def admits(self, age: Age, state_bytes: int, is_last: bool) -> bool:
+        """Return whether the parts of a state may be stored. The answer is the same for all parts.
+
+        Args:
+            age: Age of the state.
+            state_bytes: Size of all parts of the state in bytes.
+            is_last: Whether no newer state will follow. Otherwise there must be room for another state of this size beside this one.
+        """
+        if self._is_superseded(age) or age == self.refused:
+            return False
+        if age == self._incoming.age:
+            return True
+        if state_bytes > self.room() or (not is_last and 2 * state_bytes > self.budget()):
+            self.refused = age
+            return False
+        self._incoming = _State(age)
+        return True
+
+    def keep(self, sender: str, snapshot: Snapshot) -> bool:
+        """Store the snapshot that a rank has sent, and drop states that are no longer needed.
+
+        Returns:
+            False if a newer state has come in the meantime.
+        """
+        if self._is_superseded(snapshot.age):
+            return False
+        if snapshot.age != self._incoming.age:
+            self._incoming = _State(snapshot.age)
+        self._incoming.parts[sender] = snapshot
+        self._incoming.holdings[sender] = snapshot.holding
+        if is_complete(self._incoming.holdings.values()):
+            self._whole, self._incoming = self._incoming, _State()
+        return True
 
     def share(self, rank: int, world_size: int) -> list[Snapshot]:
         """Return the snapshots that one rank fetches. All ranks together fetch everything in the store."""
-        everything = [snapshot for _, of_ranks in sorted(self._snapshots.items()) for snapshot in of_ranks.values()]
-        return everything[rank::world_size]
+        return [*self._whole.parts.values(), *self._incoming.parts.values()][rank::world_size]
 
-    def _is_whole(self, age: Age) -> bool:
-        return is_complete([snapshot.holding for snapshot in self._snapshots[age].values()])
+    def _is_superseded(self, age: Age) -> bool:
+        return age <= self._whole.age or age < self._incoming.age

@@ -3,6 +3,8 @@
 A rank that writes snapshots has two slots in `/dev/shm` and writes them in turn, so that one of them is whole whenever the rank is killed.
 A slot has two files: `data`, with the bytes of the rank's pieces one after another, and `meta.json`, which describes them. The rank deletes
 `meta.json` before it changes the bytes and writes it again afterwards; a slot without `meta.json` has no snapshot. Nothing is unpickled.
+Each attempt has slots of its own, so that the snapshots of the former attempt stay until all ranks have stored one of the new attempt, and
+a process of the former attempt that is still alive cannot change those of the new one.
 """
 
 import json
@@ -10,7 +12,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -34,6 +36,10 @@ NEVER: Age = (-1, -1)
 """Age that is older than that of any state."""
 FREE_SHARE = 0.5
 """Maximum share of the free memory that snapshots may take."""
+SLOTS = ("a", "b")
+"""Names of the two places in which a rank writes its snapshots in turn."""
+DATA, META = "data", "meta.json"
+"""Files of a slot: the bytes of the pieces, and the description of the bytes."""
 ROWS_KNOWN = 4096
 """Number of rows of the ledger whose JSON is cached."""
 CONTROL_GROUPS = (
@@ -159,12 +165,17 @@ def available_memory() -> int:
     return max(min(found), 0)
 
 
+def slots_below(folder: Path) -> Iterator[Path]:
+    """Yield the slots below a folder. Other processes may delete some of them at the same time."""
+    return (Path(path) for path, _, _ in os.walk(folder) if Path(path).name in SLOTS)
+
+
 def find_snapshots(folder: Path, plan_digest: str) -> list[Snapshot]:
     """Find the complete snapshots of a plan below a folder in the memory of this node."""
     found = []
-    for file in folder.rglob("meta.json"):
+    for slot in slots_below(folder):
         try:
-            snapshot = parsed(file.read_bytes(), file.with_name("data"))
+            snapshot = parsed((slot / META).read_bytes(), slot / DATA)
         except (OSError, ValueError):
             continue
         if snapshot.plan_digest == plan_digest:

@@ -14,16 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undula.recovery.snapshot import (
-    FREE_SHARE,
-    Arrangement,
-    available_memory,
-    encoded,
-    find_snapshots,
-    fixed_meta,
-    is_private,
-)
-from undula.state.defaults import MEMORY
+from undula.recovery.node_memory import RESERVED, delete_former_attempts, delete_old_runs, reserve
+from undula.recovery.snapshot import DATA, META, SLOTS, Arrangement, encoded, fixed_meta, is_private
 from undula.state.pieces import RankState
 from undula.state.records import StepRow
 
@@ -32,8 +24,6 @@ COST = 0.01
 """Maximum share of the training time that snapshots take."""
 SETTLED = 8
 """Number of snapshots after which their measured cost is reliable."""
-KEPT_S = 86_400.0
-"""Seconds after the last snapshot of an unfinished run until the memory of its snapshots is freed."""
 
 
 class SnapshotWriter:
@@ -53,7 +43,7 @@ class SnapshotWriter:
         self, folder: Path, plan_digest: str, attempt: int = 0, local_rank: int = 0, every_steps: int | None = None
     ):
         self._folder = folder
-        self._own = folder / str(local_rank)
+        self._own = folder / str(attempt) / str(local_rank)
         self._plan_digest = plan_digest
         self._attempt = attempt
         self._fixed_interval = every_steps
@@ -120,9 +110,10 @@ class SnapshotWriter:
         self.wait()
         began = time.perf_counter()
         self._steps_since = 0
+        number, self._next = self._next, 1 - self._next
         if held is not self._held and not self._lay_out(held):
             return
-        slot, self._next = self._slots[self._next], 1 - self._next
+        slot = self._slots[number]
         sources = list({**self._sources, **copies}.values())
         self._taking = self._thread.submit(slot.write, sources, _ready(sources), encoded(self._fixed_meta, step, rows))
         if send:
@@ -144,8 +135,23 @@ class SnapshotWriter:
             self._taken += 1
             self._cost_s = 0.7 * self._cost_s + 0.3 * cost_s if self._cost_s else cost_s
 
+    def delete_former_attempts(self) -> None:
+        """Delete the snapshots of former attempts on this node, before the next snapshot is taken."""
+        self._thread.submit(delete_former_attempts, self._own.parent)
+
+    def discard(self) -> None:
+        """Stop taking snapshots, and delete the last one, of which a rank could not store its part. The one before stays."""
+        self.close()
+        for number, name in enumerate(SLOTS):
+            (self._own / name / RESERVED).unlink(missing_ok=True)
+            if number != self._next or not (self._own / name / META).exists():
+                shutil.rmtree(self._own / name, ignore_errors=True)
+        for folder in (self._own, self._own.parent):
+            with suppress(OSError):  # there is another snapshot in it
+                folder.rmdir()
+
     def delete(self) -> None:
-        """Free the memory of the snapshots. Call this when the run is over."""
+        """Stop taking snapshots, and free the memory of all snapshots of the run on this node."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -171,34 +177,23 @@ class SnapshotWriter:
             if not is_private(self._folder):
                 self.problem = f"other users can write to {self._folder.parent}; remove that folder"
                 return False
-            _delete_old(self._folder)
-            room = os.statvfs(MEMORY)
-            own = sum(file.stat().st_size for file in self._own.glob("*/data*"))
-            free = min(room.f_bavail * room.f_frsize, available_memory()) + own
-            if 2 * arrangement.bytes > FREE_SHARE * free:
-                need, limit = (
-                    f"two copies of {arrangement.bytes / 2**20:.0f} MiB",
-                    f"half of the {free / 2**20:.0f} MiB",
-                )
-                self.problem = f"{need} would take more than {limit} that are free in {MEMORY}"
-                return False
-            newest = max(find_snapshots(self._own, self._plan_digest), key=lambda each: each.age, default=None)
-            self._next = int(newest is not None and newest.data == self._own / "a" / "data")
-            self._slots = [_Slot(self._own / name, arrangement) for name in ("a", "b")]
+            delete_old_runs(self._folder)
+            self.problem = reserve(self._own, arrangement.bytes)
         except OSError as error:
             self.problem = str(error)
+        if self.problem:
             return False
+        self._slots = [_Slot(self._own / name, arrangement) for name in SLOTS]
         return True
 
 
 class _Slot:
-    """One of the two places in memory in which a rank writes its snapshots in turn.
+    """One of the two places in memory in which a rank writes its snapshots in turn. Its memory must be reserved.
 
-    An existing snapshot stays valid until the first call of `write`.
+    A former snapshot stays valid until the first call of `write`.
     """
 
     def __init__(self, folder: Path, arrangement: Arrangement):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._arrangement = arrangement
         self._map: mmap.mmap | None = None
@@ -217,7 +212,7 @@ class _Slot:
         if self._map is None:
             self._map = self._mapped_file()
             self._views = self._arrangement.views(self._map)
-        (self._folder / "meta.json").unlink(missing_ok=True)
+        (self._folder / META).unlink(missing_ok=True)
         if ready:  # a separate stream, so that the next step's kernels do not wait for the copies
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_event(ready)
@@ -227,35 +222,32 @@ class _Slot:
             torch._foreach_copy_(self._views, list(sources))
         partial = self._folder / "meta.partial"
         partial.write_bytes(meta)
-        partial.replace(self._folder / "meta.json")
+        partial.replace(self._folder / META)
         self._meta = meta
         return time.thread_time() - began
 
     def give(self, send: Send) -> None:
         """Pass the snapshot in this slot to `send`, if there is one."""
-        if self._meta is not None and self._map is not None and self.bytes:
+        if self._meta is not None and self._map is not None:
             send(self._meta, memoryview(self._map))
 
     def _mapped_file(self) -> mmap.mmap:
         """Map the file of this slot. A file of another size is not changed but replaced, because other slots may have mapped it."""
-        size, data = max(self.bytes, 1), self._folder / "data"
-        fits = data.exists() and data.stat().st_size == size
-        file = data if fits else self._folder / "data.new"
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        data, reserved = self._folder / DATA, self._folder / RESERVED
+        is_new = reserved.exists()
+        if is_new:  # free the memory of the former snapshot before taking more
+            (self._folder / META).unlink(missing_ok=True)
+            data.unlink(missing_ok=True)
+        descriptor = os.open(reserved if is_new else data, os.O_RDWR)
         try:
-            if not fits:
-                # Without this, writing to a page for which there is no memory would kill the process. Here it only disables snapshots.
-                os.posix_fallocate(descriptor, 0, size)
-                os.ftruncate(descriptor, size)  # a writer that was killed may have left a larger file
+            size = os.fstat(descriptor).st_size
+            # Without this, writing to a page for which there is no memory would kill the process. Here it only disables snapshots.
+            os.posix_fallocate(descriptor, 0, size)
             mapped = mmap.mmap(descriptor, size)
-        except OSError:
-            file.unlink()
-            raise
         finally:
             os.close(descriptor)
-        if not fits:
-            (self._folder / "meta.json").unlink(missing_ok=True)
-            file.replace(data)
+        if is_new:
+            reserved.replace(data)
         return mapped
 
 
@@ -266,12 +258,3 @@ def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _delete_old(own: Path) -> None:
-    """Free the memory of other runs that have taken no snapshot for KEPT_S seconds, given the folder of this run."""
-    for run in list(own.parent.iterdir()) if own.parent.name.startswith("undula-") else []:
-        with suppress(OSError):  # the run may delete the folder at the same time
-            newest = max((slot.stat().st_mtime for slot in run.glob("*/*")), default=run.stat().st_mtime)
-            if run != own and time.time() - newest > KEPT_S:
-                shutil.rmtree(run, ignore_errors=True)

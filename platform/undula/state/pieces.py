@@ -101,6 +101,11 @@ class RankState:
         """Size of the tensors in bytes."""
         return sum(piece.tensor.nbytes for piece in self.pieces.values())
 
+    @property
+    def whole_bytes(self) -> int:
+        """Size of all tensors of the state in bytes, including what other ranks hold."""
+        return sum(prod(spec.shape) * dtype_named(spec.dtype).itemsize for spec in self.expected.values())
+
     def whole(self) -> dict[str, Any]:
         """Return tensors and values by name. This rank must hold the whole state."""
         return {**{name: piece.tensor for name, piece in self.pieces.items()}, **self.values}

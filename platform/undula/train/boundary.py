@@ -13,11 +13,13 @@ from undula.recovery.progress import (
     BETWEEN_STEPS,
     HAND_OVER,
     MEMORY_BYTES_S,
+    REDUCE,
     SAVE,
     SNAPSHOT,
     STORAGE_BYTES_S,
     UPDATE,
 )
+from undula.recovery.replica import state_bytes
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request
 from undula.state.events import EndEvent, WarningEvent
 from undula.state.records import StepRow
@@ -36,11 +38,17 @@ class StepBoundary:
         self._context = context
 
     def wants(self) -> Wants:
-        """Return the requests of this rank for the boundary after the step that it is about to commit."""
+        """Return the requests of this rank for the boundary after the step that it is about to commit.
+
+        This waits for the last snapshot, so that it is complete on all ranks once they have agreed on the step.
+        """
         context = self._context
-        snapshots = context.snapshots
+        snapshots, worker = context.snapshots, context.setup.worker
+        if snapshots:
+            worker.enter(SNAPSHOT)
+            snapshots.wait()
+            worker.enter(REDUCE)
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
-        worker = context.setup.worker
         request = worker.request
         return Wants(
             leaves=request.leaves,
@@ -51,6 +59,7 @@ class StepBoundary:
             owes_save=worker.owes_save,
             snapshots=takes,
             sends=sends,
+            is_sending=snapshots is not None and snapshots.is_sending,
             lacks_memory=snapshots is not None and snapshots.lacks_piece,
             has_saved=context.checkpoints.has_finished_here,
         )
@@ -59,15 +68,11 @@ class StepBoundary:
     def changing_state(self, steps: int) -> Iterator[None]:
         """Surround the optimizer's step, and count `steps` more steps of the plan as committed after it.
 
-        An exception inside may leave the state partly changed. Such a state is not handed over.
+        An exception inside may leave the state partly changed. Such a state is not handed over. No snapshot may be in progress.
         """
         context = self._context
-        # The step is committed, so none of these calls may raise because the group has ended.
-        progress = context.setup.worker.progress
-        if context.snapshots:
-            progress.enter(SNAPSHOT)
-            context.snapshots.wait()
-        progress.enter(UPDATE)
+        # The step is committed, so this call may not raise because the group has ended.
+        context.setup.worker.progress.enter(UPDATE)
         committed, context.committed = context.committed, None
         assert committed is not None
         yield
@@ -85,10 +90,10 @@ class StepBoundary:
         context.step_s = row.seconds
         if context.telemetry:
             context.telemetry.step(row)
-        if snapshots and (news := snapshots.news(row.done, wants.lacks_memory)):
+        if snapshots and (news := snapshots.agreed(row.done, wants.lacks_memory, wants.is_sending)):
             context.report(news)
         if snapshots and wants.snapshots:
-            snapshots.begin(row.done, context.rows, wants.sends)
+            snapshots.begin(row.done, context.rows, wants.sends and not wants.is_sending)
         if wants.has_saved:
             self.finish_saving()
 
@@ -131,13 +136,17 @@ class StepBoundary:
         Raises:
             SupersededError: A newer attempt of the run exists.
         """
-        if self._context.checkpoints.saving_step is not None:
+        context = self._context
+        is_saving = context.checkpoints.saving_step is not None
+        if is_saving:
             self._enter_save()
-        error = self._context.checkpoints.wait()
+        error = context.checkpoints.wait()
         if isinstance(error, SupersededError):
             raise error
         if error:
-            self._context.report(WarningEvent("checkpoint_failed", _reason(error)))
+            context.report(WarningEvent("checkpoint_failed", _reason(error)))
+        elif is_saving and context.snapshots:
+            context.snapshots.checkpoint_committed()
         return error
 
     def _leave(self, done: int) -> None:
@@ -158,7 +167,10 @@ class StepBoundary:
         replicas = context.setup.replicas
         has_part = layout.is_first or not context.live.is_whole
         self._enter_save()
-        is_given = not has_part or (replicas is not None and replicas.give(self._held_state(done, self._enter_save)))
+        num_bytes = state_bytes(context.live.held(), layout.control)
+        is_given = not has_part or (
+            replicas is not None and replicas.give(self._held_state(done, self._enter_save), num_bytes)
+        )
         answers: list[Any] = [None] * layout.world_size
         dist.all_gather_object(answers, is_given, group=layout.control)
         if not all(answers):

@@ -100,6 +100,8 @@ class Wants:
     """Whether to take a snapshot."""
     sends: bool = reduced(ANY, default=False)
     """Whether to send a replica of the snapshot to the controller."""
+    is_sending: bool = reduced(ANY, default=False)
+    """Whether a replica of the last snapshot is still on its way. The next one is sent only after it has arrived from all ranks."""
     lacks_memory: bool = reduced(ANY, default=False)
     """Whether a node has no memory for a snapshot of a rank's pieces. The snapshots of the other ranks are then useless."""
     has_saved: bool = reduced(ALL, default=False)

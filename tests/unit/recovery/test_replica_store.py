@@ -4,12 +4,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import arange
 
 from undula.elastic.ray.actor import ElasticWorker
-from undula.recovery.replica_store import UNFINISHED, ReplicaStore
+from undula.recovery import replica_store
+from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import NEVER, Snapshot, packed, parsed
 from undula.recovery.worker_state import HeldState, WorkerState
 from undula.state.pieces import Piece, RankState, is_complete
@@ -26,22 +29,89 @@ def snapshot(step: int, half: int | None) -> Snapshot:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
-def test_the_newest_complete_snapshot_is_kept(comes: list[tuple[bool, bool]]) -> None:
-    """Rank 0 sends its half at each step. The half of rank 1 is missing, or comes only after the next one of rank 0."""
-    store = ReplicaStore()
-    whole, late = 0, 0
-    for step, (comes_at_all, is_late) in enumerate(comes, 1):
-        store.keep("rank 0", snapshot(step, 0))
-        for ready in (late, step if comes_at_all and not is_late else 0):
-            if ready:
-                store.keep("rank 1", snapshot(ready, 1))
-                whole = max(whole, ready)
-        late = step if comes_at_all and is_late else 0
+def test_the_newest_complete_state_is_kept_and_one_newer_incomplete_state(comes: list[tuple[bool, bool]]) -> None:
+    """Either half of each step's state may be lost on its way."""
+    store, whole = ReplicaStore(), 0
+    for step, halves in enumerate(comes, 1):
+        for half, comes_at_all in enumerate(halves):
+            if comes_at_all:
+                assert store.keep(f"rank {half}", snapshot(step, half))
+        whole = step if all(halves) else whole
         assert store.newest_whole == ((1, whole) if whole else NEVER)
         kept = store.share(0, 1)
-        assert len(kept) <= 2 + UNFINISHED  # two halves, and the incomplete newer ones
+        assert len({each.age for each in kept}) <= 2
         if whole:
             assert is_complete([each.holding for each in kept if each.age == (1, whole)])
+
+
+def test_parts_of_older_states_are_refused() -> None:
+    store = ReplicaStore()
+    for half in (0, 1):
+        assert store.keep(f"rank {half}", snapshot(3, half))
+    assert store.keep("rank 0", snapshot(5, 0))
+    assert not store.admits((1, 4), 80, is_last=True)
+    assert not store.keep("rank 1", snapshot(4, 1))
+    assert not store.keep("rank 1", snapshot(3, 1))
+    assert store.newest_whole == (1, 3)
+
+
+class Head:
+    """Head with a given amount of memory, to which the ranks of a sharded model send their parts of 1 MiB."""
+
+    def __init__(self, ranks: int, memory_mib: int, monkeypatch: pytest.MonkeyPatch):
+        self.store, self.ranks, self.memory = ReplicaStore(), ranks, memory_mib * 2**20
+        self.least = self.memory
+        monkeypatch.setattr(replica_store, "available_memory", lambda: self.memory - self.held)
+
+    @property
+    def held(self) -> int:
+        return sum(len(each.load_bytes()) for each in self.store.share(0, 1))
+
+    def send(self, step: int, is_last: bool = False) -> list[bool]:
+        """Send the parts of a state as far as they are admitted. Return the answer to each rank."""
+        answers = []
+        for rank in range(self.ranks):
+            piece = Piece(torch.zeros(2**20, dtype=torch.uint8), (self.ranks * 2**20,), (rank * 2**20,), False)
+            meta, data = packed("plan", (1, step), RankState({"w": piece}, {}), [])
+            answers.append(self.store.admits((1, step), self.ranks * 2**20, is_last))
+            if answers[-1]:
+                self.store.keep(f"rank {rank}", parsed(meta, data))
+            self.least = min(self.least, self.memory - self.held)
+        return answers
+
+
+def test_a_state_that_does_not_fit_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head(ranks=64, memory_mib=30, monkeypatch=monkeypatch)
+    for step in (10, 20):
+        assert head.send(step) == [False] * 64
+    assert head.held == 0
+    assert head.send(30, is_last=True) == [False] * 64
+
+
+def test_states_that_fit_twice_replace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head(ranks=8, memory_mib=32, monkeypatch=monkeypatch)
+    for step in (10, 20, 30):
+        assert head.send(step) == [True] * 8
+        assert head.store.newest_whole == (1, step)
+    assert head.least >= head.memory / 2
+
+
+def test_a_state_that_fits_once_is_stored_only_if_no_newer_one_will_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head(ranks=8, memory_mib=31, monkeypatch=monkeypatch)
+    assert head.send(10) == [False] * 8
+    assert head.send(20, is_last=True) == [True] * 8
+    assert head.send(30, is_last=True) == [False] * 8
+    assert head.store.newest_whole == (1, 20)
+
+
+def test_a_state_of_another_size_is_admitted_by_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head(ranks=8, memory_mib=32, monkeypatch=monkeypatch)
+    head.send(10)
+    head.ranks = 9
+    assert head.send(20) == [False] * 9
+    head.ranks = 4
+    assert head.send(30) == [True] * 4
+    assert head.store.newest_whole == (1, 30)
 
 
 def test_all_ranks_together_fetch_the_whole_state() -> None:
@@ -68,3 +138,6 @@ def test_a_worker_exports_a_state_that_is_newer_and_fits() -> None:
     assert parsed(meta, bytearray(data)).age == (1, 3)
     assert export(room=80, newest=(1, 3)) is None
     assert export(room=79, newest=NEVER).endswith("more than half of the memory that is free on the head")
+    part = Piece(arange(5), (10,), (0,), is_replicated=False)
+    worker._state.held = HeldState("plan", 1, 3, RankState({"w": part}, {}), ())
+    assert export(room=79, newest=NEVER).startswith("its size of")  # the rest of the state would not fit

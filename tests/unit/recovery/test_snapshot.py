@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from undula.parallel.layout import join_layout
-from undula.recovery import snapshot, snapshot_writer
+from undula.recovery import node_memory, snapshot, snapshot_writer
 from undula.recovery.rank_snapshots import find_state
 from undula.recovery.snapshot import Snapshot, available_memory, find_snapshots, is_private, packed, parsed
 from undula.recovery.snapshot_writer import SnapshotWriter
@@ -74,9 +74,9 @@ def test_a_writer_that_is_killed_during_a_write_leaves_the_previous_snapshot(
     assert torch.equal(found.load().pieces["model.w"].tensor, torch.full((3, 5), 2.0))
 
 
-def test_a_new_writer_keeps_the_existing_snapshot(tmp_path: Path) -> None:
-    for step, left in ((5, [5]), (6, [5, 6]), (7, [6, 7])):
-        take(SnapshotWriter(tmp_path, "plan"), step)
+def test_the_writer_of_a_new_attempt_keeps_the_existing_snapshots(tmp_path: Path) -> None:
+    for attempt, left in ((1, [5]), (2, [5, 6]), (3, [5, 6, 7])):
+        take(SnapshotWriter(tmp_path, "plan", attempt), attempt + 4)
         assert sorted(json.loads(meta.read_bytes())["step"] for meta in tmp_path.rglob("meta.json")) == left
 
 
@@ -89,7 +89,7 @@ def test_the_snapshot_of_another_plan_is_ignored(tmp_path: Path) -> None:
 def test_memory_is_bounded_and_a_state_that_does_not_fit_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_writer, "FREE_SHARE", 0.0)
+    monkeypatch.setattr(node_memory, "FREE_SHARE", 0.0)
     writer = SnapshotWriter(tmp_path, "plan")
     take(writer, 1)
     assert writer.problem is not None
@@ -226,7 +226,7 @@ def test_the_memory_of_old_runs_is_freed_and_that_of_this_run_is_kept(tmp_path: 
         take(SnapshotWriter(folder / "old", "plan", local_rank=local_rank), 1)
     take(SnapshotWriter(folder / "recent", "plan", local_rank=0), 1)
     take(SnapshotWriter(folder / "recent", "plan", local_rank=1), 1)
-    for slot in [*folder.glob("own/3/*"), *folder.glob("old/*/*"), *folder.glob("recent/1/*")]:
+    for slot in [*folder.glob("own/*/3/*"), *folder.glob("old/*/*/*"), *folder.glob("recent/*/1/*")]:
         os.utime(slot, (0, 0))
     writer = SnapshotWriter(folder / "own", "plan")
     take(writer, 2)

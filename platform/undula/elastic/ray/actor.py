@@ -154,8 +154,8 @@ class ElasticWorker(RayTrainWorker):
         held = self._state.held
         if held is None or held.age <= newest:
             return None
-        if held.state.bytes > room:
-            return f"its size of {held.state.bytes / 2**20:.0f} MiB is more than half of the memory that is free on the head"
+        if held.state.whole_bytes > room:  # other workers may hold the rest, which is useless without this part
+            return f"its size of {held.state.whole_bytes / 2**20:.0f} MiB is more than half of the memory that is free on the head"
         meta, data = packed(held.plan_digest, held.age, held.state, held.rows)
         return meta, np.frombuffer(data, np.uint8)
 

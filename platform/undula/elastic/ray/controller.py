@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from ray import ObjectRef
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import (
     InitializingState,
@@ -22,6 +24,7 @@ from undula.elastic.ray.group import ElasticWorkerGroup, WorkerGroups
 from undula.elastic.ray.pool import WorkerPool
 from undula.elastic.ray.scaling import PoolPolicy, elastic_statuses
 from undula.recovery.snapshot import parsed
+from undula.state.events import WarningEvent
 
 POLL_INTERVAL_S = 0.25
 """Seconds between two polls of the workers."""
@@ -66,6 +69,7 @@ class ElasticController(TrainController):
         report = events.with_ready_workers(self._pool.ready)
         self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, report)
         self._retries: RetryUnlessBug = arguments["failure_policy"]
+        self._has_reported_refusal = False
         super().__init__(scaling_policy=self._elastic_policy, callbacks=[*callbacks, events], **arguments)
 
     async def wake(self) -> None:
@@ -73,12 +77,34 @@ class ElasticController(TrainController):
         self._fast_until = time.monotonic() + FAST_FOR_S
         self._called.set()
 
-    async def store_replica(self, rank: int, meta: bytes, data: np.ndarray[Any, Any]) -> bool:
-        """Store a replica of a rank's snapshot. Return False if there is no room for it."""
-        if data.nbytes > self._pool.replicas.room():
+    async def store_replica(
+        self, rank: int, meta: bytes, data: Sequence["ObjectRef[np.ndarray[Any, Any]]"], state_bytes: int, is_last: bool
+    ) -> bool:
+        """Store a replica of a rank's snapshot. A refused one is not moved to this node.
+
+        Args:
+            rank: Rank of the sender.
+            meta: Meta of the snapshot.
+            data: Reference to an array of its bytes, in a sequence of one element.
+            state_bytes: Size in bytes of the replicas of all ranks.
+            is_last: Whether the group ends, so that it will send no newer one.
+
+        Returns:
+            False if there is no room for the replicas of all ranks.
+        """
+        replicas, described = self._pool.replicas, parsed(meta, bytearray())
+        if described.age == replicas.newest_whole:
+            return True
+        if not replicas.admits(described.age, state_bytes, is_last):
+            if described.age == replicas.refused and not is_last and not self._has_reported_refusal:
+                self._has_reported_refusal = True
+                self._events(
+                    WarningEvent("no_replicas", _refusal(state_bytes, replicas.budget()), step=described.age[1])
+                )
             return False
-        self._pool.replicas.keep(f"rank {rank}", parsed(meta, await asyncio.to_thread(bytearray, data)))
-        return True
+        received = await data[0]
+        snapshot = replace(described, data=await asyncio.to_thread(bytearray, received))
+        return replicas.keep(f"rank {rank}", snapshot)
 
     async def stored_replicas(self, rank: int, world_size: int) -> list[tuple[bytes, np.ndarray[Any, Any]]]:
         """Return the share of the replicas that one of `world_size` ranks fetches. Together, the ranks fetch all replicas."""
@@ -131,3 +157,8 @@ class ElasticController(TrainController):
         except TimeoutError:
             return
         self._called.clear()
+
+
+def _refusal(state_bytes: int, budget: int) -> str:
+    need = f"two copies of {state_bytes / 2**20:.0f} MiB"
+    return f"{need} would take more than the {budget / 2**20:.0f} MiB that are half of its free memory"

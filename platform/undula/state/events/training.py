@@ -159,14 +159,16 @@ class EndEvent(Event):
 
 
 WarningCode = Literal[
-    "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "state_at_risk", "no_room_for_state",
-    "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "node_refused",
+    "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
+    "no_room_for_state", "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "node_refused",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
     "checkpoint_failed": "A checkpoint could not be written, and training continues: {detail}.",
     "checkpoints_not_removed": "Old checkpoints could not be deleted, and the next save will try again: {detail}.",
     "no_snapshots": "Snapshots in memory are disabled, so a run that loses all workers resumes from a checkpoint: {detail}.",
+    "no_replicas": "The head keeps no replica of the state, so a run that loses a node with a part of the state resumes from a checkpoint: "
+    "{detail}.",
     "state_at_risk": "The newest steps will be lost with the last node that holds them, because the head has no room: {detail}.",
     "node_refused": "A worker cannot train on its node, and the run continues without that node: {detail}.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",

@@ -1,0 +1,127 @@
+"""Memory of a node that the snapshots of its ranks share: who may take how much of it, and when it is freed.
+
+The snapshots of a rank are in `USER/RUN/ATTEMPT/LOCAL_RANK/SLOT`, where USER is the folder of a user. A rank reserves memory by creating
+its files with their final size but without contents, while it holds a lock on the user's folder. Such a file takes no memory, but other
+ranks count its size. So all ranks and all runs of a node keep the limit together, although they fill their files in parallel.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from undula.recovery.snapshot import DATA, FREE_SHARE, SLOTS, available_memory, slots_below
+from undula.state.defaults import MEMORY
+
+RESERVED = "data.new"
+"""File of a slot that has another size than its data, which it will replace."""
+KEPT_S = 86_400.0
+"""Seconds after the last snapshot of an unfinished run until the memory of its snapshots is freed."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Memory that snapshots take, in bytes."""
+
+    promised: int = 0
+    """Size that the reserved files will have."""
+    taken: int = 0
+
+    def __add__(self, other: "_Use") -> "_Use":
+        return _Use(self.promised + other.promised, self.taken + other.taken)
+
+
+def reserve(own: Path, num_bytes: int) -> str | None:
+    """Reserve memory for the two slots of a rank.
+
+    All snapshots of the run's attempt on this node may take at most FREE_SHARE of the memory that would be free without them, and each of
+    the two states at most FREE_SHARE of what is free while the snapshots of former attempts are still there.
+
+    Args:
+        own: Folder of the rank's slots.
+        num_bytes: Size of one snapshot of this rank.
+
+    Returns:
+        Reason why there is no room; None if the memory is reserved.
+    """
+    attempt, run, user = own.parents[:3]
+    with _locked(user):
+        free = free_memory()  # first, so that files that others fill at the same time do not seem to be missing memory
+        slots = list(slots_below(user))
+        everything = _total(slots)
+        former = _total(slot for slot in slots if slot.parents[2] == run and slot.parents[1] != attempt)
+        others = _total(slot for slot in slots if slot.parents[2] != run)
+        of_node = _total(slot for slot in slots if slot.parents[1] == attempt and slot.parent != own)
+        state = of_node.promised // len(SLOTS) + num_bytes
+        free += everything.taken - others.promised
+        room = min(free, len(SLOTS) * (free - former.taken))
+        if len(SLOTS) * state > FREE_SHARE * room:
+            need = f"two copies of {state / 2**20:.0f} MiB for the workers of a node"
+            return f"{need} would take more than half of the {room / 2**20:.0f} MiB that are free in {MEMORY}"
+        for name in SLOTS:
+            _reserve_file(own / name, max(num_bytes, 1))
+    return None
+
+
+def free_memory() -> int:
+    """Return the bytes that files in the memory of this node can still take."""
+    room = os.statvfs(MEMORY)
+    return min(room.f_bavail * room.f_frsize, available_memory())
+
+
+def delete_former_attempts(attempt: Path) -> None:
+    """Delete the snapshots of a run's former attempts, given the folder of this attempt."""
+    for each in list(attempt.parent.iterdir()):
+        if each.name.isdecimal() and int(each.name) < int(attempt.name):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def delete_old_runs(run: Path) -> None:
+    """Delete the snapshots of other runs that have taken none for KEPT_S seconds, given the folder of this run."""
+    for other in list(run.parent.iterdir()) if run.parent.name.startswith("undula-") else []:
+        with suppress(OSError):  # the other run may delete its folder at the same time
+            newest = max((slot.stat().st_mtime for slot in other.glob("*/*/*")), default=other.stat().st_mtime)
+            if other != run and time.time() - newest > KEPT_S:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock that the other processes of this node respect. It ends with this process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _reserve_file(slot: Path, size: int) -> None:
+    slot.mkdir(parents=True, exist_ok=True, mode=0o700)
+    data, reserved = slot / DATA, slot / RESERVED
+    reserved.unlink(missing_ok=True)
+    if not data.exists() or data.stat().st_size != size:
+        reserved.touch(0o600)
+        os.truncate(reserved, size)
+
+
+def _total(slots: Iterable[Path]) -> _Use:
+    return sum(map(_use_of, slots), _Use())
+
+
+def _use_of(slot: Path) -> _Use:
+    found: dict[int, os.stat_result] = {}
+    for name in (
+        RESERVED,
+        DATA,
+    ):  # in this order, because the owner may rename the first to the second at the same time
+        with suppress(FileNotFoundError):
+            file = (slot / name).stat()
+            found[file.st_ino] = file
+    # A reserved file will replace the data, so only its size counts.
+    promised = next((file.st_size for file in found.values()), 0)
+    return _Use(promised, sum(file.st_blocks * 512 for file in found.values()))

@@ -1,0 +1,212 @@
+"""Tests that the ranks and the runs of a node keep the limit of its memory for snapshots together, and free what they no longer need."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from undula.parallel.layout import Layout, join_layout
+from undula.recovery import node_memory, snapshot_writer
+from undula.recovery.rank_snapshots import RankSnapshots
+from undula.recovery.snapshot import find_snapshots, slots_below
+from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.worker_state import WorkerState
+from undula.state.events import WarningEvent
+from undula.state.pieces import Piece, RankState, is_complete
+
+PAGE = 4096
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def taken(folder: Path) -> int:
+    """Return the bytes of the memory that files take."""
+    total = 0
+    for slot in slots_below(folder):
+        for name in ("data", "data.new"):
+            with suppress(FileNotFoundError):  # a thread deletes it at the same time
+                total += (slot / name).stat().st_blocks * 512
+    return total
+
+
+@dataclass
+class Node:
+    """Node whose only use of memory is snapshots."""
+
+    folder: Path
+    memory: int
+    most: int = 0
+    """Largest use of memory so far, in bytes."""
+
+    def free(self) -> int:
+        return self.memory - taken(self.folder)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    node = Node(tmp_path / "undula-0", 100 * PAGE)
+    monkeypatch.setattr(node_memory, "free_memory", node.free)
+    write = SnapshotWriter.wait
+
+    def observed(writer: SnapshotWriter) -> None:
+        write(writer)
+        node.most = max(node.most, taken(node.folder))
+
+    monkeypatch.setattr(SnapshotWriter, "wait", observed)
+    return node
+
+
+class Group:
+    """Ranks of a sharded model that all run on one node, in this process."""
+
+    def __init__(self, node: Node, attempt: int, ranks: int, pages: int, run: str = "run"):
+        layout = join_layout(0, 1, torch.device("cpu"))
+        self.folder = node.folder / run
+        self.worker = WorkerState()
+        self.ranks = [self._rank(layout, attempt, rank, ranks, pages) for rank in range(ranks)]
+        self.warnings: list[str] = []
+
+    def _rank(self, layout: Layout, attempt: int, rank: int, ranks: int, pages: int) -> RankSnapshots:
+        size = pages * PAGE // ranks
+        whole = (max(ranks, 2) * size,)  # with one rank, another node has the other half
+        piece = Piece(torch.full((size,), attempt, dtype=torch.uint8), whole, (rank * size,), is_replicated=False)
+        live: Any = SimpleNamespace(held=lambda: RankState({"w": piece}, {}), buffers=dict, is_whole=False)
+        writer = SnapshotWriter(self.folder, "plan", attempt, rank, 1)
+        return RankSnapshots(live, writer, None, replace(layout, rank=rank, local_rank=rank), self.worker)
+
+    def step(self, done: int) -> None:
+        """Commit a step, and take a snapshot of it."""
+        for rank in self.ranks:
+            rank.wait()
+        lacks = any(rank.lacks_piece for rank in self.ranks)
+        for rank in self.ranks:
+            event = rank.agreed(done, lacks, is_sending=False)
+            self.warnings += [event.detail] if isinstance(event, WarningEvent) else []
+        for rank in self.ranks:
+            rank.begin(done, [], is_sent=False)
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def states(folder: Path) -> list[tuple[int, int]]:
+    """Return the ages of the complete states in a folder."""
+    found = find_snapshots(folder, "plan")
+    ages = {each.age for each in found}
+    return sorted(age for age in ages if is_complete([each.holding for each in found if each.age == age]))
+
+
+def test_the_ranks_of_a_node_exceed_the_limit_neither_together_nor_for_a_moment(node: Node) -> None:
+    group = Group(node, 1, ranks=4, pages=48)  # the slots of a rank take 24 of 100 pages
+    for step in (1, 2, 3):
+        group.step(step)
+    assert len(group.warnings) == 4
+    assert node.most <= node.memory / 2
+    assert taken(node.folder) == 0
+    assert not list(group.folder.iterdir())
+
+
+def test_a_state_that_fits_is_kept_twice(node: Node) -> None:
+    group = Group(node, 1, ranks=4, pages=24)
+    for step in (1, 2, 3):
+        group.step(step)
+    group.end()
+    assert group.warnings == []
+    assert states(group.folder) == [(1, 2), (1, 3)]
+    assert taken(node.folder) == 48 * PAGE
+
+
+def test_runs_on_one_node_count_the_memory_that_others_have_reserved(node: Node) -> None:
+    first, second = (Group(node, 1, ranks=2, pages=20, run=run) for run in ("one", "two"))
+    first.step(1)
+    for rank in first.ranks:
+        rank.wait()
+    second.step(1)  # 60 of 100 pages are left, although the first run has filled only one slot
+    first.step(2)
+    second.step(2)
+    assert first.warnings == []
+    assert len(second.warnings) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_snapshots_of_the_former_attempt_stay_until_all_ranks_have_stored_a_new_one(node: Node, ranks: int) -> None:
+    former = Group(node, 1, ranks=3, pages=24)
+    former.step(1)
+    former.step(2)
+    former.end()
+    group = Group(node, 2, ranks, pages=8 * ranks)
+    group.step(3)
+    group.ranks[0].wait()
+    assert (1, 2) in states(group.folder)
+    group.step(4)
+    group.step(5)
+    group.end()
+    assert [int(each.name) for each in group.folder.iterdir()] == [2]  # also without the slots of ranks that are gone
+    assert taken(node.folder) == 2 * 8 * ranks * PAGE
+
+
+def test_a_state_that_does_not_fit_beside_that_of_the_former_attempt_leaves_it_until_a_checkpoint(node: Node) -> None:
+    former = Group(node, 1, ranks=2, pages=24)
+    former.step(1)
+    former.step(2)
+    former.end()
+    group = Group(node, 2, ranks=2, pages=26)
+    group.step(3)
+    group.step(4)
+    assert len(group.warnings) == 2
+    assert states(group.folder) == [(1, 1), (1, 2)]
+    for rank in group.ranks:
+        rank.checkpoint_committed()
+    assert taken(node.folder) == 0
+
+
+def test_a_node_that_runs_out_of_memory_leaves_the_last_complete_state_until_a_checkpoint(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(node, 1, ranks=2, pages=8)
+    group.step(1)
+    for rank in group.ranks:
+        rank.wait()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_writer.os, "posix_fallocate", full)
+    group.step(2)
+    group.step(3)
+    assert group.warnings == ["[Errno 28] No space left on device"] * 2
+    assert states(group.folder) == [(1, 1)]
+    assert taken(node.folder) == 8 * PAGE
+    for rank in group.ranks:
+        rank.checkpoint_committed()
+    assert taken(node.folder) == 0
+
+
+def test_a_state_that_grows_beyond_the_memory_leaves_the_last_complete_one(node: Node) -> None:
+    group = Group(node, 1, ranks=2, pages=8)
+    for step in (1, 2, 3):
+        group.step(step)
+    larger = Group(node, 1, ranks=2, pages=60)
+    for rank, other in zip(group.ranks, larger.ranks, strict=True):
+        rank._live = other._live
+    group.step(4)
+    group.step(5)
+    assert len(group.warnings) == 2
+    assert states(group.folder) == [(1, 3)]
+    assert taken(node.folder) == 8 * PAGE
+
+
+def test_a_process_of_a_former_attempt_cannot_change_the_snapshots_of_the_new_one(node: Node) -> None:
+    late, group = Group(node, 1, ranks=2, pages=8), Group(node, 2, ranks=2, pages=8)
+    late.step(1)
+    for step in (2, 3):
+        group.step(step)
+    group.end()
+    late.step(4)
+    late.step(5)
+    assert states(group.folder) == [(2, 2), (2, 3)]
+    assert len(late.warnings) == 2
