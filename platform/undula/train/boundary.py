@@ -13,7 +13,6 @@ from undula.recovery.progress import (
     BETWEEN_STEPS,
     HAND_OVER,
     MEMORY_BYTES_S,
-    REDUCE,
     SAVE,
     SNAPSHOT,
     STORAGE_BYTES_S,
@@ -47,7 +46,6 @@ class StepBoundary:
         if snapshots:
             worker.enter(SNAPSHOT)
             snapshots.wait()
-            worker.enter(REDUCE)
         takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
         request = worker.request
         return Wants(

@@ -199,13 +199,14 @@ class Step:
         """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
         context, local, layout = self._context, self._local, self._context.setup.layout
         losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist() if self._losses else []
+        local.wants = self._boundary.wants()
+        self._enter(REDUCE)
         local.seconds["data_s"] = self._data_s
         for name, begin, end in self._intervals:
             local.seconds[name] += end.seconds_since(begin)
         local.seconds["blocked_s"], context.blocked_s = context.blocked_s, 0.0
         known_s = sum(local.seconds[name] for name in STEP_SECONDS)
         local.seconds["other_s"] = max(time.perf_counter() - self._began - known_s, 0.0)
-        local.wants = self._boundary.wants()
         if layout.leads_cell:
             local.losses = losses
             local.small_squares = context.noise.small_squares(self.samples)
