@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import threading
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,12 @@ from pathlib import Path
 _CRC_BYTES = 4
 # Fraction of the limit that is filled after an eviction. It is below 1, so that not every write has to evict entries.
 _FILL_AFTER_EVICTION = 0.9
+# Fraction of the free room that a process fills before it counts the entries again, which takes half a second for 50,000 of them. Up to
+# as many processes as this allows can write at once without exceeding the limit.
+_FILL_BEFORE_COUNT = 1 / 16
+_counting = threading.Lock()
+_uncounted: dict[tuple[str, int], float] = {}
+"""Bytes that this process may still write before it counts again, by folder and size limit."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +72,24 @@ class DiskCache:
         return Path(self.folder).expanduser() / name[:2] / name
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict the least recently used entries until `num_bytes` more fit. Concurrent writes of other processes can exceed the limit."""
+        """Evict the least recently used entries if `num_bytes` more may not fit. Many writing processes can exceed the limit."""
+        key = (self.folder, self.max_bytes)
+        with _counting:
+            left = _uncounted.get(key, 0.0) - num_bytes
+            _uncounted[key] = left if left >= 0 else self._evict(num_bytes) * _FILL_BEFORE_COUNT
+
+    def _evict(self, num_bytes: int) -> int:
+        """Evict the least recently used entries until `num_bytes` more fit, and return the room that is left with them."""
         entries = []
         for file in Path(self.folder).expanduser().glob("??/*"):
             with suppress(FileNotFoundError):  # another process has evicted it
                 stat = file.stat()
                 entries.append((stat.st_mtime_ns, stat.st_size, file))
-        total = sum(size for _, size, _ in entries)
-        if total + num_bytes <= self.max_bytes:
-            return
-        for _, size, file in sorted(entries):
-            file.unlink(missing_ok=True)
-            total -= size
-            if total + num_bytes <= self.max_bytes * _FILL_AFTER_EVICTION:
-                return
+        total = sum(size for _, size, _ in entries) + num_bytes
+        if total > self.max_bytes:
+            for _, size, file in sorted(entries):
+                file.unlink(missing_ok=True)
+                total -= size
+                if total <= self.max_bytes * _FILL_AFTER_EVICTION:
+                    break
+        return max(self.max_bytes - total, 0)

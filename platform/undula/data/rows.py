@@ -1,4 +1,8 @@
-"""Rows of a window, and batches of them as torch tensors. Batches are gathered from the chunks in which the rows were read."""
+"""Rows of a window, and batches of them as torch tensors. Batches are gathered from the chunks in which the rows were read.
+
+torch allocates every tensor of a batch, at a multiple of 64 bytes. Arrow and NumPy align their memory differently, and a slice of it can
+begin anywhere. torch's choice of a kernel, and with it the last bits of a result, could then depend on the rank and on the window.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +14,6 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from undula.data.manifest import ID_COLUMN, TEXT_TYPES, Column
 from undula.data.maps import mapped_columns
@@ -33,9 +36,7 @@ class Samples:
     def at(self, places: Ids) -> "Samples":
         """Return the samples at the given places."""
         batch = {
-            name: torch.from_numpy(values.numpy()[places])
-            if isinstance(values, Tensor)
-            else [values[place] for place in places]
+            name: _taken(values.numpy(), places) if isinstance(values, Tensor) else [values[place] for place in places]
             for name, values in self.batch.items()
         }
         return Samples(self.ids[places], batch)
@@ -63,11 +64,7 @@ class WindowRows:
         self._columns = {column.name: _Values(table[column.name], column) for column in columns}
 
     def take(self, start: int, stop: int) -> Samples:
-        """Return the rows at places [start, stop) of the window's stream order.
-
-        The tensors are views of the memory that was read if the rows are not shuffled within windows and lie in one chunk. Otherwise they
-        are copies.
-        """
+        """Return a copy of the rows at places [start, stop) of the window's stream order."""
         if self._order is None:
             return Samples(self._ids[start:stop], {name: of.slice(start, stop) for name, of in self._columns.items()})
         places = self._order[start:stop]
@@ -89,45 +86,56 @@ class _Values:
         chunks = [chunk for chunk in values.chunks if len(chunk)]
         self._starts = np.cumsum([0, *map(len, chunks)])
         self._chunks = [
-            column.values(chunk) if column.type in TEXT_TYPES else _tensor(chunk, column) for chunk in chunks
+            column.values(chunk) if column.type in TEXT_TYPES else _numbers(chunk, column) for chunk in chunks
         ]
 
     def slice(self, start: int, stop: int) -> Tensor | list[Any]:
         """Return the rows [start, stop)."""
         parts = [
-            _as_batch(chunk[max(start - int(begin), 0) : stop - int(begin)])
+            _as_values(chunk[max(start - int(begin), 0) : stop - int(begin)])
             for chunk, begin, end in zip(self._chunks, self._starts, self._starts[1:], strict=False)
             if begin < stop and start < end
         ]
-        return _joined(parts) if parts else _as_batch(self._chunks[0][:0])
+        return _joined(parts or [_as_values(self._chunks[0][:0])])
 
     def take(self, places: Ids) -> Tensor | list[Any]:
         """Return the rows at the given places. NumPy gathers them in one thread; torch's thread pool would compete with training."""
+        if len(self._chunks) == 1 and isinstance(self._chunks[0], np.ndarray):
+            return _taken(self._chunks[0], places)
         owners = np.searchsorted(self._starts, places, side="right") - 1
         by_chunk = [np.flatnonzero(owners == number) for number in range(len(self._chunks))]
         parts = [
-            _taken(chunk, places[own] - start)
+            chunk.take(places[own] - start, axis=0)
+            if isinstance(chunk, np.ndarray)
+            else _as_values(chunk.take(pa.array(places[own] - start)))
             for chunk, own, start in zip(self._chunks, by_chunk, self._starts, strict=False)
         ]
         return _scattered(parts, by_chunk)
 
 
-def _taken(chunk: Tensor | pa.Array, places: Ids) -> Tensor | list[Any]:
-    if isinstance(chunk, Tensor):
-        return torch.from_numpy(chunk.numpy().take(places, axis=0))
-    return list(chunk.take(pa.array(places)).to_pylist())
+def _as_values(rows: NDArray[Any] | pa.Array) -> NDArray[Any] | list[Any]:
+    return rows if isinstance(rows, np.ndarray) else list(rows.to_pylist())
 
 
-def _scattered(parts: Sequence[Tensor | list[Any]], places: list[Ids]) -> Tensor | list[Any]:
+def _taken(rows: NDArray[Any], places: Ids) -> Tensor:
+    tensor = _empty_like(rows, len(places))
+    rows.take(
+        places, axis=0, out=tensor.numpy(), mode="clip"
+    )  # with the default mode, NumPy would copy the rows once more
+    return tensor
+
+
+def _scattered(parts: Sequence[NDArray[Any] | list[Any]], places: list[Ids]) -> Tensor | list[Any]:
     """Return all rows in one sequence, with row i of part p at index `places[p][i]`."""
     first, size = parts[0], sum(map(len, places))
-    if len(parts) == 1:
-        return first
-    if isinstance(first, Tensor):
-        values = np.empty((size, *first.shape[1:]), dtype=first.numpy().dtype)
+    if isinstance(first, np.ndarray):
+        tensor = _empty_like(first, size)
+        values = tensor.numpy()
         for part, own in zip(parts, places, strict=True):
             values[own] = part
-        return torch.from_numpy(values)
+        return tensor
+    if len(parts) == 1:
+        return first
     items: list[Any] = [None] * size
     for part, own in zip(parts, places, strict=True):
         for place, value in zip(own, part, strict=True):
@@ -135,24 +143,21 @@ def _scattered(parts: Sequence[Tensor | list[Any]], places: list[Ids]) -> Tensor
     return items
 
 
-def _joined(parts: Sequence[Tensor | list[Any]]) -> Tensor | list[Any]:
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], Tensor):
-        return torch.from_numpy(np.concatenate(parts))
-    return list(itertools.chain(*parts))
+def _joined(parts: Sequence[NDArray[Any] | Tensor | list[Any]]) -> Tensor | list[Any]:
+    first = parts[0]
+    if isinstance(first, np.ndarray | Tensor):
+        tensor = _empty_like(np.asarray(first), sum(map(len, parts)))
+        np.concatenate(parts, out=tensor.numpy())
+        return tensor
+    return first if len(parts) == 1 else list(itertools.chain(*parts))
 
 
-def _as_batch(values: Tensor | pa.Array) -> Tensor | list[Any]:
-    return values if isinstance(values, Tensor) else list(values.to_pylist())
+def _empty_like(rows: NDArray[Any], count: int) -> Tensor:
+    """Return a tensor for `count` rows of this kind, in memory of torch."""
+    return torch.empty((count, *rows.shape[1:]), dtype=torch.from_numpy(np.empty(0, rows.dtype)).dtype)
 
 
-def _tensor(array: pa.Array, column: Column) -> Tensor:
-    array = column.values(array)
-    is_bits = pa.types.is_boolean(array.type)
-    values = (
-        torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
-        if is_bits
-        else from_dlpack(array.__dlpack__(max_version=(1, 0)))
-    )
-    return values.view(-1, *column.shape)
+def _numbers(array: pa.Array, column: Column) -> NDArray[Any]:
+    """Return the rows of a chunk as numbers. They are not copied, except for booleans, which Arrow stores as bits."""
+    values: NDArray[Any] = column.values(array).to_numpy(zero_copy_only=False)
+    return values.reshape(-1, *column.shape)

@@ -29,7 +29,7 @@ def broadcast_from_rank_0(module: nn.Module, group: dist.ProcessGroup) -> None:
             own = tensor.detach()
             sent = own.contiguous()
             # Tensors are sent as bytes because gloo supports only some dtypes.
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+            dist.broadcast(_bytes_of(sent), group=group, group_src=0)
             if sent is not own:
                 own.copy_(sent)
 
@@ -58,7 +58,11 @@ def _gathered_rows(own: Tensor, rows: list[int], group: dist.ProcessGroup) -> Te
     """Return the rows of all ranks in one tensor, given the number of rows of each rank."""
     padded = own.new_zeros(max(rows), *own.shape[1:])
     padded[: len(own)] = own
-    found = padded.new_empty(len(rows), *padded.shape)
+    found = [torch.empty_like(padded) for _ in rows]
     # Tensors are sent as bytes because gloo supports only some dtypes.
-    dist.all_gather_into_tensor(found.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), group=group)
+    dist.all_gather([_bytes_of(each) for each in found], _bytes_of(padded), group=group)
     return torch.cat([of_rank[:count] for of_rank, count in zip(found, rows, strict=True)])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

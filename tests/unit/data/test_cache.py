@@ -61,6 +61,25 @@ def test_the_least_recently_used_entries_are_evicted_first(tmp_path: Path) -> No
     assert read(cache, "1", 100) is None
 
 
+def test_a_cache_of_many_entries_is_not_searched_at_every_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search takes half a second with 50,000 entries."""
+    searches = []
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: searches.append(path) or glob(path, pattern))
+    cache = DiskCache(str(tmp_path), 500_000)
+    for number in range(4000):
+        cache.write(f"{number}", memoryview(bytes(96)))
+    assert len(searches) < 100
+    assert size_of(tmp_path) == 400_000
+    for number in range(4000, 5100):
+        cache.write(f"{number}", memoryview(bytes(96)))
+    assert 450_000 <= size_of(tmp_path) <= 500_000
+    assert read(cache, "0", 96) is None
+    assert read(cache, "5099", 96) is not None
+
+
 def test_an_entry_that_is_too_large_or_cannot_be_written_is_dropped(tmp_path: Path) -> None:
     DiskCache(str(tmp_path), 10).write("a", memoryview(bytes(11)))
     assert size_of(tmp_path) == 0
