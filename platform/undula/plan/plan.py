@@ -24,6 +24,7 @@ class Permutations:
     """Whether the rows of each window are permuted."""
 
 
+LastStep = Literal["short", "drop", "wrap"]
 Shuffle = Literal["none", "row_groups", "window"]
 SHUFFLES: Mapping[Shuffle, Permutations] = {
     "none": Permutations(of_row_groups=False, of_rows=False),
@@ -59,7 +60,7 @@ class PlanSpec:
     row groups (window)."""
     window: Positive = 4
     """Number of row groups in a shuffle window. A reader holds this many row groups in memory for each of its virtual workers."""
-    last_step: Literal["short", "drop", "wrap"] = "short"
+    last_step: LastStep = "short"
     """Last step of an epoch when the global batch does not divide the number of samples. `short` takes the remaining samples, and its
     gradient is the mean over them. `drop` leaves them out; these are different samples in each epoch. `wrap` fills the step up with
     samples from the beginning of the epoch."""
