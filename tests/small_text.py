@@ -8,6 +8,8 @@ from undula.data.corpora import stdlib_text
 CONTEXT = 32
 PLAN = ("plan.global_batch=24", "plan.virtual_workers=6", "schedule.warmup_samples=240", "validation.samples=96")
 MODEL = ("config.model.layers=2", "config.model.width=32", f"config.model.context={CONTEXT}")
+ENDLESS = ("plan.epochs=1000000", "plan.max_steps=1000000000")
+"""Overrides with which the job trains until it is stopped. A test that waits for something then depends on no machine's speed."""
 MODULES = (
     "argparse ast base64 calendar codecs copy csv datetime difflib doctest enum "
     "ftplib inspect locale mailbox optparse os pdb pickle platform pydoc random"

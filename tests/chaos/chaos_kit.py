@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from small_text import MODEL, PLAN
+from alone import train_alone
+from small_text import ENDLESS, MODEL, PLAN
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.goodput import goodput
@@ -88,18 +89,34 @@ def command(text: str, runs: str, name: str, *overrides: str, script: Path | Non
     return [sys.executable, str(script), f"name={name}", f"runs={runs}", *data, *JOB, *overrides]
 
 
-def run_through(faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: str) -> Chaos:
-    """Run a job of two workers under faults from its first step to its last, and return the URL of its run directory."""
+def run_through(
+    faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: str, steps_after: int | None = None
+) -> Chaos:
+    """Run a job of two workers under faults, from its first step to its last or to `steps_after` steps after the last fault."""
     while len(spot.nodes) < 2:
         spot.add()
     spot.await_all()
     driver = start_driver([spot.cluster.python, *job[1:], "workers.max=2"], spot.cluster, print)
     chaos = Chaos(spot, open_store(url), driver)
     try:
-        assert chaos.run(faults, limit_s=300) == 0, driver.lines[-5:]
+        status = chaos.run(faults, limit_s=300, steps_after=steps_after)
+        assert status == (0 if steps_after is None else None), driver.lines[-5:]
     finally:
         driver.stop()
     return chaos
+
+
+def steps_of(url: str) -> int:
+    """Return the number of steps that a run has made."""
+    return len(read_run(open_store(url)).ledger.steps)
+
+
+def alone_for(steps: int, text: str, runs: str) -> str:
+    """Train without faults, on one worker, for more than a number of steps, and return the URL of the run.
+
+    The last step of the run is later, because it has a digest of the weights, which a run that goes on does not have there.
+    """
+    return train_alone(command(text, runs, "alone", *ENDLESS, f"plan.max_steps={steps + 1}", script=SCRIPT)).url
 
 
 def assert_certified(url: str, alone: str, steps: int) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_text import MODEL, PLAN, write_text
+from small_text import ENDLESS, MODEL, PLAN, write_text
 
 from undula.state.events import ResizeEvent
 from undula.state.ledger import events_of, read_ledger
@@ -31,7 +31,7 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=traced")
     done = chaos(
         *("--trace", str(trace), "--speedup", "30", "--notice", "5"),
-        *(*data, *MODEL, *PLAN, "config.model.width=128", "plan.max_steps=100000", "workers.grow=always"),
+        *(*data, *MODEL, *PLAN, *ENDLESS, "config.model.width=128", "workers.grow=always"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 faults," in done.stdout

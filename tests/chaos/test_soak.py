@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_text import MODEL, PLAN, write_text
+from small_text import ENDLESS, MODEL, PLAN, write_text
 
 from undula.testing.chaos import start_driver
 from undula.testing.nodes import Nodes, nodes
@@ -47,11 +47,10 @@ def long_lived(cluster: Nodes, driver: psutil.Process, kept: str) -> dict[str, p
 def test_memory_files_and_processes_stay_flat(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     data = (f"data.train={text}/train", "data.validation=null", f"runs={tmp_path}/runs", "name=soak")
-    endless = ("plan.epochs=1000000", "plan.max_steps=1000000000")
     settings = (
         *MODEL,
         *PLAN,
-        *endless,
+        *ENDLESS,
         "config.model.width=128",
         "workers.min=1",
         "workers.max=2",

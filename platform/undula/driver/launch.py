@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, assert_never
 
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -113,10 +113,13 @@ def launch(
     publish = HubPublisher(hub)
     worker, on_event = JobWorker(train, spec.job, publish), EventRecorder(store, publish)
     trainer: DataParallelTrainer
-    if trainer_name == "ray":
-        trainer = ray_trainer(worker, spec.workers, store, on_event)
-    else:
-        horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
-        prepare = partial(prepare_worker, spec.job)
-        trainer = elastic_trainer(worker, horovod, spec.workers, spec.work, store, on_event, prepare=prepare)
+    match trainer_name:
+        case "ray":
+            trainer = ray_trainer(worker, spec.workers, store, on_event)
+        case "undula":
+            horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
+            prepare = partial(prepare_worker, spec.job)
+            trainer = elastic_trainer(worker, horovod, spec.workers, spec.work, store, on_event, prepare=prepare)
+        case _:
+            assert_never(trainer_name)
     trainer.fit()

@@ -1,7 +1,7 @@
 """Optimizers by name. Their parameters are in two groups: matrices, which have weight decay, and all others, which have none."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, assert_never
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -82,23 +82,28 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torc
     """
     settings = config.settings()
     groups = _groups(model, config.weight_decay)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, **settings)
-    if config.name == "adam":
-        return torch.optim.Adam(groups, lr=lr, **settings)
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, **settings)
-    # Imported here because both modules import DTensor, which would slow down the start of every driver.
-    from undula.optim.lamb import Lamb
-    from undula.optim.lars import LARS
+    # LARS and LAMB are imported here because their modules import DTensor, which would slow down the start of every driver.
+    match config.name:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=lr, **settings)
+        case "adam":
+            return torch.optim.Adam(groups, lr=lr, **settings)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=lr, **settings)
+        case "lars":
+            from undula.optim.lars import LARS
 
-    if config.name == "lars":
-        return LARS(groups, lr=lr, **settings)
-    if complex_names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
-        raise SpecError(
-            f"optimizer.name is lamb, which supports real parameters only, but {complex_names[0]} is complex; use adamw"
-        )
-    return Lamb(groups, lr=lr, **settings)
+            return LARS(groups, lr=lr, **settings)
+        case "lamb":
+            from undula.optim.lamb import Lamb
+
+            if complex_names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
+                raise SpecError(
+                    f"optimizer.name is lamb, which supports real parameters only, but {complex_names[0]} is complex; use adamw"
+                )
+            return Lamb(groups, lr=lr, **settings)
+        case _:
+            assert_never(config.name)
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undula.plan.keys import Ids, key64, permuted, subkeys
-from undula.plan.plan import Plan
+from undula.plan.plan import SHUFFLES, Permutations, Plan
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,20 @@ class EpochOrder:
                 int(value) for value in self._windows_of(np.array(virtual_worker), self._cuts[virtual_worker] + place)
             )
             start = lap * length + begin - int(self._cuts[virtual_worker])
-            key = int(self._window_keys(virtual_worker, number)) if self.plan.spec.shuffle == "window" else None
+            key = int(self._window_keys(virtual_worker, number)) if self._permutes.of_rows else None
             window = Window(virtual_worker, start, self._ranges(begin, end), key)
             yield window
             position = start + window.num_rows
 
     @cached_property
+    def _permutes(self) -> Permutations:
+        return SHUFFLES[self.plan.spec.shuffle]
+
+    @cached_property
     def _row_groups(self) -> Ids:
         """Indices of the row groups that have rows, in the order of the line; shape [slots]."""
         filled = np.flatnonzero(self.row_counts)
-        if self.plan.spec.shuffle == "none":
+        if not self._permutes.of_row_groups:
             return filled
         key = key64("row groups", self.plan.spec.seed, self.epoch)
         return filled[permuted(np.arange(len(filled)), len(filled), key)]
@@ -136,7 +140,7 @@ class EpochOrder:
         Returns:
             Index of each window in its stream, and its begin and end on the line; each in the shape of the arguments.
         """
-        size = self.plan.spec.window if self.plan.spec.shuffle == "window" else 1
+        size = self.plan.spec.window if self._permutes.of_rows else 1
         first_slots = self._slots(self._cuts[workers])
         numbers = (self._slots(line_positions) - first_slots) // size
         slots = first_slots + numbers * size
@@ -147,7 +151,7 @@ class EpochOrder:
     def _ids(self, workers: Ids, positions: Ids) -> Ids:
         """Return the ids at positions of the virtual workers' streams, elementwise."""
         line_positions = self._cuts[workers] + positions % np.diff(self._cuts)[workers]
-        if self.plan.spec.shuffle == "window":
+        if self._permutes.of_rows:
             numbers, begins, ends = self._windows_of(workers, line_positions)
             keys = self._window_keys(workers, numbers)
             line_positions = begins + permuted(line_positions - begins, ends - begins, keys)

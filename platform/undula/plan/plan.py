@@ -1,10 +1,11 @@
 """The plan of a run: the samples that each step consumes, divided among virtual workers. It never mentions the world size."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from json import dumps
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from annotated_types import Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -12,6 +13,24 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from undula.errors import STRICT, SpecError
 
 Positive = Annotated[int, Gt(0)]
+
+
+@dataclass(frozen=True)
+class Permutations:
+    """Permutations that an order of samples consists of."""
+
+    of_row_groups: bool
+    of_rows: bool
+    """Whether the rows of each window are permuted."""
+
+
+LastStep = Literal["short", "drop", "wrap"]
+Shuffle = Literal["none", "row_groups", "window"]
+SHUFFLES: Mapping[Shuffle, Permutations] = {
+    "none": Permutations(of_row_groups=False, of_rows=False),
+    "row_groups": Permutations(of_row_groups=True, of_rows=False),
+    "window": Permutations(of_row_groups=True, of_rows=True),
+}
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -36,12 +55,12 @@ class PlanSpec:
     """Maximum number of steps; the run ends after them even if its epochs have more."""
     seed: int = 0
     """Seed for the order of the samples, the initial weights, dropout and augmentation."""
-    shuffle: Literal["none", "row_groups", "window"] = "window"
+    shuffle: Shuffle = "window"
     """Order of an epoch: as stored (none), with the row groups permuted (row_groups), or also with the rows permuted within windows of
     row groups (window)."""
     window: Positive = 4
     """Number of row groups in a shuffle window. A reader holds this many row groups in memory for each of its virtual workers."""
-    last_step: Literal["short", "drop", "wrap"] = "short"
+    last_step: LastStep = "short"
     """Last step of an epoch when the global batch does not divide the number of samples. `short` takes the remaining samples, and its
     gradient is the mean over them. `drop` leaves them out; these are different samples in each epoch. `wrap` fills the step up with
     samples from the beginning of the epoch."""
@@ -112,12 +131,25 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in an epoch, including the last step that is not full unless it is dropped."""
-        return self.full_steps + bool(self._rest and self.spec.last_step != "drop")
+        return self.full_steps + bool(self._samples_of_last)
 
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples that the steps of an epoch consume."""
-        return self.steps_per_epoch * self.spec.global_batch if self.spec.last_step != "short" else self.num_rows
+        return self.full_steps * self.spec.global_batch + self._samples_of_last
+
+    @property
+    def _samples_of_last(self) -> int:
+        """Number of samples of the step that follows the full steps of an epoch; 0 if there is no such step."""
+        match self.spec.last_step:
+            case "short":
+                return self._rest
+            case "drop":
+                return 0
+            case "wrap":
+                return self.spec.global_batch if self._rest else 0
+            case _:
+                assert_never(self.spec.last_step)
 
     @property
     def _rest(self) -> int:
@@ -148,7 +180,13 @@ class Plan:
 
     def batch_factor(self, world_size: int) -> int:
         """Return the number of global batches that an optimizer step takes with `world_size` workers."""
-        return max(world_size // self.spec.batch_workers, 1) if self.spec.batch == "elastic" else 1
+        match self.spec.batch:
+            case "fixed":
+                return 1
+            case "elastic":
+                return max(world_size // self.spec.batch_workers, 1)
+            case _:
+                assert_never(self.spec.batch)
 
     def merged_steps(self, index: int, world_size: int) -> int:
         """Return how many steps of the plan, from `index` on, `world_size` workers merge into one optimizer step.
@@ -160,24 +198,35 @@ class Plan:
 
     def share(self, step_in_epoch: int, virtual_worker: int) -> int:
         """Return a virtual worker's number of samples in a step. A short step is shared as evenly as possible, so it can be zero."""
-        is_short = step_in_epoch == self.full_steps and self.spec.last_step == "short"
-        return self._share_of_rest(virtual_worker) if is_short else self.virtual_worker_batch
+        is_last = step_in_epoch == self.full_steps
+        return self._share_of_last(virtual_worker) if is_last else self.virtual_worker_batch
 
     def stream_length(self, virtual_worker: int) -> int:
         """Return the number of rows of an epoch that belong to a virtual worker."""
-        rest = 0 if self.spec.last_step == "drop" else self._share_of_rest(virtual_worker)
-        return self.full_steps * self.virtual_worker_batch + rest
+        # The last step leaves out all rows of the rest, or none; if it has more samples than the rest, it repeats other rows.
+        own = min(self._share_of_rest(virtual_worker), self._share_of_last(virtual_worker))
+        return self.full_steps * self.virtual_worker_batch + own
 
     def consumed(self, virtual_worker: int) -> int:
         """Return how many samples a virtual worker consumes in an epoch: its rows, plus those it repeats to fill the last step."""
-        if self.spec.last_step == "wrap":
-            return self.steps_per_epoch * self.virtual_worker_batch
-        return self.stream_length(virtual_worker)
+        return self.full_steps * self.virtual_worker_batch + self._share_of_last(virtual_worker)
 
     def position(self, step: int, virtual_worker: int) -> int:
         """Return how many samples of the run a virtual worker consumes before step `step`."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         return epoch * self.consumed(virtual_worker) + step_in_epoch * self.virtual_worker_batch
+
+    def _share_of_last(self, virtual_worker: int) -> int:
+        """Return a virtual worker's number of samples in the step that follows the full steps of an epoch; 0 if there is no such step."""
+        match self.spec.last_step:
+            case "short":
+                return self._share_of_rest(virtual_worker)
+            case "drop":
+                return 0
+            case "wrap":
+                return self.virtual_worker_batch if self._rest else 0
+            case _:
+                assert_never(self.spec.last_step)
 
     def _share_of_rest(self, virtual_worker: int) -> int:
         return self._rest // self.spec.virtual_workers + (virtual_worker < self._rest % self.spec.virtual_workers)

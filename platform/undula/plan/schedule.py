@@ -1,9 +1,10 @@
 """Learning-rate schedules. They advance by samples, so that their shape is the same at any batch size."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import cos, pi, sqrt
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -139,11 +140,15 @@ class Schedule:
         The constant and linear shapes are from Goyal et al. 2017 (arXiv:1706.02677, section 2.2).
         """
         begin = self.spec.warmup_begin
-        if self.spec.warmup == "constant":
-            return begin
-        if self.spec.warmup == "linear":
-            return begin + (1 - begin) * done
-        return float(begin ** (1 - done))
+        match self.spec.warmup:
+            case "constant":
+                return begin
+            case "linear":
+                return begin + (1 - begin) * done
+            case "exponential":
+                return float(begin ** (1 - done))
+            case _:
+                assert_never(self.spec.warmup)
 
     def _decay(self, samples: float) -> float:
         """Return the factor after the warmup.
@@ -151,16 +156,33 @@ class Schedule:
         The cosine is from Loshchilov & Hutter 2017 (arXiv:1608.03983), without restarts. The inverse square root is from Vaswani et al.
         2017 (arXiv:1706.03762). Warmup-stable-decay is from Hu et al. 2024 (arXiv:2404.06395), with a polynomial decay.
         """
-        spec = self.spec
-        if spec.decay == "step":
-            return float(spec.decay_factor ** sum(samples >= place * self.total_samples for place in spec.decay_at))
-        if spec.decay == "inverse_sqrt":
-            return sqrt(self.warmup_samples / samples)
-        begin = self.warmup_samples
-        if spec.decay == "wsd":
-            begin = max(begin, self.total_samples * (1 - spec.decay_fraction))
-        if spec.decay == "constant" or samples <= begin or self.total_samples <= begin:
+        spec, begin = self.spec, self.warmup_samples
+        match spec.decay:
+            case "constant":
+                return 1.0
+            case "step":
+                return float(spec.decay_factor ** sum(samples >= place * self.total_samples for place in spec.decay_at))
+            case "inverse_sqrt":
+                return sqrt(self.warmup_samples / samples)
+            case "cosine":
+                return self._between(begin, samples, lambda done: (1 + cos(pi * done)) / 2)
+            case "polynomial":
+                return self._between(begin, samples, lambda done: (1 - done) ** spec.decay_power)
+            case "wsd":
+                begin = max(begin, self.total_samples * (1 - spec.decay_fraction))
+                return self._between(begin, samples, lambda done: (1 - done) ** spec.decay_power)
+            case _:
+                assert_never(spec.decay)
+
+    def _between(self, begin: float, samples: float, left: Callable[[float], float]) -> float:
+        """Return the factor of a decay from 1 after `begin` samples to `final_fraction` at the end of the run.
+
+        Args:
+            begin: Number of samples after which the decay begins.
+            samples: Number of samples that the run has consumed.
+            left: Shape of the decay: it maps the fraction of the decay that is over to the fraction that is left, from 1 to 0.
+        """
+        if samples <= begin or self.total_samples <= begin:
             return 1.0
         done = min((samples - begin) / (self.total_samples - begin), 1.0)
-        left = (1 + cos(pi * done)) / 2 if spec.decay == "cosine" else (1 - done) ** spec.decay_power
-        return spec.final_fraction + (1 - spec.final_fraction) * float(left)
+        return self.spec.final_fraction + (1 - self.spec.final_fraction) * float(left(done))

@@ -7,7 +7,7 @@ after as many samples; its rate bounds the optimum, but is not the optimum itsel
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, log, log2, sqrt
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
@@ -369,20 +369,18 @@ def _problem(batch: int, points: Sequence[RatePoint], optimum: Optimum | None) -
                 "add other learning rates, or more samples"
             )
         return f"no trial at batch {batch:,} is complete" if points else f"no trial has batch {batch:,}"
-    if optimum.edge == "diverged":
-        return (
-            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is next to one that diverged; "
-            "add learning rates between the two"
-        )
-    if optimum.edge == "alone":
-        return (
-            f"at batch {batch:,} the other learning rates do not bracket the best one ({optimum.rate:.4g}); "
-            "add lower and higher ones"
-        )
-    if optimum.edge:
-        side = "higher" if optimum.edge == "highest" else "lower"
-        return (
-            f"at batch {batch:,} the best learning rate ({optimum.rate:.4g}) is the {optimum.edge} one that was tried; "
-            f"add {side} ones"
-        )
-    return ""
+    best = f"the best learning rate ({optimum.rate:.4g})"
+    match optimum.edge:
+        case None:
+            return ""
+        case "diverged":
+            return f"at batch {batch:,} {best} is next to one that diverged; add learning rates between the two"
+        case "alone":
+            others = f"the other learning rates do not bracket the best one ({optimum.rate:.4g})"
+            return f"at batch {batch:,} {others}; add lower and higher ones"
+        case "highest":
+            return f"at batch {batch:,} {best} is the highest one that was tried; add higher ones"
+        case "lowest":
+            return f"at batch {batch:,} {best} is the lowest one that was tried; add lower ones"
+        case _:
+            assert_never(optimum.edge)

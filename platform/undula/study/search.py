@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby, product
 from math import exp, inf, log
 from random import Random
+from typing import assert_never
 
 from undula.plan.rules import changes_rate_alone
 from undula.study.spec import LogRange, StudySpec
@@ -24,11 +25,15 @@ def wanted(spec: StudySpec, losses: Losses, firsts: Mapping[Trial, float] | None
         losses: Losses by which an adaptive search decides.
         firsts: First losses of trials that are complete or were stopped, as far as they are known.
     """
-    if spec.search == "grid":
-        return tuple(_grid(spec))
-    if spec.search == "random":
-        return tuple(_random(spec))
-    return tuple(_adaptive(spec, losses, firsts or {}))
+    match spec.search:
+        case "grid":
+            return tuple(_grid(spec))
+        case "random":
+            return tuple(_random(spec))
+        case "adaptive":
+            return tuple(_adaptive(spec, losses, firsts or {}))
+        case _:
+            assert_never(spec.search)
 
 
 def _cells(spec: StudySpec, once: bool = False) -> Iterator[Callable[[float, int], Trial]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from time import monotonic
-from typing import Any
+from typing import Any, assert_never
 
 import ray
 from ray import tune
@@ -63,7 +63,7 @@ def sweep(
     spec = progress.spec
     given = _GivenTrials(progress, spec_of)
     recorder = _Recorder(study, progress, given.by_id, samples_at, on_change)
-    halving = _SuccessiveHalving(progress, given.by_id, samples_at) if spec.scheduler == "asha" else None
+    halving = _halving(progress, given.by_id, samples_at)
     for record in halving.to_stop if halving else ():
         recorder.end(record)
     cpus = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
@@ -241,6 +241,20 @@ def _divergence(losses: list[float]) -> str:
     """Return the message of a trial that diverged with these losses."""
     odd = next((loss for loss in losses if not isfinite(loss)), None)
     return f"its loss went from {losses[0]:.4g} to {losses[-1]:.4g}" if odd is None else f"its loss was {odd}"
+
+
+def _halving(
+    progress: StudyProgress, by_id: Mapping[str, Trial], samples_at: Callable[[Trial, int], int]
+) -> "_SuccessiveHalving | None":
+    """Return the scheduler that stops trials early; None if the study stops none."""
+    scheduler = progress.spec.scheduler
+    match scheduler:
+        case "asha":
+            return _SuccessiveHalving(progress, by_id, samples_at)
+        case "none":
+            return None
+        case _:
+            assert_never(scheduler)
 
 
 class _SuccessiveHalving(_Unsaved, FIFOScheduler):

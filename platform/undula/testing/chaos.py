@@ -112,13 +112,27 @@ class Chaos:
         self.pending: list[Fault] = []
         """Faults that have not happened yet."""
 
-    def run(self, faults: Sequence[Fault], limit_s: float) -> int:
-        """Inject the faults when they are due, until the job has ended, and return the job's exit status."""
-        began = time.monotonic()
+    def run(self, faults: Sequence[Fault], limit_s: float, steps_after: int | None = None) -> int | None:
+        """Inject the faults when they are due, until the job has ended.
+
+        Args:
+            faults: Faults to inject.
+            limit_s: Time limit of the job in seconds.
+            steps_after: Number of steps after the last fault with which the job has trained for long enough. This gives every fault the
+                time that it takes, on fast and on slow machines. By default, the job trains to the end of its plan, which can be before
+                the last fault.
+
+        Returns:
+            The job's exit status; None if the job still runs because it has made `steps_after` steps.
+
+        Raises:
+            ClusterError: The job has exceeded the time limit.
+        """
+        began, last_step = time.monotonic(), self._driver.step
         first_step: float | None = None
         self.pending = list(faults)
         while self._driver.process.poll() is None:
-            now = time.monotonic()
+            now, is_over = time.monotonic(), not (self.pending or self._draining)
             if now - began > limit_s:
                 raise ClusterError(
                     f"the job did not end within {limit_s:.0f} s; the last lines of its output are: {' | '.join(self._driver.lines[-5:])}"
@@ -131,6 +145,10 @@ class Chaos:
                     if self.inject(fault):
                         self.pending.remove(fault)
             self.kill_expired()
+            if not is_over:
+                last_step = self._driver.step
+            elif steps_after is not None and self._driver.step >= last_step + steps_after:
+                return None
             time.sleep(DECISION_INTERVAL_S)
         self.kill_expired(float("inf"))  # otherwise Ray would end these nodes at an unknown time
         return self._driver.process.returncode

@@ -4,25 +4,28 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal, TypeAlias, assert_never
+
+Fault: TypeAlias = int | bytes | Literal["garbage", "slow", "hang up"]
+"""Fault of an answer: an HTTP status, bytes to answer with, or one of these names."""
 
 
 class MetadataServer:
     """Metadata server at a port of 127.0.0.1 that answers like those of AWS (version 2, with tokens), Google Cloud and Azure.
 
     Attributes:
-        faults: Faults of the next requests, one for each request: an HTTP status, `garbage`, `slow`, `hang up`, or bytes to answer with.
+        faults: Faults of the answers to the next requests, one for each request.
         requests: Paths that were requested.
         token_ttl_s: Maximum lifetime of a token in seconds.
         slow_s: Delay of a `slow` answer in seconds.
     """
 
     def __init__(self) -> None:
-        self.faults: list[int | str | bytes] = []
+        self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.token_ttl_s = 21600.0
         self.slow_s = 3.0
@@ -64,15 +67,23 @@ class MetadataServer:
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         self.requests.append(request.path)
         fault = self.faults.pop(0) if self.faults else None
-        if fault == "slow":
-            time.sleep(self.slow_s)
-        if fault == "hang up":
-            request.close_connection = True
-            return
-        status, body, headers = (fault, "", {}) if isinstance(fault, int) else self._found(request)
-        content = b"<html>\xff" if fault == "garbage" else body.encode()
-        if isinstance(fault, bytes):
-            status, content = 200, fault
+        headers: Mapping[str, str] = {}
+        match fault:
+            case "hang up":
+                request.close_connection = True
+                return
+            case int():
+                status, content = fault, b""
+            case bytes():
+                status, content = 200, fault
+            case "garbage":
+                status, content = 200, b"<html>\xff"
+            case None | "slow":
+                time.sleep(self.slow_s if fault else 0)
+                status, body, headers = self._found(request)
+                content = body.encode()
+            case _:
+                assert_never(fault)
         request.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             request.send_header(name, value)

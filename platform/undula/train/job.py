@@ -1,7 +1,7 @@
 """Settings of a job that its workers use: the parts of its spec that do not mention the cluster."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.parallel.spec import EngineName, GradientSpec
@@ -38,4 +38,10 @@ class Job:
     @property
     def gradient_scale(self) -> int:
         """Factor by which the step's gradient is larger than the mean over its samples."""
-        return self.plan.virtual_workers if self.gradient.reduce == "sum" else 1
+        match self.gradient.reduce:
+            case "average" | "adasum":
+                return 1
+            case "sum":
+                return self.plan.virtual_workers
+            case _:
+                assert_never(self.gradient.reduce)

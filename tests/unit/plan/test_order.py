@@ -3,6 +3,7 @@
 import tracemalloc
 from collections import Counter
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.plan.order import EpochOrder, Window
-from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.plan import LastStep, Plan, PlanSpec, Shuffle, assign
 
-SHUFFLES = ["none", "row_groups", "window"]
-LAST_STEPS = ["short", "drop", "wrap"]
+SHUFFLES: list[str] = list(get_args(Shuffle))
+LAST_STEPS: list[str] = list(get_args(LastStep))
 
 
 @st.composite

@@ -207,6 +207,27 @@ def test_faults_are_injected_when_they_are_due(two_nodes: LocalNodes, tmp_path: 
     assert [line.split("/")[0] for line in shown if line.startswith("step")] == ["step 0", "step 1", "step 2", "step 3"]
 
 
+def test_a_run_ends_some_steps_after_its_last_fault_however_long_its_plan_is(
+    two_nodes: LocalNodes, tmp_path: Path
+) -> None:
+    """The last fault waits for a rank that there is only after the step at which it is due."""
+    store, (first, _) = Store(str(tmp_path)), two_nodes.nodes
+
+    def show(line: str) -> None:
+        if driver.step == 20 and line.startswith("step"):
+            write_group(store, two_nodes, first)
+
+    driver = driver_of(10**9, "time.sleep(0.01)", show)
+    chaos = Chaos(two_nodes, store, driver)
+    faults = [Fault(Action.ADD, at_step=2), Fault(Action.SIGKILL, at_step=3)]
+    assert chaos.run(faults, limit_s=30, steps_after=5) is None
+    assert chaos.pending == []
+    assert chaos.injected[-1].step >= 20
+    assert driver.step >= chaos.injected[-1].step + 5
+    assert is_alive(driver.process)
+    driver.stop()
+
+
 def test_a_job_that_does_not_end_is_reported_with_its_last_lines(two_nodes: LocalNodes, tmp_path: Path) -> None:
     driver = driver_of(1, "time.sleep(600)")
     await_true(lambda: driver.step == 0)

@@ -139,16 +139,20 @@ def _connected(raylet: Any, address: str) -> tuple[Any, Any]:
 
 
 def _answer(client: Any, state: Any, command: str, arguments: list[str]) -> Any:
-    if command == "alive":
-        return list(_alive(client))
-    if command == "here":
-        own = import_module("ray.util").get_node_ip_address()
-        return [node for node, info in _alive(client).items() if info.node_manager_address == own]
-    if command == "count":
-        groups = [group for group in state.placement_group_table().values() if group["state"] != "REMOVED"]
-        return {"actors": len(state.actor_table(None, None, "ALIVE")), "placement groups": len(groups)}
-    node, deadline_ms = arguments
-    return client.drain_node(node, PREEMPTION, "spot", int(deadline_ms))
+    match command:
+        case "alive":
+            return list(_alive(client))
+        case "here":
+            own = import_module("ray.util").get_node_ip_address()
+            return [node for node, info in _alive(client).items() if info.node_manager_address == own]
+        case "count":
+            groups = [group for group in state.placement_group_table().values() if group["state"] != "REMOVED"]
+            return {"actors": len(state.actor_table(None, None, "ALIVE")), "placement groups": len(groups)}
+        case "drain":
+            node, deadline_ms = arguments
+            return client.drain_node(node, PREEMPTION, "spot", int(deadline_ms))
+        case _:
+            raise ValueError(f"unknown command {command!r}")
 
 
 def _alive(client: Any) -> dict[str, Any]:

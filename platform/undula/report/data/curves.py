@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +37,13 @@ class CurvePoints:
         return CurvePoints(self.time[rows], self.samples[rows], self.step[rows], self.attempt[rows])
 
     def on(self, axis: AxisName) -> Floats:
-        return self.time if axis == "time" else self.samples
+        match axis:
+            case "time":
+                return self.time
+            case "samples":
+                return self.samples
+            case _:
+                assert_never(axis)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,13 @@ class EventMarker:
     """Number of consumed samples."""
 
     def on(self, axis: AxisName) -> float:
-        return self.time if axis == "time" else self.samples
+        match axis:
+            case "time":
+                return self.time
+            case "samples":
+                return self.samples
+            case _:
+                assert_never(axis)
 
 
 def points_of(steps: pa.Table, began: float) -> CurvePoints:

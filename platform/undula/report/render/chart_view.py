@@ -5,7 +5,7 @@ lines keep their size.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from undula.report.data.curves import MARKED_KINDS, EventMarker
 from undula.report.data.summary import without_nan
-from undula.report.render.charts import Chart, Curve, XAxis
+from undula.report.render.charts import Chart, Curve, Shape, XAxis
 from undula.report.render.ticks import nice_step, tick_text, ticks
 from undula.report.text import printable
 
@@ -23,6 +23,8 @@ CHECKPOINT_HEIGHT = 55
 """Height of the marker of a checkpoint. The markers of other events are as high as the plot."""
 MAX_MARKERS = 2000
 """Maximum number of events for the tooltip."""
+SEGMENTS: Mapping[Shape, str] = {"line": "L{x:.0f} {y:.0f}", "steps": "V{y:.0f}H{x:.0f}"}
+"""Segment of an SVG path to the next point, by the shape of the curve."""
 _TARGET_TICKS = {"tall": 6, "middle": 4, "low": 2}
 
 
@@ -154,7 +156,7 @@ def _curve_path(curve: Curve, axis: XAxis, low: float, high: float) -> PathView:
         if not is_joined:
             parts.append(f"M{x:.0f} {y:.0f}h0")
         else:
-            parts.append(f"V{y:.0f}H{x:.0f}" if curve.shape == "steps" else f"L{x:.0f} {y:.0f}")
+            parts.append(SEGMENTS[curve.shape].format(x=x, y=y))
         drawn, before = drawn + 1, attempt
     return PathView(f"curve {curve.css}", drawn, "".join(parts))
 

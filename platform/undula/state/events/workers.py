@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, assert_never
 
 from typing_extensions import TypedDict  # pydantic reads typing.TypedDict from Python 3.12 on
 
@@ -127,6 +127,8 @@ class CrashEvent(Event):
                 return f"The worker in {process} does not answer; another worker takes its place."
             case "unusable":
                 return f"The worker in {process} cannot join another group; another worker takes its place."
+            case _:
+                assert_never(self.cause)
 
 
 @dataclass(frozen=True)
@@ -173,13 +175,17 @@ class WaitingEvent(Event):
     @property
     def message(self) -> str:
         counts = f"{self.ready} ready, {self.starting} starting, at least {self.needed} needed"
-        if self.waited_for == "state":
-            return f"The run waits for a node that may hold its newest state ({counts})."
-        if self.waited_for == "growth":
-            return f"The run waits for workers that are starting ({counts})."
-        need = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if amount)
-        each = f" with {need}" if need else ""
-        return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{each} ({counts})."
+        match self.waited_for:
+            case "workers":
+                need = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if amount)
+                each = f" with {need}" if need else ""
+                return f"The run waits for {counted(max(self.needed - self.ready, 0), 'more worker')}{each} ({counts})."
+            case "state":
+                return f"The run waits for a node that may hold its newest state ({counts})."
+            case "growth":
+                return f"The run waits for workers that are starting ({counts})."
+            case _:
+                assert_never(self.waited_for)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from undula.study.spec import StudySpec
 from undula.study.trials import State, TrialRecord, trial_row
 from undula.study.verdicts import interval_text
 
+SCHEDULERS = {"asha": "ASHA", "none": "none"}
 TRIALS_SHOWN = 300
 """Maximum number of trials on the page."""
 STATES: tuple[State, ...] = ("complete", "diverged", "stopped", "failed", "running", "waiting")
@@ -71,7 +72,7 @@ def space_table(spec: StudySpec) -> PageTable:
         ("target", DASH if spec.target is None else f"{spec.target:g}", DASH),
         ("samples per trial", f"{spec.samples:,}" if spec.samples else "as in the job", DASH),
         ("search", spec.search + (f", {spec.trials:,} trials" if spec.trials else ""), DASH),
-        ("early stopping", "ASHA" if spec.scheduler == "asha" else "none", DASH),
+        ("early stopping", SCHEDULERS[spec.scheduler], DASH),
     ]
     return _table(("", "values", "count"), rows, text_columns=(0, 1))
 
