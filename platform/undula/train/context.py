@@ -65,7 +65,7 @@ class RunSetup:
         store, data = open_store(job.run_url), load_data(job.data)
         plan = Plan(job.plan, data.num_rows)
         held = [0] * layout.world_size
-        dist.all_gather_object(held, worker.held.attempt if worker.held else 0, group=layout.control)
+        dist.all_gather_object(held, worker.held.age[0] if worker.held else 0, group=layout.control)
         claimed: list[tuple[int, Lineage] | None] = [None]
         if layout.is_first:
             require_newest_submission(store, job.submission)
