@@ -78,6 +78,18 @@ class Store:
                 return bytes(s3_client(anonymous=self.anonymous).get_object(Bucket=bucket, Key=key)["Body"].read())
             return Path(self.path(name)).read_bytes()
 
+    def read_chunks(self, name: str, chunk_bytes: int = PART_BYTES) -> Iterator[bytes]:
+        """Read a whole file as `read` does, without holding all of it in memory."""
+        with self._errors("read", name):
+            if self.is_s3:
+                bucket, _, key = self.path(name).partition("/")
+                body = s3_client(anonymous=self.anonymous).get_object(Bucket=bucket, Key=key)["Body"]
+                yield from body.iter_chunks(chunk_bytes)
+            else:
+                with Path(self.path(name)).open("rb") as file:
+                    while chunk := file.read(chunk_bytes):
+                        yield chunk
+
     def open(self, name: str) -> pa.NativeFile:
         """Open a seekable file for reading."""
         with self._errors("read", name):

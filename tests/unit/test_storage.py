@@ -1,13 +1,21 @@
 """Tests of files at a URL, both on a disk and on an S3 server."""
 
+import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
+from hypothesis import given
+from hypothesis import strategies as st
 
+from undula import storage
 from undula.errors import StorageError
-from undula.storage import Store, open_store
+from undula.storage import Store, open_store, part_size
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -190,3 +198,75 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path))
     open_store("~/data").write("file", b"1")
     assert (tmp_path / "data" / "file").read_bytes() == b"1"
+
+
+def test_of_several_writers_one_creates_a_file(store: Store) -> None:
+    assert store.create("claims/7", b"ours")
+    assert not store.create("claims/7", b"theirs")
+    assert store.read("claims/7") == b"ours"
+
+
+def test_one_of_many_threads_creates_a_file(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with ThreadPoolExecutor(16) as threads:
+        created = list(threads.map(lambda number: store.create("claim", bytes([number])), range(16)))
+    assert created.count(True) == 1
+    assert store.read("claim") == bytes([created.index(True)])
+
+
+class Conditional:
+    """S3 server whose answer to a conditional write does not arrive, or that implements none. The next request is answered."""
+
+    def __init__(self, client: Any, status: int, is_stored: bool):
+        self._client = client
+        self._status = status
+        self._is_stored = is_stored
+
+    def put_object(self, **request: Any) -> Any:
+        if "IfNoneMatch" not in request:
+            return self._client.put_object(**request)
+        if self._is_stored:  # botocore has sent the request twice, and S3 has carried out the first one
+            self._client.put_object(**request)
+        answer: Any = {"Error": {"Code": str(self._status)}, "ResponseMetadata": {"HTTPStatusCode": self._status}}
+        raise ClientError(answer, "PutObject")
+
+
+@pytest.mark.parametrize(
+    ("status", "is_stored", "is_created"), [(412, True, True), (409, True, True), (501, False, True)]
+)
+def test_a_file_is_created_although_s3_answers_with_an_error(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, status: int, is_stored: bool, is_created: bool
+) -> None:
+    store, client = open_store(s3.url("root")), storage._s3_writer(False)
+    monkeypatch.setattr(storage, "_s3_writer", lambda anonymous: Conditional(client, status, is_stored))
+    assert store.create("claim", b"ours") == is_created
+    assert not store.create("claim", b"theirs") or status != 501
+    assert store.read("claim") == b"ours"
+
+
+@given(st.integers(0, 50 * 10**12))
+def test_no_file_on_s3_has_too_many_parts_or_parts_of_a_wrong_size(num_bytes: int) -> None:
+    """S3 accepts 10,000 parts of 5 MiB to 5 GiB."""
+    size = part_size(num_bytes)
+    assert num_bytes <= 10_000 * size
+    assert 5 * 2**20 <= size <= 5 * 2**30
+    assert size == storage.PART_BYTES or size * 10_000 - num_bytes < 10_000
+
+
+def test_a_file_on_s3_is_sent_in_as_few_parts_as_allowed(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of 10,000 parts is scaled down to 3. Buffers end within parts, and a part spans several buffers."""
+    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(storage, "MOST_PARTS", 3)
+    store, content = open_store(s3.url("root")), random.Random(0).randbytes(20 * 2**20 + 1)
+    ends = [0, 0, 1, 9 * 2**20, 9 * 2**20 + 3, len(content)]
+    store.write_buffers("file", [memoryview(content)[begin:end] for begin, end in pairwise(ends)])
+    assert store.read("file") == content
+    assert b"".join(store.read_chunks("file")) == content
+    assert store.list()[0].version.endswith("-3")  # number of parts
+
+
+def test_a_file_is_read_in_chunks(store: Store) -> None:
+    store.write("file", b"0123456789")
+    assert list(store.read_chunks("file", 4)) == [b"0123", b"4567", b"89"]
+    with pytest.raises(StorageError, match=f"^cannot read {store.url}/nowhere: "):
+        list(store.read_chunks("nowhere"))

@@ -1,5 +1,6 @@
 """Files of a checkpoint: the safetensors file with a rank's share of the tensors, and the table of where each box lies."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,6 +15,26 @@ from undula.state.commit import Commit
 from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, incomplete, overlap, parsed_spec
 from undula.storage import Store
 
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+"""Name of each dtype in the header of a safetensors file."""
 Claim = tuple[str, Box, int]
 """Piece that a rank could write: name of the tensor, box, and size in bytes."""
 
@@ -69,9 +90,34 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
     if not pieces:
         return None
     name = f"rank-{rank:05d}.safetensors"
-    data = safetensors.torch.save({key: _as_real(tensor) for key, (tensor, _) in pieces.items()})
-    store.write(f"{folder}/{name}", data)
-    return WrittenFile(name, len(data), sha256(data).hexdigest(), {key: box for key, (_, box) in pieces.items()})
+    buffers = file_buffers({key: _as_real(tensor) for key, (tensor, _) in pieces.items()})
+    store.write_buffers(f"{folder}/{name}", buffers)
+    digest = sha256()
+    for buffer in buffers:
+        digest.update(buffer)
+    num_bytes = sum(len(buffer) for buffer in buffers)
+    return WrittenFile(name, num_bytes, digest.hexdigest(), {key: box for key, (_, box) in pieces.items()})
+
+
+def file_buffers(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return the content of a safetensors file: its header, and a view of each tensor. No tensor is copied.
+
+    Args:
+        tensors: Contiguous tensors in host memory, by name.
+    """
+    # The largest elements come first, so that the bytes of each tensor are aligned.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in ordered:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    views = [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in ordered]
+    return [len(text).to_bytes(8, "little"), text, *views]
 
 
 def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:

@@ -47,8 +47,11 @@ class Commit:
         for name in names:
             if not store.exists(f"{self.folder}/{name}"):
                 return f"{store.url}/{self.folder}/{name} is missing"
-            data = store.read(f"{self.folder}/{name}")
-            if len(data) != self.files[name]["bytes"] or sha256(data).hexdigest() != self.files[name]["sha256"]:
+            digest, num_bytes = sha256(), 0
+            for chunk in store.read_chunks(f"{self.folder}/{name}"):
+                digest.update(chunk)
+                num_bytes += len(chunk)
+            if num_bytes != self.files[name]["bytes"] or digest.hexdigest() != self.files[name]["sha256"]:
                 return f"{store.url}/{self.folder}/{name} is damaged: its size or SHA-256 does not match the checkpoint's {COMMIT}"
         return None
 

@@ -11,10 +11,10 @@ from undula.config.job import LoadedSpec, load_spec
 from undula.driver import preflight
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_model, on_cluster, prepare
-from undula.errors import CheckpointError, RunError, SpecError
+from undula.errors import CheckpointError, RunError, SpecError, SupersededError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
-from undula.state.directory import JOB_FILE
+from undula.state.directory import JOB_FILE, require_newest_submission
 from undula.state.model_state import MODEL
 from undula.storage import open_store
 from undula.train.run import Run
@@ -44,6 +44,9 @@ def test_a_record_describes_the_job_and_a_resumed_run_keeps_its_identity(tmp_pat
 
     again = record_job(job(tmp_path, "workers.hang_limit_s=9"), prepared.plan, prepared.store)
     assert (again.job.run_id, again.work) == (first.job.run_id, first.work)
+    require_newest_submission(prepared.store, again.job.submission)
+    with pytest.raises(SupersededError):
+        require_newest_submission(prepared.store, first.job.submission)
     assert json.loads(prepared.store.read(JOB_FILE))["spec"]["workers"]["hang_limit_s"] == 9
 
 

@@ -18,7 +18,7 @@ from undula.elastic.ray.failures import (
     summary,
     whole_story,
 )
-from undula.errors import ManifestError, StorageError, UsageError
+from undula.errors import ManifestError, StorageError, SupersededError, UsageError
 from undula.train.tracebacks import keep_traceback
 
 USERS_CODE = """
@@ -61,6 +61,7 @@ def failed(*failures: Exception) -> WorkerGroupError:
         (failed(raised(UsageError("step.batches() was called twice"))), FailureDecision.RAISE),
         (failed(raised(UsageError("x")), raised(RuntimeError("connection closed by peer"))), FailureDecision.RAISE),
         (failed(RayActorError(), raised(UsageError("x"))), FailureDecision.RAISE),
+        (failed(RayActorError(), raised(SupersededError("attempt 2 was started"))), FailureDecision.RAISE),
         (failed(raised(StorageError("no space left"))), FailureDecision.RETRY),
         (failed(raised(RuntimeError("connection closed by peer"))), FailureDecision.RETRY),
         (failed(RayActorError()), FailureDecision.RETRY),
@@ -126,6 +127,7 @@ def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
     assert story.startswith("rank 1:\nTraceback (most recent call last)")
     assert story.endswith("KeyError: 'lable'\n")
     assert whole_story(RuntimeError("no workers")) == "no workers"
+    assert whole_story(failed(broken, raised(SupersededError("attempt 2 was started")))) == "attempt 2 was started"
 
 
 @pytest.mark.parametrize(

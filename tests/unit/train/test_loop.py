@@ -4,11 +4,13 @@ import gc
 import json
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -17,11 +19,11 @@ from numbers_job import cpu_run, numbers_job, write_numbers
 from torch import nn
 
 from undula.data.spec import ValidationSpec
-from undula.errors import RunError, UsageError
+from undula.errors import RunError, SupersededError, UsageError
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
-from undula.state.events import ValidationEvent
+from undula.state.events import StartEvent, ValidationEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
@@ -266,6 +268,41 @@ def test_a_rank_that_outlives_its_group_ends_at_the_next_batch(job: Job) -> None
         next(batches)
     assert is_of_collective(caught.value)
     steps.close()
+
+
+def test_a_run_ends_at_its_next_checkpoint_if_a_newer_attempt_has_begun(job: Job) -> None:
+    """The newer attempt trains to the end, and nothing of what the older one does meanwhile is in the run."""
+    job = replace(job, plan=replace(job.plan, epochs=2))
+    older = steps_of(job)
+
+    def train_older(num_steps: int) -> None:
+        for _, (_, model, step) in zip(range(num_steps), older, strict=False):
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.update()
+
+    train_older(3)  # the checkpoint of step 2 is written from the start of the third step on
+    store = Store(job.run_url)
+    deadline = time.monotonic() + 30
+    while not find_commits(store)[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    train(replace(job, run_id=token_hex(8)))  # as on another machine, whose memory has no snapshots
+    with pytest.raises(SupersededError, match=r"^attempt 2 of .* was started on .*, so the older attempt 1 ends"):
+        train_older(5)
+    ledger = read_ledger(store)
+    assert ledger.steps["step"].to_pylist() == list(range(8))
+    assert ledger.steps["attempt"].to_pylist() == [1] * 2 + [2] * 6
+    commits, damaged = find_commits(store)
+    assert ([commit.attempt for commit in commits], damaged) == ([2, 2], {})
+    assert [event.attempt for event in events_of(ledger.events, StartEvent)] == [1, 2]
+
+
+def test_a_group_of_an_older_submission_does_not_start(job: Job) -> None:
+    Store(job.run_url).write("job.json", b'{"submission": "newer"}')
+    with pytest.raises(SupersededError, match="was submitted again"):
+        cpu_run(replace(job, submission="older"))
+    train(replace(job, submission="newer"))
 
 
 def test_a_run_does_not_continue_with_other_data(job: Job, tmp_path: Path) -> None:

@@ -113,9 +113,12 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def is_bug(error: BaseException) -> bool:
-    """Return whether another attempt would fail in the same way: a worker raised a UsageError, or one of BUGS while no worker died."""
+    """Return whether another attempt must not follow: a newer one exists, or it would fail in the same way.
+
+    The latter is the case if a worker raised a UsageError, or one of BUGS while no worker died.
+    """
     failures = list(error.worker_failures.values()) if isinstance(error, WorkerGroupError) else []
-    if any(isinstance(failure, UsageError) for failure in failures):
+    if any(isinstance(failure, UsageError | SupersededError) for failure in failures):
         return True
     # If a worker died, the exceptions of the others may be consequences of its death.
     has_died = any(kept_traceback(failure) is None for failure in failures)
