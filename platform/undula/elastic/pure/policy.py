@@ -163,17 +163,24 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
     hung = [
         number
         for number, rank in enumerate(ranks)
-        if rank and not rank.phase.may_wait and rank.phase_s > _patience_s(rank, limit_s)
+        if rank and not rank.phase.may_wait and rank.phase_s > patience_s(rank, limit_s)
     ]
     if len(known) < len(ranks) or any(not rank.phase.may_wait for rank in known):
         return hung
     # A rank that has not answered lately may have gone on since, so all must have waited for that much longer.
     age_s = max(silent_s, default=0.0)
-    are_stuck = all(rank.phase_s > _patience_s(rank, limit_s) + age_s for rank in known)
+    are_stuck = all(rank.phase_s > patience_s(rank, limit_s) + age_s for rank in known)
     return list(range(len(ranks))) if are_stuck else []
 
 
-def _patience_s(rank: ProgressView, limit_s: float) -> float:
-    """Return the time limit for a rank's current phase. The first step has the longer limit, because it may include compilation."""
+def patience_s(rank: ProgressView, limit_s: float) -> float:
+    """Return the time limit in seconds for a rank's current phase.
+
+    The first step has the longer limit, because it may include compilation.
+
+    Args:
+        rank: Progress of the rank.
+        limit_s: Result of `hang_limit_s`.
+    """
     is_brief = rank.phase.is_brief and rank.longest_step_s > 0
     return (limit_s if is_brief else max(limit_s, START_LIMIT_S)) + rank.allowed_s

@@ -25,6 +25,7 @@ from undula.elastic.pure.policy import (
     decide,
     hang_limit_s,
     lost_ranks,
+    patience_s,
 )
 from undula.elastic.ray.actor import ElasticStatus
 from undula.elastic.ray.autoscaler import AutoscalerRequest
@@ -240,8 +241,9 @@ class PoolPolicy(ScalingPolicy):
             worker = state.workers[rank]
             if actor_id(worker) not in self.pool.workers:
                 continue  # its process was already ended, but Ray has not noticed yet
-            place = worker.metadata
-            self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=limit))
+            place, progress = worker.metadata, ranks[rank]
+            own_s = limit if progress is None or silent_s[rank] > limit else patience_s(progress, limit)
+            self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=own_s))
             self.pool.drop(actor_id(worker))
         return False
 
