@@ -156,8 +156,7 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
         silent_s: Seconds for which each rank has not answered a poll. Its newest progress is at least that old.
         limit_s: Result of `hang_limit_s`.
     """
-    silent = [rank for rank, seconds in enumerate(silent_s) if seconds > limit_s]
-    if silent:
+    if silent := silent_ranks(ranks, silent_s, limit_s):
         return silent
     known = [rank for rank in ranks if rank]
     hung = [
@@ -171,6 +170,15 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
     age_s = max(silent_s, default=0.0)
     are_stuck = all(rank.phase_s > patience_s(rank, limit_s) + age_s for rank in known)
     return list(range(len(ranks))) if are_stuck else []
+
+
+def silent_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], limit_s: float) -> list[int]:
+    """Return the ranks that have not answered for too long. The arguments are those of `lost_ranks`.
+
+    A process does not answer while a thread copies many bytes and holds Python's lock.
+    """
+    allowed_s = [rank.allowed_s if rank else 0.0 for rank in ranks]
+    return [number for number, seconds in enumerate(silent_s) if seconds > limit_s + allowed_s[number]]
 
 
 def patience_s(rank: ProgressView, limit_s: float) -> float:
