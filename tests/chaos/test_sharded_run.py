@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from alone import train_alone
-from chaos_kit import SCRIPT, command, origins_in, run_through, wrapped
+from chaos_kit import SCRIPT, command, events_in, origins_in, run_through, wrapped
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
+from undula.state.events import CrashEvent
 from undula.storage import open_store
 from undula.testing.faults import parse_faults
 from undula.testing.nodes import Nodes
@@ -20,6 +21,17 @@ def prepared(module):
     for block in module.blocks:
         fully_shard(block)
     return fully_shard(module)
+"""
+STALL = """
+def before(step):
+    context = step._context
+    if step.index == 20 and context.setup.layout.rank == 1:
+        stream, take = context.stream, context.stream.take
+        def late(*arguments):
+            time.sleep(12)
+            stream.take = take
+            return take(*arguments)
+        stream.take = late
 """
 SCHEDULE = """
 at step 10: drain node 1 deadline 30
@@ -50,3 +62,10 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
     certificate = certify(run, data_of(run), against=alone, tolerance=2e-4)
     assert certificate.holds, certificate.difference
     assert run.ledger.replaced.num_rows < STEPS / 2
+
+
+def test_ranks_that_wait_for_one_without_data_are_not_lost(spot: Nodes, text: str, tmp_path: Path) -> None:
+    settings = ("plan.max_steps=30", "deterministic=false", "workers.min=2")
+    job = command(text, str(tmp_path), "stalled", *settings, script=wrapped(tmp_path, HOOK + STALL))
+    run_through([], spot, job, f"{tmp_path}/stalled")
+    assert events_in(f"{tmp_path}/stalled", CrashEvent) == []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from undula.errors import RunError
 from undula.parallel.layout import Layout
 from undula.recovery.live_state import LiveState, Targets
-from undula.recovery.progress import STARTING, STORAGE_BYTES_S, Phase
+from undula.recovery.progress import MEMORY_BYTES_S, STARTING, STORAGE_BYTES_S, Phase
 from undula.recovery.snapshot import NEVER, Age, Snapshot
 from undula.recovery.worker_state import HeldState
 from undula.state.checkpoint import Checkpointer
@@ -126,6 +126,7 @@ class Restorer:
         holdings = [[holding for each, holding in of_rank if each == age] for of_rank in answers]
         source = next(rank for rank, of_rank in enumerate(holdings) if of_rank)
         mine = [offer for offer in offers if offer.age == age]
+        self.enter(STARTING, sum(each.bytes for each in mine if isinstance(each, Snapshot)) / MEMORY_BYTES_S)
         whole = next((offer for offer in mine if offer.holding is None), None)
         held = [whole.load()] if whole else [offer.load() for offer in mine]
         common: list[Any] = [None, None, None, None]

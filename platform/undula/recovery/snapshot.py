@@ -116,6 +116,11 @@ class Snapshot:
             )
         ).holding
 
+    @property
+    def bytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.data.stat().st_size if isinstance(self.data, Path) else len(self.data)
+
     def load_bytes(self) -> bytearray:
         return bytearray(self.data.read_bytes()) if isinstance(self.data, Path) else self.data
 

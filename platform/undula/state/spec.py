@@ -13,7 +13,8 @@ class CheckpointSpec:
     """Interval of checkpoints and snapshots, and the number of checkpoints to keep."""
 
     every_steps: Annotated[int, Gt(0)] = 100
-    """Number of steps between checkpoints. The run also takes a checkpoint at its end."""
+    """Number of steps between checkpoints. The run also takes a checkpoint at its end. If a checkpoint is due while another one is still
+    being written, it begins once that has ended."""
     snapshot_every_steps: Annotated[int, Ge(0)] | None = None
     """Number of steps between snapshots in the memory of the workers' nodes, from which a run resumes after it has lost all workers. By
     default, the interval is chosen so that snapshots take less than 1 % of the time; 0 disables snapshots."""

@@ -45,6 +45,7 @@ Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 """Called with the number of steps done, the model and the optimizer."""
 SETTINGS = ("name=conformance", "data.validation=null", "plan.max_steps=6")
 """Overrides of the job that the caller's overrides precede."""
+CHECKPOINT = "a checkpoint"
 EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.snapshot_every_steps=0")
 SNAPSHOTS_ALONE = ("checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1")
 LIMIT_S = 120.0
@@ -67,7 +68,7 @@ def check(train: Train, job: str | Path, *overrides: str, config: type | None = 
         UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
     """
     with TemporaryDirectory() as folder:
-        sources = {"a checkpoint": EVERY_STEP, "a snapshot": SNAPSHOTS_ALONE}
+        sources = {CHECKPOINT: EVERY_STEP, "a snapshot": SNAPSHOTS_ALONE}
         jobs = {
             source: _loaded(train, job, [*settings, *overrides], folder, config) for source, settings in sources.items()
         }
@@ -79,7 +80,7 @@ def check(train: Train, job: str | Path, *overrides: str, config: type | None = 
             legs = _new_job(loaded, source)
             comparison = _Comparison(boundaries, f"a run that was interrupted and resumed from {source}")
             for done in range(1, max(boundaries) + 1):
-                _train_here(train, legs, comparison, until=done)
+                _train_here(train, legs, comparison, until=done, saves=source == CHECKPOINT)
 
 
 def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type | None = None) -> None:
@@ -218,13 +219,13 @@ def _new_job(loaded: LoadedSpec, name: str) -> Job:
     return replace(job, name=name, run_url=f"{loaded.spec.runs}/{name}")
 
 
-def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None) -> None:
-    """Train in this process, to the end of the plan or until so many steps are done."""
+def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None, saves: bool = False) -> None:
+    """Train in this process, to the end of the plan or until so many steps are done, and then save a checkpoint if `saves`."""
 
     def watch(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         visit(done, model, optimizer)
         if until == done + 1:
-            process.leave()
+            process.leave(saves)
 
     process = SingleProcess(_watched(train, watch), job, lambda message: None)
     process()

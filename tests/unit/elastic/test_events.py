@@ -6,7 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ray.train.v2._internal.execution.controller.state import PreemptingState, RunningState
+from ray.train.v2._internal.execution.controller.state import PreemptingState, RestartingState, RunningState
+from ray.train.v2.api.exceptions import ControllerError
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from undula.elastic.ray.events import ControllerEvents, EventQueue
@@ -107,3 +108,13 @@ def test_a_preemption_becomes_a_notice_for_each_node() -> None:
     ControllerEvents(received.append, node_table).after_controller_state_update(RunningState(), state)
     notices = [event for event in received if isinstance(event, NoticeEvent)]
     assert [(event.node, event.ranks, event.deadline) for event in notices] == [("a", (0, 1), 5.0), ("b", (2,), 5.0)]
+
+
+def test_a_failure_is_reported_once_however_long_the_run_then_waits_for_workers() -> None:
+    received: list[Event] = []
+    events = ControllerEvents(received.append, node_table)
+    restarting = RestartingState(training_failed_error=ControllerError(RuntimeError("lost")))
+    events.after_controller_state_update(RunningState(), restarting)
+    for _ in range(3):
+        events.after_controller_state_update(restarting, restarting)
+    assert [event.kind for event in received] == ["crash"]

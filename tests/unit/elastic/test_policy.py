@@ -201,6 +201,9 @@ def test_the_limit_of_a_phase_follows_its_bytes() -> None:
     saving = ProgressView(10, SAVE, START_LIMIT_S + 50, 0.5, allowed_s=100.0)
     assert lost_ranks([saving], [0], LIMIT_S) == []
     assert lost_ranks([replace(saving, phase_s=START_LIMIT_S + 101)], [0], LIMIT_S) == [0]
+    copying = replace(saving, phase_s=1.0)
+    assert lost_ranks([copying], [100.0], LIMIT_S) == []
+    assert lost_ranks([copying], [106.0], LIMIT_S) == [0]
 
 
 @st.composite

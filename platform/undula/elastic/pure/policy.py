@@ -156,24 +156,39 @@ def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], 
         silent_s: Seconds for which each rank has not answered a poll. Its newest progress is at least that old.
         limit_s: Result of `hang_limit_s`.
     """
-    silent = [rank for rank, seconds in enumerate(silent_s) if seconds > limit_s]
-    if silent:
+    if silent := silent_ranks(ranks, silent_s, limit_s):
         return silent
     known = [rank for rank in ranks if rank]
     hung = [
         number
         for number, rank in enumerate(ranks)
-        if rank and not rank.phase.may_wait and rank.phase_s > _patience_s(rank, limit_s)
+        if rank and not rank.phase.may_wait and rank.phase_s > patience_s(rank, limit_s)
     ]
     if len(known) < len(ranks) or any(not rank.phase.may_wait for rank in known):
         return hung
     # A rank that has not answered lately may have gone on since, so all must have waited for that much longer.
     age_s = max(silent_s, default=0.0)
-    are_stuck = all(rank.phase_s > _patience_s(rank, limit_s) + age_s for rank in known)
+    are_stuck = all(rank.phase_s > patience_s(rank, limit_s) + age_s for rank in known)
     return list(range(len(ranks))) if are_stuck else []
 
 
-def _patience_s(rank: ProgressView, limit_s: float) -> float:
-    """Return the time limit for a rank's current phase. The first step has the longer limit, because it may include compilation."""
+def silent_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], limit_s: float) -> list[int]:
+    """Return the ranks that have not answered for too long. The arguments are those of `lost_ranks`.
+
+    A process does not answer while a thread copies many bytes and holds Python's lock.
+    """
+    allowed_s = [rank.allowed_s if rank else 0.0 for rank in ranks]
+    return [number for number, seconds in enumerate(silent_s) if seconds > limit_s + allowed_s[number]]
+
+
+def patience_s(rank: ProgressView, limit_s: float) -> float:
+    """Return the time limit in seconds for a rank's current phase.
+
+    The first step has the longer limit, because it may include compilation.
+
+    Args:
+        rank: Progress of the rank.
+        limit_s: Result of `hang_limit_s`.
+    """
     is_brief = rank.phase.is_brief and rank.longest_step_s > 0
     return (limit_s if is_brief else max(limit_s, START_LIMIT_S)) + rank.allowed_s

@@ -37,8 +37,10 @@ class WorkersSpec:
     """Policy for adding workers to a group that trains. `auto` adds them if the work that they are expected to do until the cluster's next
     change exceeds the work that is lost in the pause; `always` adds them in any case, and `never` does not add any."""
     hang_limit_s: Annotated[float, Gt(0)] | None = None
-    """Seconds without a step after which a worker counts as lost; by default 10 times the longest recent step, and at least 5. While a
-    worker starts, validates or saves, the limit is 600 seconds without progress, or this value if it is larger."""
+    """Seconds without progress after which a worker counts as lost; by default 10 times the longest recent step, and at least 5. The time
+    for which it waits for other workers does not count. The limit is 600 seconds, or this value if it is larger, for what can take longer
+    than a step: starting, waiting for samples or a snapshot, validating, saving, and computing with batches of a shape that the group has
+    not had before. Large checkpoints and states extend it."""
     max_failures: Annotated[int, Ge(-1)] = 3
     """Number of failures that the job survives; -1 for any number. Exceptions of the script count over the whole run; lost workers count
     only until the next committed step. An exception that every attempt would raise, such as a KeyError, ends the job at once."""

@@ -141,6 +141,7 @@ class ElasticController(TrainController):
         group = self._worker_group
         is_group = isinstance(group, ElasticWorkerGroup) and group.ask_to_leave()
         while not self._pool.await_left(FAST_POLL_S):
+            self._pool.tick()
             await asyncio.sleep(0)
         return is_group
 

@@ -103,6 +103,8 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
     def after_controller_state_update(
         self, previous_state: TrainControllerState, current_state: TrainControllerState
     ) -> None:
+        if current_state is previous_state:  # the controller waits for workers
+            return
         if isinstance(current_state, RestartingState | ReschedulingState):
             error = current_state.training_failed_error
             if not is_waiting(error):

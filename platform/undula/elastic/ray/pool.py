@@ -231,6 +231,8 @@ class WorkerPool:
             if answer in done:
                 worker.leaving = None
                 match _departure(answer):
+                    case "left":
+                        pass
                     case "busy":
                         worker.leave()
                     case "unusable":

@@ -25,6 +25,8 @@ from undula.elastic.pure.policy import (
     decide,
     hang_limit_s,
     lost_ranks,
+    patience_s,
+    silent_ranks,
 )
 from undula.elastic.ray.actor import ElasticStatus
 from undula.elastic.ray.autoscaler import AutoscalerRequest
@@ -236,14 +238,16 @@ class PoolPolicy(ScalingPolicy):
         silent_s = state.group.silent_s()
         limit = hang_limit_s(self._longest_step_s, self.hang_limit_s)
         lost = lost_ranks(ranks, silent_s, limit)
-        if len(lost) == len(ranks) and max(silent_s) <= limit and len(ranks) > 1:
+        silent = silent_ranks(ranks, silent_s, limit)
+        if len(lost) == len(ranks) and not silent and len(ranks) > 1:
             return self._break_deadlock(state, limit)
         for rank in lost:
             worker = state.workers[rank]
             if actor_id(worker) not in self.pool.workers:
                 continue  # its process was already ended, but Ray has not noticed yet
-            place = worker.metadata
-            self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=limit))
+            place, progress = worker.metadata, ranks[rank]
+            own_s = limit if progress is None or rank in silent else patience_s(progress, limit)
+            self.on_event(CrashEvent("hang", rank=rank, node=place.node_id, pid=place.pid, limit_s=own_s))
             self.pool.drop(actor_id(worker))
         return False
 
