@@ -5,7 +5,7 @@ RUN ?= language-model-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= $(HOME)/undula/data/stdlib-text
 
 .DEFAULT_GOAL := help
-.PHONY: help horovod setup train test check format bench bench-data bench-elastic bench-study soak clean
+.PHONY: help horovod setup train test test-gpu check format bench bench-data bench-elastic bench-study soak clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -35,6 +35,9 @@ train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, 
 
 test: .venv/ready-with-horovod check  ## Lint, type check, all tests
 	$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+
+test-gpu: .venv/ready-to-test  ## Tests that need a GPU and no Ray; skipped where torch sees no GPU
+	$(BIN)/pytest tests/gpu --confcutdir=tests/gpu
 
 check: .venv/ready-to-test  ## Lint and type check
 	$(BIN)/ruff format --check .

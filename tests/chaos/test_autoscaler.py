@@ -118,6 +118,19 @@ def test_the_autoscaler_adds_replaces_and_removes_the_nodes_of_a_job(
     assert cost.saved == pytest.approx(1 - 0.4307 / 0.8048)
 
 
+def test_the_autoscaler_brings_a_gpu_by_default(forking_python: str, text: str, tmp_path: Path) -> None:
+    """No GPU exists here, so the worker refuses to train on the node that the autoscaler has started."""
+    gpu = MachineType(ON_DEMAND, "g6.xlarge", gpus=1)
+    with cloud({"gpu": gpu}, {ON_DEMAND: 1}, python=forking_python) as there:
+        driver = start(there, text, tmp_path, "plan.max_steps=4")
+        try:
+            assert driver.process.wait(LIMIT_S) == 2, driver.lines[-5:]
+        finally:
+            driver.stop()
+        assert any(line.endswith("starting 1 to 2 workers with 1 GPU each ...") for line in driver.lines)
+        assert any("Ray has reserved 1 GPU, but torch" in line for line in driver.lines)
+
+
 @pytest.mark.soak
 def test_an_unavailable_machine_type_is_replaced_by_the_next_one(
     forking_python: str, text: str, tmp_path: Path

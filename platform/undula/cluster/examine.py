@@ -49,6 +49,7 @@ PROBE: Mapping[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency":
 """Options of a probe. It takes no CPUs, so a busy cluster can be examined as well."""
 _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets in submitted jobs. Such a job already ships its packages."""
+FREE, WORKERS = "Free", "Workers"
 T = TypeVar("T")
 
 
@@ -97,7 +98,10 @@ def _within(limit_s: float, do: Callable[[], T], late: str) -> T:
 
 
 def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
-    """Connect and return the dashboard's HOST:PORT, which is empty if there is none, and Ray's records of the nodes that are alive."""
+    """Connect and return the dashboard's HOST:PORT, which is empty if there is none, and records of the nodes that are alive.
+
+    The records are Ray's, and also have the free resources (FREE) and the number of workers (WORKERS) of each node.
+    """
     if re.fullmatch(r"[^/]+:\d+", address):  # if nothing listens there, Ray takes a minute to report it
         try:
             socket.create_connection(address.rsplit(":", 1), timeout=CONNECT_TIMEOUT_S).close()  # type: ignore[arg-type]
@@ -120,7 +124,9 @@ def _connect(address: str) -> tuple[str, list[dict[str, Any]]]:
         raise ClusterError(f"cannot connect to the Ray cluster {address}: {why}") from error
     stop_error_messages()
     nodes: Any = ray.nodes()  # type: ignore[no-untyped-call]
-    return str(found.dashboard_url or ""), [node for node in nodes if node["Alive"]]
+    free, workers = free_resources(), workers_on_nodes()
+    more = {node["NodeID"]: {FREE: free.get(node["NodeID"], {}), WORKERS: workers[node["NodeID"]]} for node in nodes}
+    return str(found.dashboard_url or ""), [{**node, **more[node["NodeID"]]} for node in nodes if node["Alive"]]
 
 
 class Budget:
@@ -165,10 +171,7 @@ class _Examination:
         self._runs, self._log = runs, log
         self._budget = Budget(LIMIT_S)
         self._unresponsive: dict[str, str] = {}
-        free, workers = free_resources(), workers_on_nodes()
-        self._nodes = {
-            node["NodeID"]: _node(node, free.get(node["NodeID"], {}), workers[node["NodeID"]]) for node in alive
-        }
+        self._nodes = {node["NodeID"]: _node(node) for node in alive}
         self._sessions = {node["NodeID"]: str(Path(node["ObjectStoreSocketName"]).parents[1]) for node in alive}
         actor: Any = ray.remote(Probe)
         self._probes = {
@@ -320,7 +323,7 @@ class _Examination:
         return AllReduce(group.nodes, group.backend, max(latencies_s), min(rates), problems)
 
 
-def _node(node: Mapping[str, Any], free: Mapping[str, float], num_workers: int) -> NodeFacts:
+def _node(node: Mapping[str, Any]) -> NodeFacts:
     resources = node["Resources"]
     return NodeFacts(
         node["NodeID"],
@@ -329,8 +332,8 @@ def _node(node: Mapping[str, Any], free: Mapping[str, float], num_workers: int) 
         resources.get("GPU", 0.0),
         "node:__internal_head__" in resources,
         node["Labels"].get(MARKET) == SPOT,
-        free.get("GPU", 0.0),
-        num_workers,
+        node[FREE].get("GPU", 0.0),
+        node[WORKERS],
     )
 
 

@@ -214,7 +214,7 @@ class _Slot:
             self._views = self._arrangement.views(self._map)
         (self._folder / META).unlink(missing_ok=True)
         if ready:  # a separate stream, so that the next step's kernels do not wait for the copies
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(ready.device)  # type: ignore[no-untyped-call]
             stream.wait_event(ready)
             with torch.cuda.stream(stream):
                 torch._foreach_copy_(self._views, list(sources))

@@ -65,6 +65,8 @@ class MachineType:
     machine: str
     """Name of the machine type in the cloud's price list."""
     cpus: int = 1
+    gpus: int = 0
+    """Number of GPUs that Ray counts. They need not exist."""
     priority: int = 0
     """Priority of the type; the autoscaler prefers the highest."""
 
@@ -175,7 +177,7 @@ def _config(
 ) -> dict[str, Any]:
     workers = {
         name: {
-            "resources": {"CPU": each.cpus},
+            "resources": {"CPU": each.cpus, "GPU": each.gpus},
             "labels": {MARKET: each.market, MACHINE: each.machine, TYPE: name},
             "min_workers": 0,
             "max_workers": max_workers,

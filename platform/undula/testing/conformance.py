@@ -36,7 +36,7 @@ from undula.state.model_state import bare_module, model_and_optimizer_state
 from undula.storage import open_store
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.single_process import SingleProcess
+from undula.train.single_process import SingleProcess, local_device
 
 Train: TypeAlias = Callable[[Run], None]
 Record: TypeAlias = Mapping[str, tuple[str, bytes]]
@@ -48,6 +48,8 @@ SETTINGS = ("name=conformance", "data.validation=null", "plan.max_steps=6")
 CHECKPOINT = "a checkpoint"
 EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.snapshot_every_steps=0")
 SNAPSHOTS_ALONE = ("checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1")
+MOST_RANKS = 2
+"""Number of ranks of the largest group of `check_on_ranks`."""
 LIMIT_S = 120.0
 """Maximum time in seconds for a group of ranks to end."""
 PRELOADED = ["undula.testing.conformance", "torch._dynamo", "torch.distributed.fsdp", "undula.telemetry.tensorboard"]
@@ -286,7 +288,11 @@ def _rank(train: Train, job: Job, group: _Group, rank: int, rendezvous: str, sen
         last.clear()
         last.update(record_of(model, optimizer))
 
-    process = SingleProcess(_watched(train, visit), job, lambda message: None, rank, group.world_size, rendezvous)
+    device = local_device(
+        rank, MOST_RANKS
+    )  # the same kind of device in all groups, because other kinds compute other bits
+    watched = _watched(train, visit)
+    process = SingleProcess(watched, job, lambda message: None, rank, group.world_size, rendezvous, device)
     try:
         process()
     except UndulaError as error:

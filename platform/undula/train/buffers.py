@@ -69,7 +69,8 @@ class BufferMean:
         for place, ((buffers, key), known) in enumerate(zip(self._places, self._in_places, strict=True)):
             found = buffers[key]
             if known is None and found is not None:
-                self._new.setdefault(place, found.detach().clone())
+                # The other buffers are on the device as well, and NCCL can only sum tensors on GPUs.
+                self._new.setdefault(place, found.detach().to(self._device, copy=True))
         if samples and self._groups:
             self._take_over()
             for group in self._groups:

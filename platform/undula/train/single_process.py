@@ -46,7 +46,7 @@ class SingleProcess:
         self._rank = rank
         self._world_size = world_size
         self._rendezvous = rendezvous
-        self.device = device or _own_device(rank, world_size)
+        self.device = device or local_device(rank, world_size)
         self._worker = WorkerState(is_run=True)
 
     def __call__(self) -> None:
@@ -71,7 +71,8 @@ class SingleProcess:
         self._worker.request = Request(leaves=True, saves=saves)
 
 
-def _own_device(rank: int, world_size: int) -> torch.device:
+def local_device(rank: int, world_size: int) -> torch.device:
+    """Return a GPU for a rank, or the CPU if this process does not see a GPU for each of the ranks on this machine."""
     has_gpus = torch.cuda.device_count() >= world_size
     return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
 

@@ -154,4 +154,6 @@ def test_the_manifest_runs_a_job_of_this_repository(manifest: dict[str, Any]) ->
     _, script, *overrides = manifest["spec"]["entrypoint"].split()
     path = ROOT / script.removeprefix("/home/ray/undula/")
     assert path.exists()
-    assert load_spec(path.with_suffix(".yaml"), overrides).spec.run_url == "s3://YOUR-BUCKET/runs/language-model"
+    spec = load_spec(path.with_suffix(".yaml"), overrides).spec
+    assert spec.run_url == "s3://YOUR-BUCKET/runs/language-model"
+    assert spec.workers.gpus == "auto"

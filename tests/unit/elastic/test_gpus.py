@@ -24,7 +24,7 @@ from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic import worker
 from undula.elastic.ray import actor, backend, cluster_gpus, gpus
 from undula.elastic.ray.actor import ElasticWorker
-from undula.elastic.ray.backend import InProcessGroup, Rendezvous, set_rendezvous
+from undula.elastic.ray.backend import InProcessGroup, Rendezvous
 from undula.elastic.ray.cluster_gpus import autoscaling_config, offers_gpus, starts_gpus
 from undula.elastic.ray.environment import SURVIVE_NCCL, variables_of_worker
 from undula.elastic.ray.failures import refusal_of
@@ -53,14 +53,12 @@ def test_a_worker_on_the_cpu_joins_its_group_where_torch_sees_a_gpu(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backend.ray.train.torch, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(backend.ray.train, "get_context", alone)
-    monkeypatch.setattr(backend, "get_train_context", lambda: SimpleNamespace(controller_actor=MAGIC))
-    monkeypatch.setattr(backend, "_set_torch_distributed_env_vars", lambda: None)
-    set_rendezvous(Rendezvous("127.0.0.1", 0, "gloo", 30.0))
+    wake = SimpleNamespace(remote=lambda: None)
+    controller = SimpleNamespace(wake=wake)
+    monkeypatch.setattr(backend, "get_train_context", lambda: SimpleNamespace(controller_actor=controller))
+    monkeypatch.setattr(backend, "_rendezvous", Rendezvous("127.0.0.1", 0, "gloo", 30.0))
     with InProcessGroup():
         assert dist.get_world_size() == 1
-
-
-MAGIC = SimpleNamespace(wake=SimpleNamespace(remote=lambda: None))
 
 
 def test_a_worker_with_a_gpu_makes_it_its_device_before_its_group_exists(monkeypatch: Patch) -> None:
@@ -68,9 +66,8 @@ def test_a_worker_with_a_gpu_makes_it_its_device_before_its_group_exists(monkeyp
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(backend.ray.train.torch, "get_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(backend.ray.train, "get_context", alone)
-    monkeypatch.setattr(backend, "_set_torch_distributed_env_vars", lambda: None)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: order.append(name))
-    set_rendezvous(Rendezvous("127.0.0.1", 0, "nccl", 30.0))
+    monkeypatch.setattr(backend, "_rendezvous", Rendezvous("127.0.0.1", 0, "nccl", 30.0))
     InProcessGroup().__enter__()
     assert order == [torch.device("cuda", 0), "nccl"]
 
@@ -197,7 +194,8 @@ def pool(monkeypatch: Patch) -> Callable[[Exception], WorkerPool]:
     """Return a function that makes a pool, one worker of which has failed to become ready because of an error."""
 
     def made(error: Exception, **fields: Any) -> WorkerPool:
-        found = WorkerPool(Any, None, {"GPU": 1.0}, {}, fleet=Any, on_event=lambda event: None, **fields)  # type: ignore[arg-type]
+        unused: Any = None
+        found = WorkerPool(unused, None, {"GPU": 1.0}, {}, fleet=unused, on_event=lambda event: None, **fields)
         member = PooledWorker(SimpleNamespace(_actor_id=b"a"), "bad", "answer", 0.0)
         found.workers[member.id] = member
         monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))

@@ -254,6 +254,17 @@ def test_a_buffer_that_only_some_ranks_set_is_refused() -> None:
         assert "the forward pass set the buffer 'scale', which was None, on some workers only" in str(message)
 
 
+def test_a_buffer_that_a_forward_pass_makes_elsewhere_is_summed_on_the_device_of_the_model() -> None:
+    """The meta device stands for a GPU, because NCCL cannot sum tensors in host memory."""
+    module = _Statistics().to("meta")
+    buffers = BufferMean(module, lambda tensor: None)
+    buffers.begin_step()
+    buffers.begin_micro_batch()
+    module.scale = torch.ones(1)
+    buffers.end_micro_batch(1)
+    assert [value.device.type for value in buffers._new.values()] == ["meta"]
+
+
 def test_buffers_are_restored_after_an_unfinished_step_only() -> None:
     norm = nn.BatchNorm1d(2)
     buffers = BufferMean(norm, lambda tensor: None)

@@ -4,7 +4,9 @@ import itertools
 import json
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +37,29 @@ def state(value: float) -> dict[str, object]:
 def take(writer: SnapshotWriter, step: int) -> None:
     writer.begin(step, rank_state(state(float(step))), {}, [row(step - 1)])
     writer.wait()
+
+
+def test_a_snapshot_is_copied_on_the_gpu_that_has_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies has no current GPU of its own, so that torch would take the first one."""
+    used: list[object] = []
+
+    class Stream:
+        def __init__(self, device: torch.device):
+            used.append(device)
+
+        def wait_event(self, event: object) -> None:
+            used.append(event)
+
+    ready = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(snapshot_writer, "_ready", lambda tensors: ready)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    writer = SnapshotWriter(tmp_path / "run", "plan")
+    take(writer, 1)
+    assert used == [ready.device, ready]
+    found = newest_snapshot(tmp_path / "run", "plan")
+    assert found is not None
+    assert float(found.load().pieces["model.w"].tensor[0, 0]) == 1.0
 
 
 def newest_snapshot(folder: Path, plan_digest: str) -> Snapshot | None:

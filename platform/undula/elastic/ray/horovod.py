@@ -216,11 +216,12 @@ def check(spec: HorovodSpec, has_gpus: bool) -> None:
         ClusterError: Horovod is not installed, or lacks a feature.
     """
     hvd = import_horovod()
-    for feature, is_wanted in (
-        ("engine: horovod with GPUs", has_gpus),
-        ("horovod.hierarchical_allreduce", spec.hierarchical_allreduce),
+    for feature, is_wanted, other_fix in (
+        ("engine: horovod with GPUs", has_gpus, "set workers.gpus=0"),
+        ("horovod.hierarchical_allreduce", spec.hierarchical_allreduce, "remove it"),
     ):
         if is_wanted and not hvd.nccl_built():
             raise ClusterError(
-                f"{feature} needs a Horovod with NCCL, and this one has none; run HOROVOD_GPU_OPERATIONS=NCCL undula build-horovod"
+                f"{feature} needs a Horovod with NCCL, and this one has none; run HOROVOD_GPU_OPERATIONS=NCCL undula build-horovod, "
+                f"or {other_fix}"
             )

@@ -130,7 +130,10 @@ class ElasticTrainer(DataParallelTrainer):
 class ElasticTorchTrainer(ElasticTrainer, TorchTrainer):
     """TorchTrainer whose number of workers varies within `ScalingConfig(num_workers=(min, max))`; the minimum can be 1.
 
-    It takes the arguments of TorchTrainer, except for deprecated ones, and those of ElasticTrainer.
+    It takes the arguments of TorchTrainer, except for deprecated ones, and those of ElasticTrainer. Workers with GPUs start with
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0, so that they survive the loss of another one. A train function that does not use a Run, and that
+    torch is to end when a collective takes longer than the timeout of `torch_config`, needs another value in
+    `RunConfig(worker_runtime_env=...)`.
     """
 
     def __init__(
