@@ -35,8 +35,8 @@ JOB = (
     "schedule.decay=constant",
     *("checkpoint.every_steps=25", "validation.every_steps=50", "workers.min=1", "workers.grow=always"),
 )
-ENDLESS = ("checkpoint.every_steps=1000", "data.validation=null", "plan.max_steps=30000")
-"""Overrides of a job that runs until it is stopped."""
+STEPS_ALONE = (*ENDLESS, "checkpoint.every_steps=1000", "data.validation=null")
+"""Overrides of a job that runs until it is stopped, and rarely does anything but steps."""
 
 WRAPPED = """
 import time
@@ -183,7 +183,7 @@ def running(
     while len(spot.nodes) < num_nodes:
         spot.add()
     spot.await_all()
-    _, *script = command(text, str(folder), "run", *ENDLESS, *settings, script=wrapped(folder, hook, pace_s))
+    _, *script = command(text, str(folder), "run", *STEPS_ALONE, *settings, script=wrapped(folder, hook, pace_s))
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
     job = Running(driver, open_store(f"{folder}/run"))
     try:

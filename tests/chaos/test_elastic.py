@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from alone import train_alone
-from chaos_kit import ENDLESS, SCRIPT, SLOW_S, assert_certified, command, running
+from chaos_kit import SCRIPT, SLOW_S, STEPS_ALONE, assert_certified, command, running
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
@@ -39,7 +39,7 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
     assert ledger.replaced.num_rows == 0
 
     # With a constant rate, a shorter run equals the beginning of a longer one.
-    shorter = (*ENDLESS, f"plan.max_steps={ledger.steps.num_rows + 1}")
+    shorter = (*STEPS_ALONE, f"plan.max_steps={ledger.steps.num_rows + 1}")
     alone = train_alone(command(text, str(tmp_path), "alone", *shorter, script=SCRIPT))
     assert_certified(job.store.url, alone.url, ledger.steps.num_rows)
 

@@ -115,7 +115,6 @@ def test_twenty_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: P
         "deterministic=false",
         "schedule.base_lr=3e-4",
         "checkpoint.every_steps=20",
-        "plan.epochs=1000",
     )
     hook = HOOK.format(shard=shard)
     used: list[dict[str, Usage]] = []
