@@ -255,6 +255,8 @@ def index(
         metadata, footer_sha256 = _read_footer(store, entry.name)
         arrow_schema = metadata.schema.to_arrow_schema()
         file_columns = tuple(column_of(field, f"{store.url}/{entry.name}") for field in arrow_schema)
+        if twice := next((name for name in arrow_schema.names if arrow_schema.names.count(name) > 1), None):
+            raise ManifestError(f"{store.url}/{entry.name} has two columns named {twice!r}; rename one of them")
         if files and (file_columns != columns or not arrow_schema.equals(schema)):
             raise ManifestError(
                 f"{url}/{entry.name} has another schema than {entries[0].name}; write all files of a data set with one schema"

@@ -89,7 +89,10 @@ class RankStream:
     def any_rows(self, count: int) -> Samples:
         """Return up to `count` arbitrary rows of the data set, for a rank whose share of a short step is empty."""
         if self._spare is None:
-            read = self._read(next(self._order(0).windows(next(iter(self._places)))), epoch=0)
+            order = EpochOrder(
+                self._plan, self._manifest.row_counts, 0
+            )  # self._orders belongs to the thread that reads ahead
+            read = self._read(next(order.windows(next(iter(self._places)))), epoch=0)
             self._spare = WindowRows(read, [read()])
         return self._spare.take(0, min(count, self._spare.num_rows))
 

@@ -7,11 +7,13 @@ or the connection breaks.
 
 import mmap
 import random
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ PARALLEL_PARTS = 8
 """Number of range requests in flight per process."""
 FOOTER_BYTES = 2**16
 """Number of bytes first fetched from the end of a shard; most footers are smaller."""
+MAX_CHUNKS = 2**18
+"""Maximum number of column chunks in the footers that a process keeps. Each chunk takes almost 1 KiB of memory."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 """Maximum time in seconds to the first byte and between two bytes of a response."""
@@ -74,7 +78,7 @@ class Shard:
             StorageError: The file cannot be read for another reason.
         """
         try:
-            metadata = _footer(self)
+            metadata = _footers.of(self)
             source = self._source(_ranges(metadata, number, columns))
             file = pq.ParquetFile(source, metadata=metadata)
             return file.read_row_group(number, columns=list(columns), use_threads=False)
@@ -139,9 +143,43 @@ class Shard:
         return f"{self.store.url}/{self.name}"
 
 
-@lru_cache(maxsize=4096)
-def _footer(shard: Shard) -> pq.FileMetaData:
-    return shard.footer()
+class Footers:
+    """Footers of the shards that this process has read last.
+
+    They are limited by their size and not by their number, because those of a large data set would take gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Shard, pq.FileMetaData] = OrderedDict()
+        self._chunks = 0
+        self._lock = threading.Lock()
+
+    def of(self, shard: Shard) -> pq.FileMetaData:
+        """Return the footer of a shard, which is read if it is not kept."""
+        with self._lock:
+            if shard in self._kept:
+                self._kept.move_to_end(shard)
+                return self._kept[shard]
+        footer = shard.footer()
+        with self._lock:
+            if shard not in self._kept:
+                self._kept[shard] = footer
+                self._chunks += _chunks_of(footer)
+            while self._chunks > MAX_CHUNKS and len(self._kept) > 1:
+                self._chunks -= _chunks_of(self._kept.popitem(last=False)[1])
+        return footer
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._chunks = 0
+
+
+_footers = Footers()
+
+
+def _chunks_of(footer: pq.FileMetaData) -> int:
+    return int(footer.num_row_groups * footer.num_columns)
 
 
 def _ranges(metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> list[tuple[int, int]]:

@@ -35,9 +35,11 @@ def batches(params: Iterable[Tensor], optimizer: str) -> list[list[Tensor]]:
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each whole tensor, even if ranks hold shards of it. All ranks must call this together.
 
-    The norms of all sharded tensors take one collective.
+    The norms of all sharded tensors take one collective. Norms of 16-bit tensors are in float32, because float16 ends at 65,504 and
+    bfloat16 has only eight bits.
     """
-    found = torch.stack(torch._foreach_norm(list(tensors)))
+    dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
+    found = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 

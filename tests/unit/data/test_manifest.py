@@ -124,6 +124,12 @@ def test_a_file_with_another_schema_is_named(folder: Store) -> None:
     assert not folder.exists(MANIFEST_NAME)
 
 
+def test_two_columns_of_one_name_are_refused(folder: Store) -> None:
+    put(folder, "a.parquet", pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"]))
+    with pytest.raises(ManifestError, match=f"^{folder.url}/a.parquet has two columns named 'x'; rename one of them"):
+        index(folder.url)
+
+
 def images(shape: str | None) -> pa.Table:
     metadata = None if shape is None else {"shape": shape}
     array = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(24, dtype=np.uint8)), 12)

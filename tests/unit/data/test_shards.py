@@ -56,7 +56,7 @@ def rows_of(manifest: Manifest) -> pa.Table:
 
 @pytest.mark.parametrize("fault", ["503", "slow down", "reset", "truncated", "short", "slow"])
 def test_temporary_faults_do_not_change_the_rows(manifest: Manifest, proxy: FaultyS3, fault: Fault) -> None:
-    shards._footer.cache_clear()
+    shards._footers.clear()
     proxy.faults.extend([fault] * 3)
     assert rows_of(manifest).equals(TABLE)
     assert not proxy.faults
@@ -96,7 +96,7 @@ def test_requests_to_a_busy_store_end_at_the_time_limit(
     manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "RETRY_FOR_S", 0.5)
-    shards._footer.cache_clear()
+    shards._footers.clear()
     proxy.faults.extend(["503"] * 10_000)
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"part-00000.parquet could not be read for .* s: 503"):
@@ -149,7 +149,7 @@ def test_an_answer_with_another_range_or_version_is_refused(
     client = shards._client(False)
     honest = client.get_object
     monkeypatch.setattr(client, "get_object", lambda **asked: {**honest(**asked), **answer})
-    shards._footer.cache_clear()
+    shards._footers.clear()
     with pytest.raises((ManifestError, StorageError), match=problem):
         rows_of(manifest)
 
@@ -191,3 +191,19 @@ def test_a_public_bucket_is_read_without_credentials(
     assert rows_of(public).equals(TABLE)
     assert proxy.signed
     assert not any(proxy.signed)
+
+
+def test_the_footers_that_a_process_keeps_are_limited_by_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_shards(open_store(str(tmp_path)), [TABLE], TABLE.schema, ROWS, num_shards=8, row_group_bytes=2000)
+    chunks = 3 * len(manifest.row_counts)
+    monkeypatch.setattr(shards, "MAX_CHUNKS", chunks // 2)
+    read, footer = [], Shard.footer
+    monkeypatch.setattr(Shard, "footer", lambda shard: read.append(shard.name) or footer(shard))
+    footers = shards.Footers()
+    all_shards = [Shard(manifest.store, file.name, file.bytes, file.version) for file in manifest.files]
+    for shard in [*all_shards, *all_shards[::-1]]:
+        assert footers.of(shard).num_row_groups > 1
+    names = [shard.name for shard in all_shards]
+    assert read == [*names, *names[3::-1]]  # the last four are kept

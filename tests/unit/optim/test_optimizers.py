@@ -346,3 +346,37 @@ def test_horovod_gives_the_same_weights_as_torch(tmp_path: Path) -> None:
     for found in on_horovod_ranks(2, _trained, together):
         for name in LAYERWISE:
             assert found[name] == [pytest.approx(weights, rel=1e-5, abs=1e-7) for weights in alone[name]]
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_16_bit_parameters_are_computed_in_32_bits(name: str, dtype: torch.dtype) -> None:
+    """The norm of this gradient is 90,000, which float16 cannot hold. It must not stop the layer."""
+    module = nn.Linear(300, 300, bias=False, dtype=dtype)
+    nn.init.constant_(module.weight, 0.5)
+    module.weight.grad = torch.full_like(module.weight, 300.0)
+    settings = {"trust_coefficient": 0.25, "momentum": 0.0} if name == "lars" else {}
+    make_optimizer(module, OptimizerConfig(name=name, **settings), 0.5).step()  # type: ignore[arg-type]
+    moved = 0.5 - module.weight.detach().double()
+    expected = 0.5 * (0.25 if name == "lars" else 1.0) * 0.5  # lr times the trust coefficient times the weight
+    assert torch.allclose(moved, torch.tensor(expected, dtype=torch.float64), rtol=0.01)
+
+
+def _sharded_in_16_bits(rank: int, world_size: int, name: str) -> list[float]:
+    torch.manual_seed(0)
+    module = nn.Linear(6, 4, dtype=torch.bfloat16)
+    fully_shard(module)
+    optimizer = make_optimizer(module, config(name), LR)
+    module(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    found: list[float] = weight.full_tensor().flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_shards_of_16_bit_parameters_are_updated_like_whole_ones(name: str) -> None:
+    (alone,) = on_ranks(1, _sharded_in_16_bits, name)
+    for found in on_ranks(2, _sharded_in_16_bits, name):
+        assert found == pytest.approx(alone, rel=0.01)
