@@ -6,6 +6,7 @@ S3 is configured by the usual AWS variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID
 import io
 import os
 import secrets
+import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,8 +125,11 @@ class Store:
             return self._create_on_s3(name, data) if self.is_s3 else _create(Path(self.path(name)), data)
 
     def delete(self, name: str) -> None:
-        """Delete a file or a folder if it exists."""
+        """Delete a file or a folder if it exists. Another process may delete it at the same time."""
         with self._errors("delete", name):
+            if not self.is_s3:
+                _delete_local(Path(self.path(name)))
+                return
             kind = self.filesystem.get_file_info(self.path(name)).type
             if kind == fs.FileType.Directory:
                 self.filesystem.delete_dir(self.path(name))
@@ -330,6 +334,17 @@ def _create(path: Path, data: bytes) -> bool:
         file.flush()
         os.fsync(file.fileno())
     return True
+
+
+def _delete_local(path: Path) -> None:
+    def ignore_if_gone(function: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    if path.is_dir():
+        shutil.rmtree(path, onerror=ignore_if_gone)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _replace_atomically(path: Path, buffers: Buffers) -> None:

@@ -88,6 +88,22 @@ def test_delete_removes_a_file_or_folder_and_nothing_else(store: Store) -> None:
     assert not store.exists("b")
 
 
+def test_several_can_delete_a_folder_at_the_same_time(tmp_path: Path) -> None:
+    """Two attempts of a run both delete what is superseded."""
+    store, start = open_store(str(tmp_path)), threading.Barrier(4)
+
+    def delete(name: str) -> None:
+        start.wait()
+        store.delete(name)
+
+    for number in range(20):
+        for file in range(50):
+            store.write(f"{number}/{file}/data", b"")
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(delete, [str(number)] * 4))
+        assert not store.exists(str(number))
+
+
 def test_a_missing_file_is_named(store: Store) -> None:
     assert not store.exists("nowhere")
     with pytest.raises(StorageError, match=rf"^cannot read {store.url}/nowhere: \S") as caught:
