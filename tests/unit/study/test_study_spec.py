@@ -227,3 +227,12 @@ def test_packed_trials_without_shared_resources_are_refused(refused: Refused) ->
     assert "workers in job.yaml has no cpus, gpus or resources" in refused(
         RATES + "packed: 2\noverrides: {workers.cpus: 0}\n"
     )
+
+
+def test_packed_trials_share_a_single_gpu_or_get_whole_ones(load: Load, refused: Refused) -> None:
+    assert (
+        "packed=2 divides the 3 GPUs of a worker in job.yaml into shares of 1.5, but Ray can only divide a single GPU"
+        in refused(RATES + "packed: 2\noverrides: {workers.gpus: 3}\n")
+    )
+    for gpus in (0.5, 1, 4):
+        assert load(RATES + f"packed: 2\noverrides: {{workers.gpus: {gpus}}}\n").job.spec.workers.gpus == gpus
