@@ -129,4 +129,5 @@ def test_fresh_starts_over(jobs: Jobs) -> None:
     done = jobs.run("fresh", "plan.max_steps=12", *jobs.workers(1), "--fresh")
     assert done.status == 0, done.err
     assert done.column("step") == list(range(12))
-    assert set(done.column("attempt")) == {1}
+    (attempt,) = set(done.column("attempt"))
+    assert attempt > 1  # numbers are not used again, because workers of the deleted run may still live

@@ -16,7 +16,7 @@ FULL_DISK = """
 import resource
 
 def before(step):
-    limit = 1024 if 20 <= step.index < 60 else resource.RLIM_INFINITY
+    limit = 1024 if 20 <= step.index < 59 else resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 """
 GREEDY = """
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
-    """For forty steps, no process of the run can write a file larger than 1 KiB."""
+    """From step 20 until the step before the checkpoint of step 60, no process of the run can write a file larger than 1 KiB."""
     settings = (f"plan.max_steps={STEPS}", "checkpoint.every_steps=15", "checkpoint.keep=10")
     job = command(text, str(tmp_path), "full", *settings, script=wrapped(tmp_path, FULL_DISK))
     run_through((), spot, job, f"{tmp_path}/full")

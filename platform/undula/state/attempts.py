@@ -1,9 +1,9 @@
 """Attempts of a run, and which parts of their work belong to the run.
 
 An attempt *claims* a number of its own when its group forms, and *begins* when the group has restored a state. Its record then lists the
-first steps of the attempts that belong to the run, its own included, and the checkpoints that existed. From that moment on, whatever an
-attempt with a lower number still does has no effect: readers ignore its later checkpoints, its states of later steps and its rows of
-later steps. The record is one file and is written once, so there is no moment at which two attempts can both commit.
+first steps of the attempts that belong to the run, its own included, and the checkpoints that existed. From that moment on, nothing that an
+attempt with a lower number still does has an effect: readers ignore the checkpoints that are not listed, and states and rows of later
+steps. The record is a single file that is written once, so there is no moment at which two attempts can both commit.
 
 An attempt with a lower number notices that a newer one exists when it looks for claims, and ends. It looks before and after each commit
 of a checkpoint, and with each periodic write of the ledger.

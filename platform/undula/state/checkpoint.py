@@ -278,7 +278,7 @@ class Checkpointer:
             for folder in committed_folders(self._store)
             if not lineage.includes_checkpoint(folder, attempt_of(folder))
         )
-        whole = [commit for commit in find_commits(self._store)[0] if commit.folder not in self._damaged]
+        whole = [commit for commit in find_commits(self._store, lineage)[0] if commit.folder not in self._damaged]
         self._remove(superseded([(commit.attempt, commit.step, commit.folder) for commit in whole], self._keep))
         self._remove(self._damaged)  # kept until now, when a newer checkpoint exists
         self._damaged = set()
