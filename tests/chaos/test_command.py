@@ -38,7 +38,7 @@ def test_a_job_is_replayed_under_a_trace_and_certified(tmp_path: Path) -> None:
     assert " 0 of them lost and repeated" in done.stdout
     assert "of an ideal job that resizes in no time" in done.stdout
     assert "certificate: holds" in done.stdout
-    resizes = events_of(read_ledger(Store(f"{tmp_path}/runs/traced")).events, ResizeEvent)
+    resizes = events_of(read_ledger(Store(f"{tmp_path}/runs/traced-chaos")).events, ResizeEvent)
     assert {(1, 2), (2, 1)} <= {(resize.before, resize.after) for resize in resizes}
     assert "(raylet)" not in done.stdout
     assert re.search(r"^chaos: drain node \(\w{8}\) deadline 5$", done.stdout, re.MULTILINE)
