@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, Queue
 from typing import Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import ray.data
 
@@ -87,14 +88,15 @@ class RankStream:
         return concatenated(parts)
 
     def any_rows(self, count: int) -> Samples:
-        """Return up to `count` arbitrary rows of the data set, for a rank whose share of a short step is empty."""
+        """Return `count` arbitrary rows of the data set, some of them twice if need be, for a rank whose share of a short step is empty."""
         if self._spare is None:
             order = EpochOrder(
                 self._plan, self._manifest.row_counts, 0
             )  # self._orders belongs to the thread that reads ahead
             read = self._read(next(order.windows(next(iter(self._places)))), epoch=0)
             self._spare = WindowRows(read, [read()])
-        return self._spare.take(0, min(count, self._spare.num_rows))
+        rows = self._spare.take(0, min(count, self._spare.num_rows))
+        return rows if len(rows.ids) == count else rows.at(np.arange(count) % len(rows.ids))
 
     def close(self) -> None:
         """Stop reading ahead."""

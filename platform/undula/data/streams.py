@@ -59,7 +59,7 @@ class MixedStream:
         return concatenated(parts).at(np.argsort(came_from, kind="stable"))
 
     def any_rows(self, count: int) -> Samples:
-        """Return up to `count` arbitrary rows, for a rank whose share of a short step is empty."""
+        """Return `count` arbitrary rows, some of them twice if need be, for a rank whose share of a short step is empty."""
         return self._streams[0].any_rows(count)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Tests of a rank's stream, read in this process: it has the plan's samples from any step on, after any resumes at any world sizes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +92,19 @@ def test_resumes_at_any_world_sizes_do_not_change_the_samples(
         for epoch in range(2):
             steps = seen[epoch * plan.steps_per_epoch : (epoch + 1) * plan.steps_per_epoch]
             assert sorted(row for step in steps for row in step) == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize("shuffle", ["none", "row_groups", "window"])
+def test_a_rank_without_samples_gets_as_many_rows_as_it_asks_for(tmp_path: Path, shuffle: str) -> None:
+    """BatchNorm cannot train on one row, and the first window of a stream can have a single one."""
+    table = pa.table({"value": np.arange(9), "name": [f"row {row}" for row in range(9)]})
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 9, num_shards=1, row_group_bytes=1)
+    plan = Plan(PlanSpec(global_batch=9, virtual_workers=3, shuffle=shuffle, window=1), 9)
+    stream = rank_stream(manifest, plan, range(2, 3), DataSpec(train=manifest.url))
+    for count in (2, 0, 3):
+        samples = stream.any_rows(count)
+        assert len(samples.ids) == len(samples.batch["value"]) == count
+        assert samples.batch["name"] == [f"row {row}" for row in samples.ids]
 
 
 def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Manifest) -> None:
