@@ -111,7 +111,7 @@ class SnapshotWriter:
         began = time.perf_counter()
         self._steps_since = 0
         number, self._next = self._next, 1 - self._next
-        if held is not self._held and not self._lay_out(held):
+        if self.problem or (held is not self._held and not self._lay_out(held)):
             return
         slot = self._slots[number]
         sources = list({**self._sources, **copies}.values())
@@ -159,7 +159,7 @@ class SnapshotWriter:
         """Stop taking snapshots, and leave the existing ones for a later group."""
         self.wait()
         self._thread.shutdown()
-        self._slots = []
+        self._held, self._sources, self._slots = None, {}, []
 
     def _lay_out(self, held: RankState) -> bool:
         """Prepare the slots for a state with other tensors or values than before. If that fails, set `problem` and return False."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from undula.state.commit import find_commits
 from undula.state.pieces import RankState
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
+from undula.train.boundary import StepBoundary
 from undula.train.job import Job
 from undula.train.run import Run
 
@@ -152,3 +154,28 @@ def test_ranks_that_were_asked_to_save_and_leave_do_both_at_once(job: Job, stora
                 worker.request = Request(leaves=True, saves=True)
     assert reached == 4
     assert saved(job) == [2, 4]
+
+
+class FullNode:
+    """Snapshots of a rank whose node has no memory for the one in progress, which only `wait` finds out."""
+
+    lacks_piece = is_sending = False
+
+    def wait(self) -> None:
+        self.lacks_piece = True
+
+    def wants(self, step_s: float) -> tuple[bool, bool]:
+        return True, False
+
+
+def test_the_ranks_agree_on_a_step_only_after_each_has_stored_the_last_snapshot() -> None:
+    """Otherwise a fast rank could replace the last complete state while a slow one has not stored the newer one yet."""
+    context: Any = SimpleNamespace(
+        snapshots=FullNode(),
+        step_s=0.1,
+        setup=SimpleNamespace(worker=WorkerState()),
+        checkpoints=SimpleNamespace(saving_step=None, has_finished_here=False),
+    )
+    wants = StepBoundary(context).wants()
+    assert wants.snapshots
+    assert wants.lacks_memory
