@@ -165,7 +165,6 @@ def _started(pid: int) -> int:
     Raises:
         OSError: There is no such process, or the system does not tell.
     """
-    after_name = (
-        Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
-    )  # the name can contain spaces and parentheses
+    # The process's name, in parentheses, can contain spaces and parentheses itself.
+    _, _, after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     return int(after_name.split()[19])

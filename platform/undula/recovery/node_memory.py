@@ -115,10 +115,7 @@ def _total(slots: Iterable[Path]) -> _Use:
 
 def _use_of(slot: Path) -> _Use:
     found: dict[int, os.stat_result] = {}
-    for name in (
-        RESERVED,
-        DATA,
-    ):  # in this order, because the owner may rename the first to the second at the same time
+    for name in (RESERVED, DATA):  # in this order, because the owner may be renaming the first to the second
         with suppress(FileNotFoundError):
             file = (slot / name).stat()
             found[file.st_ino] = file
