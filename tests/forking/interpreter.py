@@ -75,20 +75,21 @@ def _run_in_fork(path: str, job: str, arguments: tuple[str, ...]) -> int:
     Signals are passed on to the server, which has the fork for a child. This process could only send them to a number.
     """
     request = json.dumps([arguments, str(Path.cwd()), dict(os.environ)]).encode()
+    answer = b""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
-        server.sendall(job.encode())
-        streams = array.array("i", [0, 1, 2]).tobytes()
-        server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-        server.sendall(request)
 
         def pass_on(number: int, frame: object) -> None:
             with suppress(OSError):  # the server may have ended
                 server.send(bytes([number]))
 
-        has_begun = server.recv(1)
-        if has_begun:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, pass_on)
-        answer = server.recv(1) if has_begun else b""
+        with suppress(ConnectionError):  # the server may have ended, or refused the request
+            server.sendall(job.encode())
+            streams = array.array("i", [0, 1, 2]).tobytes()
+            server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+            server.sendall(request)
+            if server.recv(1):
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, pass_on)
+                answer = server.recv(1)
     return answer[0] if answer else 128 + signal.SIGKILL

@@ -45,6 +45,8 @@ ONE_THREAD = {
 }
 """Environment variables with which these modules start no threads, because threads do not exist in a fork. torch reads the number of
 OpenMP threads when it is imported. Ray sets it to 1, too, for a worker with one CPU, but only after the fork."""
+REQUEST_LIMIT_S = 10.0
+"""Maximum time in seconds for the next part of a client's request. A client that was stopped would otherwise block the whole server."""
 MAX_JOBS = 3
 """Maximum number of jobs whose server waits for requests."""
 
@@ -178,20 +180,24 @@ class NodeServer(ForkServer):
     def accept(self, requests: socket.socket) -> None:
         """Pass a connection on to the server of its job."""
         client, _ = requests.accept()
-        with client:
-            job = client.recv(JOB_ID_BYTES, socket.MSG_WAITALL)
+        client.settimeout(REQUEST_LIMIT_S)
+        # The client may have been stopped, and the job's server may have ended, which `peer_ready` handles next.
+        with client, suppress(OSError):
+            job = client.recv(JOB_ID_BYTES)
             if len(job) < JOB_ID_BYTES:  # the client has been killed
                 return
-            self._jobs[job] = self._jobs.pop(job, None) or self._start_job()
+            self._jobs[job] = self._jobs.pop(job, None) or self._start_job(client)
             socket.send_fds(self._jobs[job], [b"1"], [client.fileno()])
         while len(self._jobs) > MAX_JOBS:
             self._jobs.pop(next(iter(self._jobs))).close()
 
-    def _start_job(self) -> socket.socket:
+    def _start_job(self, client: socket.socket) -> socket.socket:
+        """Start the server of a job, and return a connection to it. The server must not keep open what it has not been sent yet."""
         ours, theirs = socket.socketpair()
 
         def run() -> None:
             ours.close()
+            client.close()
             JobServer(theirs, self._interpreter).run()
 
         self.fork(run)
@@ -236,13 +242,12 @@ class JobServer(ForkServer):
             self._requests = None
             return
         client = socket.socket(fileno=connections[0])
-        head, streams, _, _ = socket.recv_fds(client, 4, 3)
-        with client.makefile("rb") as stream:
-            length = int.from_bytes(head, "big")
-            body = stream.read(length)
-        if len(head) < 4 or len(body) < length:  # the client has been killed
+        client.settimeout(REQUEST_LIMIT_S)
+        request = _receive(client)
+        if request is None:
             client.close()
             return
+        body, streams = request
         arguments, folder, environment = json.loads(body)
         if not self._has_ray:
             _import_all(RAY, environment)
@@ -252,6 +257,7 @@ class JobServer(ForkServer):
             client.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
+                os.close(stream)
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
@@ -282,6 +288,21 @@ class JobServer(ForkServer):
         if client := self._clients.pop(fork, None):
             with client, suppress(OSError):  # the client may have been killed
                 client.send(bytes([status]))
+
+
+def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Return the body of a client's request and its standard streams; None if the client has been killed or stopped."""
+    streams: list[int] = []
+    with suppress(OSError):
+        head, streams, _, _ = socket.recv_fds(client, 4, 3)
+        with client.makefile("rb") as stream:
+            length = int.from_bytes(head, "big")
+            body = stream.read(length)
+        if len(head) == 4 and len(body) == length:
+            return body, streams
+    for each in streams:
+        os.close(each)
+    return None
 
 
 def _import_all(names: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -321,17 +342,22 @@ def _paths_in_environment() -> list[str]:
 
 def _call_and_end(function: Callable[[], object]) -> NoReturn:
     """Call a function and end the process as the interpreter does at the end of a script."""
-    status: object = 0
+    status = 0
     try:
         function()
     except SystemExit as end:
-        status = end.code or 0
+        if isinstance(end.code, int | None):
+            status = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+            status = 1
     except BaseException:
         traceback.print_exc()
         status = 1
-    with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status if isinstance(status, int) else 1)
+    for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        with suppress(BaseException):
+            end()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
+    os._exit(status)

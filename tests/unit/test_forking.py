@@ -1,5 +1,6 @@
-"""Tests of the interpreter of test clusters: which processes its signals reach."""
+"""Tests of the interpreter of test clusters and of its fork servers, with a node that does nothing."""
 
+import array
 import os
 import signal
 import socket
@@ -9,6 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
+import pytest
 
 TESTS = Path(__file__).parents[1]
 CLIENT = f"""
@@ -33,6 +37,34 @@ member = subprocess.Popen(["sleep", "60"])
 status = subprocess.call([sys.executable, "-c", *sys.argv[1:]])
 print(status, member.poll(), flush=True)
 member.kill()
+"""
+PROGRAM = f"""
+import sys
+sys.path.append({str(TESTS)!r})
+from forking import interpreter
+sys.exit(interpreter._run_in_fork(sys.argv[1], "01000000", ("-c", sys.argv[2])))
+"""
+SERVER = f"""
+import sys
+sys.path.append({str(TESTS)!r})
+from forking import server
+server.LIBRARIES = server.RAY = ()
+server.REQUEST_LIMIT_S = 1.0
+server.serve(sys.argv[1], "node")
+"""
+NODE = "import sys; sys.stdin.read()"
+ENDS_WITH_7 = "import sys; sys.exit(7)"
+JOB = b"01000000"
+OPEN_TWICE = """
+import os
+streams = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+others = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
+print([other for other in others if os.path.islink(other) and os.readlink(other) in streams])
+"""
+FAILS_TO_SHUT_DOWN = """
+import threading
+threading._register_atexit(lambda: 1 / 0)
+print("written", end="")
 """
 
 
@@ -86,3 +118,108 @@ def test_signals_are_passed_on_through_the_fork_server(tmp_path: Path) -> None:
             assert passed_on == bytes([signal.SIGTERM])
             client.send(bytes([7]))
             assert process.wait(30) == 7
+
+
+def test_a_client_whose_request_is_refused_ends_like_a_killed_process(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "server"))
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "server")]) as process, killed(process):
+            listener.accept()[0].close()
+            assert process.wait(30) == 128 + signal.SIGKILL
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """Fork server of a node, which ends when its input does."""
+    (tmp_path / "node.py").write_text(NODE)
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "python")]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path, env=env) as process, killed(process):
+        deadline = time.monotonic() + 30
+        while not (tmp_path / str(process.pid)).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # limits the polling rate
+        yield process
+        process.communicate(timeout=30)
+
+
+def connected(server: "subprocess.Popen[bytes]", folder: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(30)
+    client.connect(str(folder / str(server.pid)))
+    return client
+
+
+def send_streams(client: socket.socket) -> None:
+    """Send the part of a request that precedes its body."""
+    streams = array.array("i", [0, 1, 2]).tobytes()
+    client.sendmsg([(100).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+
+
+def run_in_fork(server: "subprocess.Popen[bytes]", folder: Path, program: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", PROGRAM, str(folder / str(server.pid)), program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def server_of_job(server: "subprocess.Popen[bytes]") -> psutil.Process:
+    _, found = psutil.Process(server.pid).children()
+    return found
+
+
+@pytest.mark.parametrize("sent", ["nothing", "the job", "the streams"])
+def test_a_stopped_client_does_not_hold_up_the_others(
+    server: "subprocess.Popen[bytes]", tmp_path: Path, sent: str
+) -> None:
+    with connected(server, tmp_path) as stopped:
+        if sent != "nothing":
+            stopped.sendall(JOB)
+        if sent == "the streams":
+            send_streams(stopped)
+        assert run_in_fork(server, tmp_path, ENDS_WITH_7).returncode == 7
+        with suppress(ConnectionResetError):
+            assert stopped.recv(1) == b""
+
+
+def test_a_node_outlives_the_server_of_a_job(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    assert run_in_fork(server, tmp_path, ENDS_WITH_7).returncode == 7
+    server.send_signal(signal.SIGSTOP)  # the end of the job's server and the next request arrive at the same time
+    server_of_job(server).kill()
+    with connected(server, tmp_path) as client:
+        client.sendall(JOB)
+        server.send_signal(signal.SIGCONT)
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    assert run_in_fork(server, tmp_path, ENDS_WITH_7).returncode == 7
+
+
+def test_a_killed_client_leaves_no_open_streams(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    def open_files_after_a_fork() -> int:
+        assert run_in_fork(server, tmp_path, ENDS_WITH_7).returncode == 7
+        return server_of_job(server).num_fds()
+
+    before = open_files_after_a_fork()
+    with connected(server, tmp_path) as client:
+        client.sendall(JOB)
+        send_streams(client)
+    assert open_files_after_a_fork() == before
+
+
+def test_a_fork_has_its_streams_open_once(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    assert run_in_fork(server, tmp_path, OPEN_TWICE).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "out", "err"),
+    [
+        ("import sys; sys.exit('some text')", 1, "", "some text\n"),
+        ("import sys; sys.exit('')", 1, "", "\n"),
+        ("import sys; sys.exit()", 0, "", ""),
+        (FAILS_TO_SHUT_DOWN, 0, "written", ""),
+    ],
+)
+def test_a_fork_ends_as_the_interpreter_does(
+    server: "subprocess.Popen[bytes]", tmp_path: Path, program: str, status: int, out: str, err: str
+) -> None:
+    done = run_in_fork(server, tmp_path, program)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)

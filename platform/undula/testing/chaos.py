@@ -20,8 +20,8 @@ from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
 from undula.processes import is_alive, send_signal
 from undula.state.events import FaultEvent, GroupEvent
-from undula.state.ledger import EventWriter, last_event, read_ledger
-from undula.storage import Store
+from undula.state.ledger import LEDGER, EventWriter, last_event, read_ledger
+from undula.storage import Entry, Store
 from undula.testing.faults import Action, Fault
 from undula.testing.nodes import Nodes
 
@@ -35,7 +35,7 @@ class InjectedFault:
     """Fault that has happened."""
 
     time: float
-    """Time of the fault in seconds since the epoch."""
+    """Time just before the fault, in seconds since the epoch."""
     fault: str
     """Description of the fault."""
     step: int
@@ -74,6 +74,10 @@ class Driver:
             self.process.kill()
         self._reader.join(timeout=5)
 
+    def last_lines(self) -> str:
+        """Return the last lines of the output, for messages."""
+        return " | ".join(self.lines[-5:])
+
 
 def start_driver(
     command: Sequence[str], cluster: LocalCluster, show: Callable[[str], None], folder: Path | None = None
@@ -108,6 +112,9 @@ class Chaos:
         self._order = list(nodes.nodes)
         self._draining: list[tuple[float, str]] = []
         self._events = EventWriter(store, "chaos")
+        self._ledger_files: list[Entry] = []
+        """Files of the ledger that `_group` was read from."""
+        self._group: GroupEvent | None = None
         self.injected: list[InjectedFault] = []
         self.pending: list[Fault] = []
         """Faults that have not happened yet."""
@@ -135,7 +142,7 @@ class Chaos:
             now, is_over = time.monotonic(), not (self.pending or self._draining)
             if now - began > limit_s:
                 raise ClusterError(
-                    f"the job did not end within {limit_s:.0f} s; the last lines of its output are: {' | '.join(self._driver.lines[-5:])}"
+                    f"the job did not end within {limit_s:.0f} s; the last lines of its output are: {self._driver.last_lines()}"
                 )
             if first_step is None and self._driver.step >= 0:
                 first_step = now
@@ -157,8 +164,9 @@ class Chaos:
         """Inject one fault and return True, or return False if its rank or node does not exist yet."""
         match fault.action:
             case Action.ADD:
+                began = time.time()
                 self._order.append(self._nodes.add())
-                self.record(f"{fault} ({self._order[-1][:8]})")
+                self.record(f"{fault} ({self._order[-1][:8]})", began)
                 return True
             case Action.KILL:
                 return self._inject_into_node(fault, self._nodes.kill)
@@ -174,12 +182,12 @@ class Chaos:
     def _inject_into_node(self, fault: Fault, inject: Callable[[str], None]) -> bool:
         if fault.target >= len(self._order):
             return False
-        node = self._order[fault.target]
+        node, began = self._order[fault.target], time.time()
         if node in self._nodes.nodes:
             inject(node)
-            self.record(f"{fault} ({node[:8]})")
+            self.record(f"{fault} ({node[:8]})", began)
         else:
-            self.record(f"{fault} ({node[:8]}), which had already ended")
+            self.record(f"{fault} ({node[:8]}), which had already ended", began)
         return True
 
     def _inject_signal(self, fault: Fault, number: signal.Signals) -> bool:
@@ -187,15 +195,21 @@ class Chaos:
         worker = workers[fault.target] if fault.target < len(workers) else None
         if worker is None or not is_alive(worker):
             return False
+        began = time.time()
         send_signal(worker, number)
-        self.record(str(fault))
+        self.record(str(fault), began)
         return True
 
-    def record(self, description: str) -> None:
-        """Record a fault: show it, and write it to the run's ledger."""
-        self.injected.append(InjectedFault(time.time(), description, self._driver.step))
+    def record(self, description: str, began: float) -> None:
+        """Record a fault: show it, and write it to the run's ledger.
+
+        Args:
+            description: Description of the fault.
+            began: Time before the fault, in seconds since the epoch. The death of a node takes a moment, in which others can commit a step.
+        """
+        self.injected.append(InjectedFault(began, description, self._driver.step))
         self._driver.show(f"chaos: {description}")
-        self._events.event(FaultEvent(description, step=max(self._driver.step, 0)))
+        self._events.event(FaultEvent(description, step=max(self._driver.step, 0), time=began))
 
     def drain(self, node: str, deadline_s: float) -> None:
         """Give a node a notice. `kill_expired` kills it when the deadline is over."""
@@ -213,10 +227,12 @@ class Chaos:
         """Return the processes of the current worker group, by rank; None for a rank whose process is not known to run.
 
         The ledger has the process id of each rank, which may be that of another process since the rank has ended. So each is looked up
-        among the processes of the rank's node.
+        among the processes of the rank's node. The ledger is read only if it has changed: a fault that waits for a rank asks often.
         """
-        group = last_event(read_ledger(self._store).events, GroupEvent)
-        return [self._process(worker.get("node", ""), worker.get("pid")) for worker in group.workers] if group else []
+        if (files := self._store.list(LEDGER)) != self._ledger_files:
+            self._ledger_files, self._group = files, last_event(read_ledger(self._store).events, GroupEvent)
+        workers = self._group.workers if self._group else ()
+        return [self._process(worker.get("node", ""), worker.get("pid")) for worker in workers]
 
     def _process(self, node: str, pid: int | None) -> psutil.Process | None:
         return next((each for each in self._nodes.processes_of(node) if each.pid == pid), None)
@@ -256,15 +272,17 @@ def replay(
             _, wanted = remaining.pop(0)
             staying = [node for node in nodes.nodes if node not in removed]
             for _ in range(wanted - len(staying)):
-                chaos.record(f"{Action.ADD.sentence()} ({nodes.add()[:8]})")
+                began_change = time.time()
+                chaos.record(f"{Action.ADD.sentence()} ({nodes.add()[:8]})", began_change)
             for node in chance.sample(staying, max(len(staying) - wanted, 0)):
                 removed.add(node)
+                began_change = time.time()
                 if notice_s and chance.random() >= no_notice_share:
                     chaos.drain(node, notice_s)
-                    chaos.record(Action.DRAIN.sentence(f"({node[:8]})", notice_s))
+                    chaos.record(Action.DRAIN.sentence(f"({node[:8]})", notice_s), began_change)
                 else:
                     nodes.kill(node)
-                    chaos.record(Action.KILL.sentence(f"({node[:8]})"))
+                    chaos.record(Action.KILL.sentence(f"({node[:8]})"), began_change)
         chaos.kill_expired()
         time.sleep(DECISION_INTERVAL_S)
     return began_at

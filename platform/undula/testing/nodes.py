@@ -40,6 +40,8 @@ class Nodes:
         self.nodes: list[str] = []
         self._env = {**os.environ, **cluster.env, **env}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._changing = threading.Lock()
+        """Held while a node's processes start or are killed, so that no process starts for a node that was killed."""
         self._notices: dict[str, float] = {}
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
@@ -92,16 +94,21 @@ class Nodes:
 
     def kill(self, node: str) -> None:
         """Send SIGKILL to all processes of a node and delete its shared memory."""
-        if node in self.nodes:
-            self.nodes.remove(node)
+        with self._changing:
+            if node in self.nodes:
+                self.nodes.remove(node)
+            self._kill_processes(node)
+        shutil.rmtree(self._memory / node, ignore_errors=True)
+
+    def _kill_processes(self, node: str) -> None:
         if process := self._processes.pop(node, None):
             kill_tree(process)
             process.wait()
-        shutil.rmtree(self._memory / node, ignore_errors=True)
 
     def processes_of(self, node: str) -> list[psutil.Process]:
         """Return all processes of a node."""
-        return descendants(self._processes[node]) if node in self._processes else []
+        process = self._processes.get(node)
+        return descendants(process) if process else []
 
     def head_processes(self) -> list[psutil.Process]:
         """Return all processes of the head."""
@@ -113,9 +120,6 @@ class Nodes:
         for node in list(self.nodes):
             self.kill(node)
         self._starter.join(timeout=START_TIMEOUT_S)
-        for process in self._processes.values():
-            kill_tree(process)
-            process.wait()
         self._head.close()
         shutil.rmtree(self._memory, ignore_errors=True)
 
@@ -140,13 +144,15 @@ class Nodes:
             *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
             *("--include-log-monitor=False", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
         ]
-        (self._memory / node).mkdir(exist_ok=True)
         own = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node, "UNDULA_MEMORY": str(self._memory / node)}
-        process = subprocess.Popen(
-            command, env={**self._env, **own},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        self._processes[node] = process
+        with self._changing:
+            if node not in self.nodes:
+                return False
+            (self._memory / node).mkdir(exist_ok=True)
+            process = self._processes[node] = subprocess.Popen(
+                command, env={**self._env, **own},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
         deadline = time.monotonic() + START_TIMEOUT_S
         while node in self.nodes and process.poll() is None and time.monotonic() < deadline:
             with suppress(ClusterError, OSError, ValueError):
@@ -154,8 +160,8 @@ class Nodes:
                     self._pass_on_notice(node)
                     return True
             time.sleep(0.1)
-        kill_tree(process)
-        process.wait()
+        with self._changing:
+            self._kill_processes(node)
         return False
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from undula.errors import SpecError
+from undula.errors import ClusterError, SpecError
 from undula.state.events import LostEvent
 from undula.state.ledger import Ledger, events_of, read_ledger, steps_done
 from undula.storage import Store
@@ -181,6 +181,9 @@ def run_scenario(
         low: Minimum number of workers of the job.
         limit_s: Time limit in seconds for a job with a schedule of faults.
         show: Callback for each line of the job.
+
+    Raises:
+        ClusterError: The job has exceeded a time limit.
     """
     with nodes() as cluster:
         for _ in range(max(scenario.first_nodes, 1)):
@@ -250,7 +253,11 @@ def _longest_gap(steps: Sequence[float], begin: float, end: float) -> float:
 
 def _await_first_step(driver: Driver) -> None:
     deadline = time.monotonic() + FIRST_STEP_LIMIT_S
-    while driver.step < 0 and driver.process.poll() is None and time.monotonic() < deadline:
+    while driver.step < 0 and driver.process.poll() is None:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the job made no step within {FIRST_STEP_LIMIT_S:.0f} s; the last lines of its output are: {driver.last_lines()}"
+            )
         time.sleep(0.1)
 
 

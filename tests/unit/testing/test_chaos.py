@@ -17,7 +17,8 @@ from undula.processes import is_alive
 from undula.state.events import FaultEvent, GroupEvent
 from undula.state.ledger import EventWriter, events_of, read_ledger
 from undula.storage import Store
-from undula.testing.chaos import Chaos, Driver
+from undula.testing import chaos as module
+from undula.testing.chaos import Chaos, Driver, replay
 from undula.testing.faults import Action, Fault
 from undula.testing.nodes import Nodes
 
@@ -36,6 +37,8 @@ class LocalNodes(Nodes):
     def __init__(self, count: int):
         self.nodes: list[str] = []
         self.drained: list[tuple[str, float]] = []
+        self.last_change = 0.0
+        """Time at which the last node began to be killed or drained, in seconds since the epoch."""
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
         for _ in range(count):
@@ -49,10 +52,12 @@ class LocalNodes(Nodes):
         return node
 
     def kill(self, node: str) -> None:
+        self.last_change = time.time()
         self.nodes.remove(node)
         self._workers[node].kill()
 
     def drain(self, node: str, deadline_s: float) -> None:
+        self.last_change = time.time()
         self.drained.append((node, deadline_s))
 
     def processes_of(self, node: str) -> list[psutil.Process]:
@@ -184,6 +189,39 @@ def test_a_drained_node_is_killed_at_its_deadline(chaos: Chaos, two_nodes: Local
     assert two_nodes.nodes == [first]
     chaos.kill_expired(float("inf"))
     assert two_nodes.nodes == []
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.DRAIN])
+def test_the_time_of_a_fault_is_before_it_takes_effect(chaos: Chaos, two_nodes: LocalNodes, action: Action) -> None:
+    assert chaos.inject(Fault(action, at_step=1, deadline_s=5))
+    assert chaos.injected[0].time <= two_nodes.last_change
+
+
+@pytest.mark.parametrize("notice_s", [0.0, 5.0])
+def test_the_time_of_a_change_of_a_trace_is_before_it_takes_effect(
+    two_nodes: LocalNodes, tmp_path: Path, notice_s: float
+) -> None:
+    driver = driver_of(1, "sys.stdin.readline()")
+    chaos = Chaos(two_nodes, Store(str(tmp_path)), driver)
+    replay(chaos, two_nodes, driver, [(0.0, 1)], end_s=0.01, notice_s=notice_s, no_notice_share=0.0)
+    driver.stop()
+    (fault,) = chaos.injected
+    assert fault.time <= two_nodes.last_change
+
+
+def test_the_ledger_is_read_again_only_after_it_has_changed(
+    chaos: Chaos, two_nodes: LocalNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (first, second) = Store(str(tmp_path)), two_nodes.nodes
+    reads: list[Store] = []
+    monkeypatch.setattr(module, "read_ledger", lambda store: reads.append(store) or read_ledger(store))
+    write_group(store, two_nodes, first)
+    for _ in range(3):
+        assert not chaos.inject(Fault(Action.SIGKILL, at_step=1, target=1))
+    assert len(reads) == 1
+    write_group(store, two_nodes, first, second)
+    assert chaos.inject(Fault(Action.SIGKILL, at_step=1, target=1))
+    assert len(reads) == 2
 
 
 def test_faults_are_injected_when_they_are_due(two_nodes: LocalNodes, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Tests of scenarios and their outcomes."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from undula.errors import SpecError
-from undula.testing.chaos import InjectedFault
+from undula.errors import ClusterError, SpecError
+from undula.testing import scenario
+from undula.testing.chaos import Driver, InjectedFault
 from undula.testing.scenario import from_faults, from_trace, outages
 
 STEPS = [float(second) for second in range(10)] + [14.0, 15.0, 16.0, 18.5, 19.0]
@@ -56,3 +59,13 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
         SpecError, match=r"--changes is 2, but .*trace.json has only 1 changes up to 2 nodes \(workers.max\)"
     ):
         from_trace(path, 10, 2, 2, 20, 0)
+
+
+def test_a_job_without_a_first_step_is_reported_with_its_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "import sys; print('waiting', flush=True); sys.stdin.read()"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(scenario, "FIRST_STEP_LIMIT_S", 1.0)
+    driver = Driver(process, lambda line: None)
+    with pytest.raises(ClusterError, match="no step within 1 s; the last lines of its output are: "):
+        scenario._await_first_step(driver)
+    driver.stop()

@@ -1,0 +1,71 @@
+"""Tests of the nodes of a local cluster, which are processes that do nothing here, without a head."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from undula.cluster.local import LocalCluster, free_ports
+from undula.testing import nodes as module
+from undula.testing.nodes import Nodes
+
+
+class SilentHead:
+    """Head that no node joins."""
+
+    def __init__(self, *arguments: object):
+        pass
+
+    def ask(self, command: str) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """Nodes that write their id to the file `started`."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$RAY_OVERRIDE_NODE_ID_FOR_TESTING" >> {tmp_path / "started"}\nexec sleep 600\n'
+    )
+    python.chmod(0o700)
+    (tmp_path / "started").touch()
+    monkeypatch.setattr(module, "Head", SilentHead)
+    monkeypatch.setattr(module, "ATTEMPTS", 1)
+    found = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python)), {})
+    yield found
+    found.close()
+
+
+def await_starter(cluster: Nodes) -> None:
+    """Wait until the nodes that were added have been started."""
+    cluster._to_start.put(None)
+    cluster._starter.join(30)
+    assert not cluster._starter.is_alive()
+
+
+def test_a_node_that_is_killed_just_before_its_processes_start_leaves_nothing(
+    cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill_meanwhile(count: int) -> list[int]:
+        cluster.kill(cluster.nodes[0])
+        return free_ports(count)
+
+    monkeypatch.setattr(module, "free_ports", kill_meanwhile)
+    cluster.add()
+    await_starter(cluster)
+    assert cluster._processes == {}
+    assert list(cluster._memory.iterdir()) == []
+    assert (tmp_path / "started").read_text() == ""
+
+
+def test_a_node_that_does_not_join_is_not_kept(cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.3)
+    node = cluster.add()
+    await_starter(cluster)
+    assert cluster._processes == {}
+    cluster.kill(node)
+    assert list(cluster._memory.iterdir()) == []
