@@ -4,11 +4,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from alone import train_alone
 from small_text import ENDLESS, MODEL, PLAN
 
@@ -37,6 +38,9 @@ JOB = (
 )
 STEPS_ALONE = (*ENDLESS, "checkpoint.every_steps=1000", "data.validation=null")
 """Overrides of a job that runs until it is stopped, and rarely does anything but steps."""
+
+LONG_LIVED = {"worker": "ray::ElasticWorker", "controller": "ray::ElasticController", "gcs": "gcs_server"}
+"""Parts of the titles of processes, by name."""
 
 WRAPPED = """
 import time
@@ -191,3 +195,18 @@ def running(
         yield job
     finally:
         driver.stop()
+
+
+def long_lived(cluster: Nodes, driver: psutil.Process, kept: str) -> dict[str, psutil.Process]:
+    """Return the processes that live as long as a test: the driver, and those of the head and of the node that is kept."""
+    found = {"driver": driver}
+    for processes, place in ((cluster.processes_of(kept), "node"), (cluster.head_processes(), "head")):
+        for process in processes:
+            with suppress(psutil.Error):  # it has just ended
+                title = " ".join(process.cmdline())
+                for name, text in LONG_LIVED.items():
+                    if text in title:
+                        found.setdefault(name, process)
+                if title.split(" ")[0].endswith("raylet/raylet"):
+                    found[f"raylet of the {place}"] = process
+    return found

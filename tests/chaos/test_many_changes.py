@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_kit import Running, running
+from chaos_kit import Running, long_lived, running
 
 from undula.state.defaults import MEMORY
 from undula.state.events import GroupEvent
@@ -24,7 +24,8 @@ SLOPE_LIMIT = {"resident_bytes": 2**20, "descriptors": 0.3, "threads": 0.3}
 RAYS_SLOPE_LIMIT_BYTES = 4 * 2**20
 """The same for the resident bytes of Ray's own daemons, which vary by 30 MiB from one second to the next."""
 
-WORKER, CONTROLLER = "ray::ElasticWorker", "ray::ElasticController"
+OURS = {"driver", "worker", "controller"}
+"""Names of the processes that are not Ray's own daemons."""
 HOOK = """
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -66,33 +67,20 @@ def bytes_below(folder: Path) -> int:
     return found
 
 
-def long_lived(spot: Nodes, job: Running, kept: str) -> dict[str, psutil.Process]:
-    """Return the processes that live during the whole test: those of the head and of the node that is kept, and the driver."""
-    found = {"driver": psutil.Process(job.driver.process.pid)}
-    for pid in (*spot.processes_of(kept), *spot.head_processes()):
-        process = psutil.Process(pid)
-        title = " ".join(process.cmdline())
-        for name in (WORKER, CONTROLLER, "gcs_server"):
-            if name in title:
-                found[name] = process
-        if title.split(" ")[0].endswith("raylet/raylet"):
-            found[f"raylet of {'the node' if pid in spot.processes_of(kept) else 'the head'}"] = process
-    return found
-
-
-def worker_on(job: Running, node: str) -> psutil.Process:
+def worker_on(spot: Nodes, job: Running, node: str) -> psutil.Process:
+    """Return the process that trains on a node."""
     group = last_event(read_ledger(job.store).events, GroupEvent)
     assert group is not None
     (pid,) = (each["pid"] for each in group.workers if each["node"] == node)
-    assert pid is not None
-    return psutil.Process(pid)
+    (found,) = (process for process in spot.processes_of(node) if process.pid == pid)
+    return found
 
 
 def changes(spot: Nodes, job: Running, kept: str) -> Iterator[str]:
     """Change the group again and again: a lost worker, growth, a notice, growth."""
     while True:
         (other,) = (node for node in spot.nodes if node != kept)
-        worker_on(job, other).kill()
+        worker_on(spot, job, other).kill()
         yield "a worker is killed"
         yield "its successor joins"
         spot.drain(other, deadline_s=60)
@@ -124,8 +112,8 @@ def test_twenty_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: P
         (kept,) = spot.nodes
         spot.add()
         job.wait_for(lambda: job.sizes().count(2) > STEPS)
-        processes = long_lived(spot, job, kept)
-        assert {"driver", WORKER, CONTROLLER} < processes.keys()
+        processes = long_lived(spot, psutil.Process(job.driver.process.pid), kept)
+        assert processes.keys() > OURS
         for change, size in zip(changes(spot, job, kept), [1, 2] * (CHANGES // 2), strict=False):
             job.wait_for_group(size, after=job.rows()[-1]["attempt"], steps=STEPS)
             used.append(usage_of(processes))
@@ -134,6 +122,6 @@ def test_twenty_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: P
     assert slope(shared_bytes[SETTLED:]) < SLOPE_LIMIT["resident_bytes"]
     for name in processes:
         for key, limit in SLOPE_LIMIT.items():
-            is_rays = name not in ("driver", WORKER, CONTROLLER) and key == "resident_bytes"
+            is_rays = name not in OURS and key == "resident_bytes"
             grown = slope([getattr(each[name], key) for each in used[SETTLED:]])
             assert grown < (RAYS_SLOPE_LIMIT_BYTES if is_rays else limit), f"{key} of {name} grow by {grown} per change"
