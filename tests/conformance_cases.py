@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytorch_optimizer
 import torch
+import torch.distributed as dist
 import yaml
 from conformance_models import (
     WIDTH,
@@ -18,6 +19,7 @@ from conformance_models import (
     Changing,
     ChannelsLast,
     Complex,
+    Counting,
     Empty,
     Frozen,
     Lazy,
@@ -188,6 +190,16 @@ UNSOUND: dict[str, tuple[Training, str]] = {
     ),
 }
 """Trainings that do not resume exactly, and how the sentence begins."""
+
+
+def count_on_the_second_rank(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change the buffer on rank 1."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        model.steps += 1  # type: ignore[operator]
+
+
+UNSOUND_ON_THE_SECOND_RANK = Training(Counting, adamw, on_numbers, count_on_the_second_rank)
+"""A training of which only rank 1 does not resume exactly."""
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,14 @@ class Changing(Plain):
         return super().forward(x - self.mean)
 
 
+class Counting(Plain):
+    """A buffer that is not persistent, and that the forward pass does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+
 class Replaced(Plain):
     """A buffer that each forward pass replaces by another tensor."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from undula.cluster.local import free_ports
-from undula.processes import descendants, send_signal
+from undula.processes import POLL_INTERVAL_S, descendants, is_alive, send_signal
 from undula.testing.metadata import metadata_server
 
 MACHINE_FILE = "machine.json"
@@ -50,8 +50,16 @@ def main() -> None:
                     end = time.monotonic() + seconds
                 time.sleep(DECISION_INTERVAL_S)
     finally:
-        for process in descendants(psutil.Process()):
+        _end_descendants()
+
+
+def _end_descendants() -> None:
+    """Kill all descendants, also those that they start meanwhile. A second SIGTERM does not interrupt this."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while alive := [each for each in descendants(psutil.Process()) if is_alive(each)]:
+        for process in alive:
             send_signal(process, signal.SIGKILL)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _start_ray(description: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":

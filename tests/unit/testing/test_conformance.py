@@ -1,7 +1,7 @@
 """The conformance suite: every model and optimizer resumes exactly or is refused, and a run that does not resume exactly is found."""
 
 import pytest
-from conformance_cases import ALL, REFUSED, UNSOUND, write_job
+from conformance_cases import ALL, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
 
 from undula.errors import ConformanceError, SpecError, UsageError
 from undula.testing.conformance import check, check_on_ranks
@@ -49,6 +49,12 @@ def test_lost_ranks_and_another_world_size_do_not_change_a_deterministic_run(nam
 )
 def test_lost_ranks_do_not_change_a_run(name: str, job: str) -> None:
     check_on_ranks(ALL[name], job)
+
+
+def test_state_that_only_one_rank_loses_is_found(job: str) -> None:
+    sentence = "^buffer.*steps, which is not persistent, has other bits on rank 1 at the end"
+    with pytest.raises(ConformanceError, match=sentence):
+        check_on_ranks(UNSOUND_ON_THE_SECOND_RANK, job)
 
 
 def test_sparse_gradients_in_a_deterministic_run_are_refused_before_a_rank_starts(job: str) -> None:
