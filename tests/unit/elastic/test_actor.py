@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from undula.elastic.ray import actor
 from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata, resident_memory
@@ -118,3 +120,32 @@ def test_a_worker_that_makes_no_progress_is_unusable(monkeypatch: pytest.MonkeyP
 
     with leaving(monkeypatch, hand_over) as worker:
         assert worker.leave_group(0.5) == "unusable"
+
+
+class Lost:
+    """Reference to a train function that cannot be fetched any more."""
+
+    def get(self) -> None:
+        raise AssertionError("the train function is fetched again")
+
+
+def test_each_group_gets_a_copy_of_the_train_function_without_fetching_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(RayTrainWorker, "run_train_fn", lambda self, reference: received.append(reference.get()))
+    worker = ElasticWorker.__new__(ElasticWorker)
+    calls: list[int] = []
+    worker._keep(lambda: calls.append(1) or len(calls))
+    for _ in range(2):
+        worker.run_train_fn(Lost())
+    assert [function() for function in received] == [1, 1]  # neither sees what the other has done
+
+
+def test_a_train_function_that_cannot_be_pickled_is_fetched_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+    monkeypatch.setattr(RayTrainWorker, "run_train_fn", lambda self, reference: received.append(reference))
+    worker = ElasticWorker.__new__(ElasticWorker)
+    lock = threading.Lock()
+    worker._keep(lambda: lock.locked())
+    reference = Lost()
+    worker.run_train_fn(reference)
+    assert received == [reference]

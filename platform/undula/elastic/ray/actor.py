@@ -1,6 +1,7 @@
 """Actor of a Ray Train worker, extended to outlive its worker group."""
 
 import gc
+import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import psutil
 import ray
 import torch
 import torch.distributed as dist
+from ray import cloudpickle
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
@@ -73,8 +75,20 @@ def worker_state() -> WorkerState:
     return _state
 
 
+@dataclass(frozen=True)
+class KeptFunction:
+    """Train function in the memory of this process, from which each group gets a new copy."""
+
+    pickled: bytes
+
+    def get(self) -> Any:
+        return cloudpickle.loads(self.pickled)
+
+
 class ElasticWorker(RayTrainWorker):
     """RayTrainWorker that can leave its group and join another one."""
+
+    _train_fn: KeptFunction | None = None
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +114,7 @@ class ElasticWorker(RayTrainWorker):
         self._state.home = home
         try:
             refuse_unseen_gpus()
-            train_fn_ref.get()
+            self._keep(train_fn_ref.get())
             if prepare:  # first, because it decides how torch computes
                 prepare()
         except ClusterError as error:
@@ -109,6 +123,23 @@ class ElasticWorker(RayTrainWorker):
         fault_in(resident_bytes - resident_memory())
         gc.freeze()  # these objects stay alive, so collections at the start of a group can skip them
         return WorkerMetadata(**vars(self.get_metadata()), process=own_identity())
+
+    def _keep(self, train_fn: Callable[[], Any]) -> None:
+        """Keep the train function for later groups.
+
+        Ray drops it from the memory of this node when the samples need the space. To fetch it again, Ray may first try a node that has
+        just been lost, and tries another one only after 10 s (object_manager_pull_timeout_ms).
+        """
+        try:
+            self._train_fn = KeptFunction(cloudpickle.dumps(train_fn))  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever the script's objects raise
+            logging.getLogger("undula").info(
+                "each group fetches the train function, which cannot be pickled: %s", error
+            )
+
+    def run_train_fn(self, train_fn_ref: Any) -> None:
+        kept: Any = self._train_fn
+        super().run_train_fn(kept or train_fn_ref)
 
     def init_train_context(self, *arguments: Any, **more: Any) -> None:
         self._state.join_group()
