@@ -9,7 +9,7 @@ import secrets
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -344,7 +344,8 @@ def _delete_local(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, onerror=ignore_if_gone)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def _replace_atomically(path: Path, buffers: Buffers) -> None:
