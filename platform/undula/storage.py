@@ -146,6 +146,17 @@ class Store:
             entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
             return sorted(entries, key=lambda entry: entry.name)
 
+    def names(self, folder: str) -> set[str]:
+        """Return the names of the files in a folder, but not of those in its subfolders. This needs no look at each file."""
+        with self._errors("list", folder):
+            if self.is_s3:
+                return {entry.name.removeprefix(f"{folder}/") for entry in self._list_s3(folder)}
+            try:
+                with os.scandir(self.path(folder)) as entries:
+                    return {entry.name for entry in entries if entry.is_file()}
+            except FileNotFoundError:
+                return set()
+
     def check_writable(self) -> None:
         """Check that files can be written to the store.
 

@@ -151,9 +151,9 @@ def connected(server: "subprocess.Popen[bytes]", folder: Path) -> socket.socket:
     return client
 
 
-def send_streams(client: socket.socket) -> None:
-    """Send the part of a request that precedes its body."""
-    streams = array.array("i", [0, 1, 2]).tobytes()
+def send_streams(client: socket.socket, stream: int = 0) -> None:
+    """Send the part of a request that precedes its body, with one stream for all three."""
+    streams = array.array("i", [stream] * 3).tobytes()
     client.sendmsg([(100).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
 
 
@@ -194,15 +194,12 @@ def test_a_node_outlives_the_server_of_a_job(server: "subprocess.Popen[bytes]", 
 
 
 def test_a_killed_client_leaves_no_open_streams(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
-    def open_files_after_a_fork() -> int:
-        assert run_in_fork(server, tmp_path, ENDS_WITH_7).returncode == 7
-        return server_of_job(server).num_fds()
-
-    before = open_files_after_a_fork()
-    with connected(server, tmp_path) as client:
+    output = tmp_path / "output"
+    with output.open("w") as stream, connected(server, tmp_path) as client:
         client.sendall(JOB)
-        send_streams(client)
-    assert open_files_after_a_fork() == before
+        send_streams(client, stream.fileno())
+    assert run_in_fork(server, tmp_path, ENDS_WITH_7).returncode == 7
+    assert str(output) not in {opened.path for opened in server_of_job(server).open_files()}
 
 
 def test_a_fork_has_its_streams_open_once(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:

@@ -97,9 +97,12 @@ class Progress:
         self._step_times = [*self._step_times[1 - STEP_TIMES_KEPT :], seconds]
 
     def left_s(self, limit_s: float) -> float:
-        """Return the seconds until the current phase has taken longer than a limit; negative once it has."""
+        """Return the seconds until a rank that must leave has been in its phase for too long; negative once it has.
+
+        The limit follows the bytes that a phase moves, except those of a restore, which a later group can read again.
+        """
         view = self.view()
-        return limit_s + view.allowed_s - view.phase_s
+        return limit_s + (0.0 if view.phase == STARTING else view.allowed_s) - view.phase_s
 
     def view(self) -> ProgressView:
         phase, since, allowed_s = self._entered

@@ -45,6 +45,8 @@ class RankSnapshots:
         self._has_ended = False
         self._has_begun = False
         self._has_replaced_former = False
+        self._last_step = 0
+        """Number of steps that the last snapshot includes."""
 
     @property
     def _writes(self) -> bool:
@@ -82,6 +84,7 @@ class RankSnapshots:
         if self._writes:
             send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
             self._writer.begin(done, held, self._live.buffers(), rows, send)
+            self._last_step = done
             self._has_begun = True
 
     def wait(self) -> None:
@@ -137,9 +140,9 @@ class RankSnapshots:
         self._worker.has_reported_snapshots = True
         return SnapshotEvent(self._writer.bytes, *cost, step=done)
 
-    def checkpoint_committed(self) -> None:
-        """Free the memory of snapshots that will not be replaced, because a newer state is in storage now."""
-        if self._has_ended:
+    def checkpoint_committed(self, step: int) -> None:
+        """Free the memory of snapshots that will not be replaced, if the checkpoint of `step` is at least as new as they are."""
+        if self._has_ended and step >= self._last_step:
             self._writer.delete()
 
     def delete(self) -> None:

@@ -98,7 +98,12 @@ class ReplicaClient:
 
     def _send(self, state_bytes: int, meta: bytes, data: memoryview) -> None:
         began = time.monotonic()
-        answer = self._store(meta, np.frombuffer(data, np.uint8), state_bytes)
+        try:
+            answer = self._store(meta, np.frombuffer(data, np.uint8), state_bytes)
+        except RayError:  # the object store of this node is full; there will be another replica
+            self.still_on_its_way()
+            self.is_on_its_way = False
+            return
         self._next = began + (time.monotonic() - began) / PUT_SHARE
         answer.future().add_done_callback(self._arrived)
 

@@ -34,6 +34,8 @@ class Restored:
 
     step: int = 0
     """Number of steps that the state includes."""
+    attempt: int = 0
+    """Number of the attempt that committed the last of these steps."""
     origin: str = ""
     """Place where the state was, as in "resumed from {origin} at step 12"; empty for a fresh start."""
     rows: tuple[StepRow, ...] = ()
@@ -119,7 +121,9 @@ class Restorer:
         self._enter_reading(commit.bytes)
         values = self.checkpoints.load(commit, targets.pieces)
         targets.load(values)
-        return Restored(commit.step, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged)
+        return Restored(
+            commit.step, commit.attempt, "the checkpoint", (), beside_model_and_optimizer(values), True, damaged
+        )
 
     def _from_ranks(self, offers: Sequence[Offer], answers: Answers, age: Age) -> Restored:
         self.begin(age[1])
@@ -140,7 +144,7 @@ class Restorer:
         else:
             self._share(targets, held, holdings)
         targets.load(values)
-        return Restored(age[1], origin, rows, beside_model_and_optimizer(values))
+        return Restored(age[1], age[0], origin, rows, beside_model_and_optimizer(values))
 
     def _share(self, targets: Targets, held: Sequence[RankState], holdings: Sequence[Sequence[Holding | None]]) -> None:
         """Broadcast a state that the ranks hold together, and copy from it the pieces that this rank needs."""

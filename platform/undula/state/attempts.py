@@ -60,22 +60,29 @@ EVERYTHING = Lineage()
 
 
 def claim(store: Store, recorded: Collection[int], held: int = 0) -> tuple[int, Lineage]:
-    """Claim the number of a new attempt, which is larger than those of all former attempts.
+    """Claim the number of a new attempt, as `claim_number` does, and read the lineage at that time.
+
+    Raises:
+        StorageError: The newest record cannot be read or is damaged.
+    """
+    claimed = _claimed(store)
+    number = claim_number(store, recorded, held)
+    before = read_lineage(store)
+    return number, before if before.newest else Lineage(unrecorded=max({*recorded} - {*claimed}, default=0))
+
+
+def claim_number(store: Store, recorded: Collection[int], held: int = 0) -> int:
+    """Claim the number of a new attempt, which is larger than those of all former attempts, and return it.
 
     Args:
         store: Run directory.
         recorded: Numbers of the attempts that have written to the ledger.
         held: Largest number among the attempts whose state the ranks hold. On a shared disk, what a listing shows can be out of date.
-
-    Returns:
-        The number, and the lineage at that time.
     """
-    claimed = _claimed(store)
-    number = 1 + max(held, *claimed, *recorded, 0)
+    number = 1 + max(held, *_claimed(store), *recorded, 0)
     while not store.create(f"{ATTEMPTS}/{number:06d}.claimed.json", _claim_json()):
         number += 1
-    before = read_lineage(store)
-    return number, before if before.newest else Lineage(unrecorded=max({*recorded} - {*claimed}, default=0))
+    return number
 
 
 def begin(store: Store, attempt: int, before: Lineage, step: int, checkpoints: Collection[str]) -> None:
@@ -135,7 +142,7 @@ def _claimed(store: Store) -> list[int]:
 
 
 def _numbers(store: Store, kind: str) -> list[int]:
-    found = [re.fullmatch(rf"{ATTEMPTS}/(\d{{6,}})\.{kind}\.json", entry.name) for entry in store.list(ATTEMPTS)]
+    found = [re.fullmatch(rf"(\d{{6,}})\.{kind}\.json", name) for name in store.names(ATTEMPTS)]
     return [int(match[1]) for match in found if match]
 
 

@@ -157,11 +157,11 @@ class Checkpointer:
         require_newest(self._store, self._attempt)
         self._before_commit()
         self._store.write(f"{folder}/{COMMIT}", commit_json(body))
-        # A later attempt may resume from a checkpoint that this one would delete now, unless it is claimed from here on: then it sees
-        # the new checkpoint.
-        require_newest(self._store, self._attempt)
         self._after_commit(step, time.monotonic() - began)
         try:
+            # A later attempt may resume from a checkpoint that this one would delete now, unless it is claimed from here on: then it
+            # sees the new checkpoint.
+            require_newest(self._store, self._attempt)
             self._remove_superseded()
         except StorageError as error:  # the next save tries again
             self._not_removed(str(error))
@@ -276,7 +276,8 @@ class Checkpointer:
         self._remove(
             folder
             for folder in committed_folders(self._store)
-            if not lineage.includes_checkpoint(folder, attempt_of(folder))
+            # A later attempt may have begun since the lineage was read.
+            if attempt_of(folder) <= self._attempt and not lineage.includes_checkpoint(folder, attempt_of(folder))
         )
         whole = [commit for commit in find_commits(self._store, lineage)[0] if commit.folder not in self._damaged]
         self._remove(superseded([(commit.attempt, commit.step, commit.folder) for commit in whole], self._keep))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from undula.errors import RunError, StorageError, SupersededError
-from undula.state.attempts import ATTEMPTS, Lineage, begin, claim
+from undula.state.attempts import ATTEMPTS, Lineage, begin, claim_number
 from undula.state.commit import CHECKPOINTS
 from undula.state.ledger import LEDGER, recorded_attempts
 from undula.storage import Store
@@ -98,7 +98,8 @@ def delete_run(store: Store) -> None:
         )
     recorded = recorded_attempts(store)
     if recorded or ATTEMPTS in names:
-        number, _ = claim(store, recorded)
+        # A damaged record of the former attempts must not matter.
+        number = claim_number(store, recorded)
         begin(store, number, Lineage(unrecorded=0), step=0, checkpoints=())
     for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, RAY, REPORT):
         store.delete(name)

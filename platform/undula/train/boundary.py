@@ -74,7 +74,7 @@ class StepBoundary:
         committed, context.committed = context.committed, None
         assert committed is not None
         yield
-        context.committed = committed + steps
+        context.committed, context.committed_by = committed + steps, context.setup.attempt
         context.buffers.keep_step()
 
     def committed(self, row: StepRow, stored_steps: int, wants: Wants) -> None:
@@ -135,16 +135,16 @@ class StepBoundary:
             SupersededError: A newer attempt of the run exists.
         """
         context = self._context
-        is_saving = context.checkpoints.saving_step is not None
-        if is_saving:
+        saving_step = context.checkpoints.saving_step
+        if saving_step is not None:
             self._enter_save()
         error = context.checkpoints.wait()
         if isinstance(error, SupersededError):
             raise error
         if error:
             context.report(WarningEvent("checkpoint_failed", _reason(error)))
-        elif is_saving and context.snapshots:
-            context.snapshots.checkpoint_committed()
+        elif saving_step is not None and context.snapshots:
+            context.snapshots.checkpoint_committed(saving_step)
         return error
 
     def _leave(self, done: int) -> None:
@@ -152,6 +152,7 @@ class StepBoundary:
         context = self._context
         if context.wants.abandons and not context.wants.saves and context.checkpoints.saving_step is not None:
             context.checkpoints.abandon()
+            context.setup.worker.owes_save = True
             context.report(WarningEvent("checkpoint_failed", "a worker had to leave its node before it was complete"))
         # A rank that will not be in the next group may have the only copy of a piece.
         if context.wants.gives_all or (context.wants.gives and not context.live.is_whole):
@@ -189,7 +190,7 @@ class StepBoundary:
         """
         context = self._context
         state = context.live.held().on_host(copied)
-        return HeldState(context.setup.plan_digest, context.setup.attempt, done, state, tuple(context.rows))
+        return HeldState(context.setup.plan_digest, context.committed_by, done, state, tuple(context.rows))
 
     def hand_over(self) -> None:
         """Keep the state of the last step boundary for the next worker group of this process, if that state is intact."""

@@ -108,6 +108,9 @@ class TrainContext:
     """Destination of rank 0's reports; None on other ranks."""
     committed: int | None = None
     """Number of committed steps; None before the state is restored, and while the optimizer changes it."""
+    committed_by: int = 0
+    """Number of the attempt that committed the last of these steps. A state has the age under which it was committed, because this attempt
+    may fail before it has recorded that it begins."""
     rows: list[StepRow] = field(default_factory=list)
     """Rows of the ledger that may not have reached storage."""
     wants: Wants = field(default_factory=Wants)

@@ -105,7 +105,7 @@ class TrainingLoop:
         """Record the start of the attempt, start telemetry and snapshots, set the learning rate, and report the restored state."""
         context, setup = self._context, self._context.setup
         job, layout, start = setup.job, setup.layout, restored.step
-        context.committed = start
+        context.committed, context.committed_by = start, restored.attempt
         context.rows = list(restored.rows)
         if layout.is_first:
             context.checkpoints.begin(start)

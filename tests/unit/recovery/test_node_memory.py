@@ -160,7 +160,7 @@ def test_a_state_that_does_not_fit_beside_that_of_the_former_attempt_leaves_it_u
     assert len(group.warnings) == 2
     assert states(group.folder) == [(1, 1), (1, 2)]
     for rank in group.ranks:
-        rank.checkpoint_committed()
+        rank.checkpoint_committed(4)
     assert taken(node.folder) == 0
 
 
@@ -182,7 +182,10 @@ def test_a_node_that_runs_out_of_memory_leaves_the_last_complete_state_until_a_c
     assert states(group.folder) == [(1, 1)]
     assert taken(node.folder) == 8 * PAGE
     for rank in group.ranks:
-        rank.checkpoint_committed()
+        rank.checkpoint_committed(0)  # of an earlier step than the snapshot that is kept
+    assert taken(node.folder) == 8 * PAGE
+    for rank in group.ranks:
+        rank.checkpoint_committed(2)
     assert taken(node.folder) == 0
 
 

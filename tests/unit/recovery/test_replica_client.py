@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import ObjectStoreFullError
 
 from undula.elastic.ray.controller import ElasticController
-from undula.recovery import replica_store
+from undula.recovery import replica, replica_store
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.replica_store import ReplicaStore
 from undula.recovery.snapshot import packed
@@ -33,6 +34,22 @@ def test_a_rank_that_was_refused_sends_no_more() -> None:
     client._next = 0.0
     assert not client.is_on_its_way
     assert not client.is_due(is_whole=False)
+
+
+def test_a_replica_for_which_the_object_store_has_no_room_does_not_hold_up_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_: object) -> None:
+        raise ObjectStoreFullError
+
+    monkeypatch.setattr(replica.ray, "put", full)
+    client = ReplicaClient(
+        SimpleNamespace(store_replica=SimpleNamespace(remote=None)), 0, is_elsewhere=True, shares_node=True
+    )
+    client.sender(100)(b"{}", memoryview(bytes(8)))
+    assert not client.is_on_its_way
+    client._next = 0.0
+    assert client.is_due(is_whole=False)
 
 
 def test_the_pause_after_a_replica_follows_the_slowest_rank() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.errors import StorageError, SupersededError
+from undula.state import checkpoint
 from undula.state.attempts import ATTEMPTS, EVERYTHING, Lineage, begin, claim, read_lineage, require_newest
 from undula.state.checkpoint import Checkpointer
 from undula.state.commit import COMMIT, find_commits
@@ -35,6 +36,9 @@ class StaleListing(Store):
 
     def list(self, prefix: str = "") -> list[Entry]:
         return []
+
+    def names(self, folder: str) -> set[str]:
+        return set()
 
 
 def attempt_from(store: Store, step: int) -> tuple[int, Checkpointer]:
@@ -220,11 +224,63 @@ def test_a_job_ends_if_its_run_was_submitted_again(tmp_path: Path) -> None:
         require_newest_submission(store, "ours")
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+def test_a_damaged_record_is_named_and_starting_over_helps(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    store.write(f"{ATTEMPTS}/000007.begun.json", b"{")
-    with pytest.raises(StorageError, match=r"attempts/000007\.begun\.json is damaged"):
+    number, _ = claim(store, ())
+    store.write(f"{ATTEMPTS}/{number:06d}.begun.json", b"{")
+    with pytest.raises(StorageError, match=r"attempts/000001\.begun\.json is damaged .*start over with --fresh"):
         read_lineage(store)
+    delete_run(store)
+    assert read_lineage(store).starts == {2: 0}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_older_attempt_deletes_no_checkpoint_of_a_newer_one_that_it_does_not_know(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older attempt is held up between reading the lineage and deleting, while the newer one begins and commits."""
+    _, old = attempt_from(store, step=0)
+    assert save(old, 100) is None
+    newer: list[Checkpointer] = []
+
+    def read_and_stall(its_store: Store) -> Lineage:
+        lineage = read_lineage(its_store)
+        if not newer:
+            newer.append(attempt_from(store, step=100)[1])
+            assert save(newer[0], 200) is None
+        return lineage
+
+    monkeypatch.setattr(checkpoint, "read_lineage", read_and_stall)
+    save(old, 110)
+    assert visible(store)[0] == (2, 200)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_checkpoint_is_not_reported_as_failed_because_the_storage_fails_afterwards(tmp_path: Path) -> None:
+    class FailsAfterwards(Store):
+        """Storage that cannot be listed once a checkpoint has been committed."""
+
+        def names(self, folder: str) -> set[str]:
+            if any(name.endswith(COMMIT) for name in (entry.name for entry in super().list("checkpoints"))):
+                raise StorageError("503 SlowDown")
+            return super().names(folder)
+
+    saved: list[int] = []
+    reasons: list[str] = []
+    store = FailsAfterwards(str(tmp_path))
+    number, before = claim(store, ())
+    checkpoints = Checkpointer(
+        store,
+        dist.group.WORLD,
+        number,
+        keep=2,
+        before=before,
+        after_commit=lambda step, seconds: saved.append(step),
+        not_removed=reasons.append,
+    )
+    checkpoints.begin(0)
+    assert save(checkpoints, 10) is None
+    assert (saved, reasons) == ([10], ["503 SlowDown"])
 
 
 def step_row(attempt: int, step: int) -> StepRow:

@@ -19,7 +19,7 @@ from numbers_job import cpu_run, numbers_job, write_numbers
 from torch import nn
 
 from undula.data.spec import ValidationSpec
-from undula.errors import RunError, SupersededError, UsageError
+from undula.errors import RunError, StorageError, SupersededError, UsageError
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
@@ -236,6 +236,42 @@ def test_a_group_lost_before_its_first_commit_leaves_the_state_of_a_fresh_start(
     run.hand_over()
     assert worker.held is None
     steps.close()
+
+
+def test_a_group_that_fails_before_its_attempt_begins_leaves_the_state_under_its_former_age(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next group would take it for the work of an attempt that does not belong to the run."""
+    job = replace(job, checkpoint=CheckpointSpec(every_steps=100, snapshot_every_steps=0))
+    worker = WorkerState()
+
+    def handed_over(until: int) -> None:
+        worker.join_group()
+        run = cpu_run(job, worker=worker)
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        try:
+            for step in run.steps():
+                for batch in step.batches():
+                    step.backward(model(batch["x"][:, None]).mean())
+                worker.request = Request(leaves=step.index == until)
+                step.update()
+        except (LeaveGroup, StorageError):
+            run.hand_over()
+
+    def fail(*_: object) -> None:
+        raise StorageError("503 SlowDown")
+
+    handed_over(until=1)
+    assert worker.held is not None
+    assert worker.held.age == (1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "begin", fail)
+        handed_over(until=2)
+    assert worker.held.age == (1, 2)
+    handed_over(until=2)
+    assert worker.held.age == (3, 3)
+    assert read_ledger(Store(job.run_url)).steps["attempt"].to_pylist()[:2] == [1, 1]
 
 
 def test_a_finished_run_holds_no_model(job: Job) -> None:

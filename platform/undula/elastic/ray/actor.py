@@ -38,6 +38,8 @@ LATE_IMPORTS = (
     ),
 )
 """Modules that Ray Train, a group's first rendezvous and a run's first checkpoint would otherwise import while other ranks wait."""
+KEPT_FUNCTION_BYTES = 64 * 2**20
+"""Maximum size of a train function that each worker keeps, in bytes."""
 PIECE_BYTES = 8 * 2**20
 """Size in bytes of the pieces in which memory is faulted in."""
 FAULT_IN_BYTES = 2**30
@@ -114,9 +116,9 @@ class ElasticWorker(RayTrainWorker):
         self._state.home = home
         try:
             refuse_unseen_gpus()
-            self._keep(train_fn_ref.get())
-            if prepare:  # first, because it decides how torch computes
+            if prepare:  # before the script is imported, because it decides how torch computes
                 prepare()
+            self._keep(train_fn_ref.get())
         except ClusterError as error:
             raise ClusterError(f"no worker can train on node {name_of_node()}: {error}") from None
         warm_up(reserved_device())
@@ -128,14 +130,16 @@ class ElasticWorker(RayTrainWorker):
         """Keep the train function for later groups.
 
         Ray drops it from the memory of this node when the samples need the space. To fetch it again, Ray may first try a node that has
-        just been lost, and tries another one only after 10 s (object_manager_pull_timeout_ms).
+        just been lost, and tries another one only after 10 s (object_manager_pull_timeout_ms). A function with large arrays stays in that
+        memory, which the workers of a node share.
         """
         try:
-            self._train_fn = KeptFunction(cloudpickle.dumps(train_fn))  # type: ignore[no-untyped-call]
+            pickled = cloudpickle.dumps(train_fn)  # type: ignore[no-untyped-call]
         except Exception as error:  # whatever the script's objects raise
-            logging.getLogger("undula").info(
-                "each group fetches the train function, which cannot be pickled: %s", error
-            )
+            logging.getLogger("undula").info("each group fetches the train function; it cannot be pickled: %s", error)
+            return
+        if len(pickled) <= KEPT_FUNCTION_BYTES:
+            self._train_fn = KeptFunction(pickled)
 
     def run_train_fn(self, train_fn_ref: Any) -> None:
         kept: Any = self._train_fn
