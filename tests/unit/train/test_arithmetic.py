@@ -42,7 +42,7 @@ def settings() -> Iterator[pytest.param]:
     )
 
 
-@pytest.mark.parametrize(("variables", "warnings"), settings())
+@pytest.mark.parametrize(("variables", "warnings"), list(settings()))
 def test_ranks_that_compute_with_other_bits_are_reported(
     tmp_path: Path, variables: tuple[dict[str, str], ...], warnings: list[str]
 ) -> None:
