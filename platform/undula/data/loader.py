@@ -136,7 +136,8 @@ def stream(
         plan: Plan with the global batch, virtual workers, epochs and shuffle.
         rank: Rank of this process.
         world_size: Number of ranks, at most plan.virtual_workers.
-        map: Function (sample, random generator) -> sample, applied to each sample when it is read.
+        map: Function (sample, random generator) -> sample, applied to each sample when it is read. It must return the same columns, types
+            and shapes for every sample; the first row of the data determines which.
         reading: Fields of DataSpec: columns, head_mib, prefetch_mib, read_tasks, read_cpus.
 
     Returns:

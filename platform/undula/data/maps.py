@@ -19,6 +19,8 @@ Sample = Mapping[str, Any]
 SampleFunction = Callable[[Sample, np.random.Generator], Sample]
 """Function that transforms a sample, given a random generator."""
 
+Kind = tuple[str, tuple[int, ...]]
+"""Arrow type and shape of a value."""
 TEXT_KINDS: Mapping[type, str] = {str: "string", bytes: "binary"}
 """Arrow types of the texts that a map can return. NumPy's own types would drop trailing zeros of bytes."""
 
@@ -51,22 +53,23 @@ class SampleMap:
         return pa.concat_tables(parts) if parts else schema.empty_table()
 
     def _mapped(self, rows: pa.RecordBatch, columns: tuple[Column, ...], schema: pa.Schema) -> pa.Table:
-        made = [(column, _rows_of(column, rows.num_rows)) for column in self.result]
+        made = [(column, (column.type, column.shape), _rows_of(column, rows.num_rows)) for column in self.result]
+        names = {column.name for column in self.result}
         for place, (where, sample) in enumerate(_results(self.function, self.key, self.url, rows, columns)):
-            if sample.keys() != {column.name for column in self.result}:
+            if sample.keys() != names:
                 raise UsageError(
                     f"the map returned the columns {list(sample)} for {where}, but {[column.name for column in self.result]} for the "
                     "first sample of the data; return the same columns for every sample"
                 )
-            for column, values in made:
+            for column, kind, values in made:
                 found, value = _typed(column.name, sample[column.name], where)
-                if found != column:
+                if found != kind:
                     raise UsageError(
-                        f"the map returned {column.name!r} as {_kind(found)} for {where}, but as {_kind(column)} for the first sample of "
-                        "the data; return one type and shape for every sample"
+                        f"the map returned {column.name!r} as {_described(*found)} for {where}, but as {_described(*kind)} for the first "
+                        "sample of the data; return one type and shape for every sample"
                     )
                 values[place] = value  # a copy: the function may use the memory again for the next sample
-        arrays = [_array(column, values) for column, values in made]
+        arrays = [_array(column, values) for column, _, values in made]
         return pa.Table.from_arrays([*arrays, rows[ID_COLUMN]], schema=schema)
 
 
@@ -81,7 +84,7 @@ def result_columns(
     """
     (rows,) = row.to_batches()
     ((where, sample),) = _results(function, key, url, rows, columns)
-    return tuple(_typed(name, value, where)[0] for name, value in sample.items())
+    return tuple(Column(name, *_typed(name, value, where)[0]) for name, value in sample.items())
 
 
 def _results(
@@ -112,15 +115,15 @@ def _values(array: pa.Array, column: Column) -> Any:
     )
 
 
-def _typed(name: object, value: object, where: str) -> tuple[Column, Any]:
-    """Return the column that can hold a value exactly, and the value as text or as an array."""
+def _typed(name: object, value: object, where: str) -> tuple[Kind, Any]:
+    """Return the type and shape of a column that can hold a value exactly, and the value as text or as an array."""
     if not isinstance(name, str) or name == ID_COLUMN:
         raise UsageError(f"the map returned a column named {name!r} for {where}; columns have other strings as names")
     for kind, text_type in TEXT_KINDS.items():
         if isinstance(value, kind):
             if isinstance(value, str) and not value.isascii() and not _is_unicode(value):
                 raise _unsupported(name, "a str with surrogates", where)
-            return Column(name, text_type, ()), value
+            return (text_type, ()), value
     if isinstance(value, np.ma.MaskedArray):
         raise _unsupported(name, "a masked array", where)
     try:
@@ -133,7 +136,7 @@ def _typed(name: object, value: object, where: str) -> tuple[Column, Any]:
         raise _unsupported(name, given, where)
     if not array.size:
         raise _unsupported(name, f"an empty array of shape {list(array.shape)}", where)
-    return Column(name, arrow_type, array.shape), array
+    return (arrow_type, array.shape), array
 
 
 def _unsupported(name: str, given: str, where: str) -> UsageError:
@@ -160,15 +163,15 @@ def _arrow_type(dtype: np.dtype[Any]) -> str | None:
     return name if name in NUMBER_TYPES else None
 
 
-def _dtype(column: Column) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(pa.type_for_alias(column.type).to_pandas_dtype())
+def _dtype(arrow_type: str) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(pa.type_for_alias(arrow_type).to_pandas_dtype())
     return dtype
 
 
-def _kind(column: Column) -> str:
-    """Return the type and shape of a column in the terms of Python and NumPy."""
+def _described(arrow_type: str, shape: tuple[int, ...]) -> str:
+    """Return a type and a shape in the terms of Python and NumPy."""
     names = {text_type: kind.__name__ for kind, text_type in TEXT_KINDS.items()}
-    return names.get(column.type) or f"{_dtype(column)}{list(column.shape)}"
+    return names.get(arrow_type) or f"{_dtype(arrow_type)}{list(shape)}"
 
 
 def _field(column: Column) -> pa.Field:
@@ -179,7 +182,7 @@ def _field(column: Column) -> pa.Field:
 
 
 def _rows_of(column: Column, count: int) -> NDArray[Any] | list[str | bytes]:
-    return [b""] * count if column.type in TEXT_TYPES else np.empty((count, *column.shape), _dtype(column))
+    return [b""] * count if column.type in TEXT_TYPES else np.empty((count, *column.shape), _dtype(column.type))
 
 
 def _array(column: Column, values: NDArray[Any] | list[str | bytes]) -> pa.Array | pa.ChunkedArray:

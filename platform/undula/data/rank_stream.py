@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 import ray.data
+from ray.exceptions import RayTaskError
 
 from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest
@@ -265,4 +266,10 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
     dataset.context.enable_progress_bars = False
     dataset.context.custom_execution_callback_classes = [RateLimit]
-    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    except RayTaskError as error:
+        # Ray's error has the traceback of the task as its message. The cause has the message for the user.
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise
