@@ -136,12 +136,22 @@ def _typed(name: object, value: object, where: str) -> tuple[Kind, Any]:
         raise _unsupported(name, given, where)
     if not array.size:
         raise _unsupported(name, f"an empty array of shape {list(array.shape)}", where)
+    if isinstance(value, list | tuple) and _is_rounded(value, array):
+        raise _unsupported(name, f"{type(value).__name__} with integers that {array.dtype} would round", where)
     return (arrow_type, array.shape), array
 
 
 def _unsupported(name: str, given: str, where: str) -> UsageError:
     return UsageError(
         f"the map returned {name!r} as {given} for {where}, which batches cannot hold; return numbers, an array of numbers, a str or bytes"
+    )
+
+
+def _is_rounded(value: list[Any] | tuple[Any, ...], array: NDArray[Any]) -> bool:
+    """Return whether NumPy has rounded an integer, because real numbers are in the same list."""
+    return array.dtype.kind == "f" and any(
+        isinstance(given, int | np.integer) and int(given) != float(number)
+        for given, number in zip(np.array(value, dtype=object).flat, array.flat, strict=True)
     )
 
 

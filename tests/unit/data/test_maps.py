@@ -148,7 +148,8 @@ EXACT = {
     "transposed arrays": (lambda n: (np.arange(6).reshape(2, 3) + n).T[::-1], torch.int64),
     "every second element": (lambda n: (np.arange(8, dtype=np.uint16) + n)[::2], torch.uint16),
     "lists": (lambda n: [n, n + 1], torch.int64),
-    "lists of integers and real numbers": (lambda n: [[n, 0.5]], torch.float64),
+    "lists of integers and real numbers": (lambda n: [[n, 0.5, np.nan, np.inf, 2**53]], torch.float64),
+    "lists of arrays": (lambda n: [np.array([n, 0.5]), (n, n)], torch.float64),
     "tensors": (lambda n: torch.tensor([n, 1], dtype=torch.int32), torch.int32),
     "NaN and infinity": (lambda n: np.array([np.nan, np.inf, -0.0, n], np.float32), torch.float32),
 }
@@ -199,6 +200,10 @@ REFUSED = {
     "a long real number": (np.longdouble(1), f"longdouble of type {np.dtype(np.longdouble)}"),
     "a date": (np.datetime64("2026-01-01"), r"datetime64 of type datetime64\[D\]"),
     "an integer above 2**64": (2**64, "int"),
+    "a list with an integer above 2**53 and a real number": (
+        [2**53 + 1, 0.5],
+        "list with integers that float64 would round",
+    ),
     "a list of lists of several lengths": ([[1], [1, 2]], "list (.*inhomogeneous.*)"),
     "a tensor of bfloat16": (torch.zeros(2, dtype=torch.bfloat16), "Tensor (.*BFloat16.*)"),
     "a masked array": (np.ma.array([1, 2], mask=[False, True]), "a masked array"),
