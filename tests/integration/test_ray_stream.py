@@ -193,9 +193,13 @@ def images(sample, rng):
 def wider_later(sample, rng):
     return {"x": np.float32(1) if sample["value"] < 2500 else np.float64(1)}
 
+class ImageError(Exception):
+    def __init__(self, number):
+        super().__init__(number)
+
 def fails_later(sample, rng):
     if sample["value"] == 2500:
-        raise ValueError("no such image")
+        raise ImageError(7)
     return sample
 
 for head_mib in (0, 1000):  # read by Ray Data's tasks, and by the rank itself
@@ -223,7 +227,7 @@ def test_read_tasks_hold_maps_to_the_same_columns_as_ranks_do(cluster: LocalClus
     assert np.asarray(images[0]["image"][1]).shape == (96, 2, 3)
     assert changes[0] == "UsageError"
     assert f"'x' as float64[] for sample 1500 of {url}, but as float32[] for the first sample" in changes[1]
-    assert fails == ["ValueError", "no such image", True, True]
+    assert fails == ["ImageError", "7", True, True]
 
 
 MEMORY = """

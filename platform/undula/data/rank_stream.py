@@ -19,7 +19,7 @@ from ray.exceptions import RayTaskError
 from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest
 from undula.data.mapped import StreamMap
-from undula.data.read import RateLimit, WindowDatasource, WindowRead, window_read
+from undula.data.read import RateLimit, ReadTaskError, WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.spec import DataSpec
 from undula.plan.keys import key64
@@ -269,7 +269,6 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
     except RayTaskError as error:
-        # Ray's error has the traceback of the task as its message. The cause has the message for the user.
-        if isinstance(error.cause, Exception):
-            raise error.cause from error
+        if isinstance(error.cause, ReadTaskError):
+            raise error.cause.original from error.cause
         raise
