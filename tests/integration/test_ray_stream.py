@@ -177,6 +177,59 @@ def test_an_object_store_that_spills_loses_no_sample(forking_python: str, tmp_pa
     assert found == planned(str(large))
 
 
+MAPS = """
+import hashlib, json, logging, sys, traceback
+import numpy as np
+import ray
+from undula.data import stream
+from undula.plan.plan import PlanSpec
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+plan = PlanSpec(global_batch=96, virtual_workers=6, window=3, shuffle="none")
+
+def images(sample, rng):
+    image = np.full((2, 3), sample["value"], ">f4") + rng.normal(size=(2, 3)).astype(np.float32)
+    return {"name": str(sample["value"]), "image": image}
+
+def wider_later(sample, rng):
+    return {"x": np.float32(1) if sample["value"] < 2500 else np.float64(1)}
+
+class ImageError(Exception):
+    def __init__(self, number):
+        super().__init__(number)
+
+def fails_later(sample, rng):
+    if sample["value"] == 2500:
+        raise ImageError(7)
+    return sample
+
+for head_mib in (0, 1000):  # read by Ray Data's tasks, and by the rank itself
+    for function in (images, wider_later, fails_later):
+        read = []
+        try:
+            for batch in stream(sys.argv[1], plan, map=function, head_mib=head_mib):
+                read.append({name: (str(getattr(of, "dtype", "")), np.asarray(of).tolist()) for name, of in batch.items()})
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            read = [type(error).__name__, str(error), "in fails_later" in text, "raised by the map for sample 1500 of" in text]
+        print("READ", json.dumps(read))
+"""
+
+
+def test_read_tasks_hold_maps_to_the_same_columns_as_ranks_do(cluster: LocalCluster, url: str) -> None:
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run([cluster.python, "-c", MAPS, url], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    images, changes, fails, *own = (
+        json.loads(line.removeprefix("READ")) for line in done.stdout.splitlines() if line.startswith("READ")
+    )
+    assert own == [images, changes, fails]
+    assert len(images) == -(-NUM_ROWS // 96)
+    assert np.asarray(images[0]["image"][1]).shape == (96, 2, 3)
+    assert changes[0] == "UsageError"
+    assert f"'x' as float64[] for sample 1500 of {url}, but as float32[] for the first sample" in changes[1]
+    assert fails == ["ImageError", "7", True, True]
+
+
 MEMORY = """
 import json, logging, sys
 import psutil, ray

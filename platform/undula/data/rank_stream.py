@@ -14,11 +14,12 @@ from typing import Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 import ray.data
+from ray.exceptions import RayTaskError
 
 from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest
-from undula.data.maps import SampleFunction, SampleMap
-from undula.data.read import RateLimit, WindowDatasource, WindowRead, window_read
+from undula.data.mapped import StreamMap
+from undula.data.read import RateLimit, ReadTaskError, WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.spec import DataSpec
 from undula.plan.keys import key64
@@ -32,6 +33,11 @@ CLOSE_WITHIN_S = 10.0
 T = TypeVar("T")
 
 
+def disk_cache(spec: DataSpec) -> DiskCache | None:
+    """Return the disk cache of a job's data, or None if the job has none."""
+    return DiskCache(spec.cache.folder, int(spec.cache.max_gib * 2**30)) if spec.cache else None
+
+
 class RankStream:
     """Samples of a rank's virtual workers from one data set over all epochs. Each virtual worker gets them in the order of its stream.
 
@@ -40,7 +46,7 @@ class RankStream:
         plan: Plan that divides the data set into streams.
         positions: For each virtual worker of this rank, the remaining positions of its stream, counted over all epochs.
         spec: Columns to read and amount to read ahead.
-        function: Function applied to each sample when it is read.
+        sample_map: Map of the samples; None for none.
     """
 
     def __init__(
@@ -49,14 +55,14 @@ class RankStream:
         plan: Plan,
         positions: Mapping[int, range],
         spec: DataSpec,
-        function: SampleFunction | None = None,
+        sample_map: StreamMap | None = None,
     ):
         self._manifest = manifest
         self._plan = plan
         self._spec = spec
         self._columns = manifest.select(spec.columns)
-        self._function = function
-        self._cache = DiskCache(spec.cache.folder, int(spec.cache.max_gib * 2**30)) if spec.cache else None
+        self._map = sample_map
+        self._cache = disk_cache(spec)
         self._blocks: _ReadAhead[_Block] | None = None
         self._orders: dict[int, EpochOrder] = {}
         self._spare: WindowRows | None = None
@@ -159,8 +165,8 @@ class RankStream:
 
     def _read(self, window: Window, epoch: int) -> WindowRead:
         sample_map = None
-        if self._function:
-            sample_map = SampleMap(self._function, key64("map", self._plan.spec.seed, epoch))
+        if self._map:
+            sample_map = self._map.keyed(key64("map", self._plan.spec.seed, epoch), self._manifest.url)
         return window_read(self._manifest, self._columns, window, sample_map, self._cache)
 
 
@@ -260,4 +266,9 @@ def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
     dataset.context.enable_progress_bars = False
     dataset.context.custom_execution_callback_classes = [RateLimit]
-    yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    try:
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    except RayTaskError as error:
+        if isinstance(error.cause, ReadTaskError):
+            raise error.cause.original from error.cause
+        raise

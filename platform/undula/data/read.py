@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from traceback import format_exception
 
 import numpy as np
 import pyarrow as pa
@@ -97,6 +98,25 @@ def window_read(
     return WindowRead(columns, sample_map, window, tuple(ranges), num_bytes)
 
 
+class ReadTaskError(Exception):
+    """Exception of a read task and its traceback.
+
+    Ray Data appends advice about its own settings to the arguments of the exceptions that it sees (Ray 2.60, `iterate_with_retry`).
+    """
+
+    def __init__(self, traceback: str, original: Exception):
+        super().__init__(traceback, original)
+
+    @property
+    def original(self) -> Exception:
+        """Exception as it was raised, but without its traceback, because exceptions are pickled without it."""
+        original: Exception = self.args[1]
+        return original
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class WindowDatasource(Datasource):
     """Ray Data source that reads the given windows in order.
 
@@ -173,8 +193,11 @@ class _Task:
     reads: tuple[WindowRead, ...]
 
     def __call__(self) -> Iterable[pa.Table]:
-        for read in self.reads:
-            yield read()
+        try:
+            for read in self.reads:
+                yield read()
+        except Exception as error:
+            raise ReadTaskError("".join(format_exception(error)), error) from error
 
 
 def _grouped(reads: Sequence[WindowRead], task_bytes: int) -> Iterator[_Task]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undula.data.manifest import ID_COLUMN, TEXT_TYPES, Column
-from undula.data.maps import mapped_columns
 from undula.data.read import WindowRead
 from undula.errors import ManifestError
 from undula.plan.keys import Ids
@@ -60,7 +59,7 @@ class WindowRows:
                 f"the rows of {read.ranges[0].shard.store.url} differ from its manifest; run `undula data index` on it again"
             )
         self._order = read.window.permutation() if read.window.key is not None else None
-        columns = mapped_columns(table) if read.map else read.columns
+        columns = read.map.result if read.map else read.columns
         self._columns = {column.name: _Values(table[column.name], column) for column in columns}
 
     def take(self, start: int, stop: int) -> Samples:

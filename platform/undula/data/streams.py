@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from undula.data.mapped import StreamMap
 from undula.data.maps import SampleFunction
 from undula.data.mixture import Data, Mixture
-from undula.data.rank_stream import RankStream
+from undula.data.rank_stream import RankStream, disk_cache
 from undula.data.rows import Samples, concatenated
 from undula.data.spec import DataSpec
+from undula.plan.keys import key64
 from undula.plan.mix import Mix
 from undula.plan.plan import Plan
 
@@ -24,7 +26,7 @@ class MixedStream:
         plan: Plan,
         positions: Mapping[int, range],
         spec: DataSpec,
-        function: SampleFunction | None = None,
+        sample_map: StreamMap | None = None,
     ):
         mixture.select(spec.columns)
         self._mix = Mix(mixture.weights, plan.spec.seed)
@@ -37,7 +39,7 @@ class MixedStream:
                 mixture.part_plan(plan.spec, number),
                 {v: range(int(start[number]), int(stop[number])) for v, (start, stop) in counts.items()},
                 _shared(spec, mixture.weights[number] / sum(mixture.weights)),
-                function,
+                sample_map,
             )
             for number, manifest in enumerate(mixture.manifests)
         ]
@@ -82,9 +84,15 @@ def rank_stream(
 ) -> SampleStream:
     """Return the samples of a rank's virtual workers from step `start` on."""
     positions = {v: range(plan.position(start, v), plan.position(plan.total_steps, v)) for v in virtual_workers}
+    sample_map = _stream_map(function, data, plan, spec) if function else None
     if isinstance(data, Mixture):
-        return MixedStream(data, plan, positions, spec, function)
-    return RankStream(data, plan, positions, spec, function)
+        return MixedStream(data, plan, positions, spec, sample_map)
+    return RankStream(data, plan, positions, spec, sample_map)
+
+
+def _stream_map(function: SampleFunction, data: Data, plan: Plan, spec: DataSpec) -> StreamMap:
+    first = data.manifests[0] if isinstance(data, Mixture) else data
+    return StreamMap(function, key64("map", plan.spec.seed, 0), first, data.select(spec.columns), disk_cache(spec))
 
 
 def _shared(spec: DataSpec, share: float) -> DataSpec:

@@ -142,6 +142,7 @@ class Run:
         Args:
             function: Function that takes a sample, whose columns are given by name, and a random generator, and returns a sample. The
                 generator is keyed by epoch and sample, so that augmentation is the same at any world size and after any resume.
+                It must return the same columns, types and shapes for every sample; the first row of the data determines which.
             validation: Function for validation data; by default the same function.
 
         Raises:

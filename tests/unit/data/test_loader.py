@@ -1,6 +1,7 @@
 """Tests of the stand-alone stream: batches of a rank, maps keyed by sample, and positions that can be loaded at any world size."""
 
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from undula.data import Manifest, Stream, stream
 from undula.data.write import array_column, array_field, write_shards
-from undula.errors import ManifestError
+from undula.errors import ManifestError, UsageError
 from undula.plan.plan import PlanSpec
 from undula.storage import Store
 
@@ -115,21 +116,6 @@ def test_augmentation_is_the_same_at_any_world_size_and_differs_between_epochs(m
     assert not torch.equal(one[0, 5], one[1, 5])
 
 
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
-        (lambda sample, rng: {"x": np.zeros(int(sample["name"][-1]))}, "returned 'x' as float64"),
-        (lambda sample, rng: {sample["name"]: 1}, "the map returned columns"),
-        (lambda sample, rng: {"x": None}, "returned 'x' as NoneType"),
-        (lambda sample, rng: {"x": None if sample["name"] > "row 3" else ""}, "returned 'x' as NoneType for sample"),
-        (lambda sample, rng: {"x": 1 if sample["name"] > "row 3" else b""}, "returned 'x' as int for sample"),
-    ],
-)
-def test_a_map_with_unsupported_results_is_refused(manifest: Manifest, function: Any, problem: str) -> None:
-    with pytest.raises(ManifestError, match=problem):
-        next(iter(stream(manifest, PLAN, map=function)))
-
-
 def test_a_map_does_not_change_bytes(tmp_path: Path) -> None:
     raw = [b"ab\0", b"c", b"", b"\0\0d"]
     table = pa.table({"raw": pa.array(raw, pa.binary())})
@@ -145,3 +131,64 @@ def test_a_column_of_an_unsupported_type_is_refused_unless_it_is_left_out(tmp_pa
         next(iter(stream(manifest, PlanSpec(global_batch=2, virtual_workers=1))))
     plan = PlanSpec(global_batch=2, virtual_workers=1, shuffle="none")
     assert next(iter(stream(manifest, plan, columns=("x",))))["x"].tolist() == [1, 2]
+
+
+def test_an_iteration_goes_on_from_a_position_that_is_loaded_meanwhile(manifest: Manifest) -> None:
+    expected = global_steps([stream(manifest, PLAN)])
+    for rank, world_size in ((0, 1), (1, 2)):
+        source = stream(manifest, PLAN, rank=rank, world_size=world_size)
+        shares = [source.ids.tolist() for _ in source]
+        batches = iter(source)
+        found = []
+        states = [source.state_dict()]
+        for jump in (None, None, 0, None, 9, 3, 3, None, 13, 7):  # the step to load before the batch
+            if jump is not None:
+                source.load_state_dict({**states[0], "step": jump})
+            step = source.step
+            assert len(source) == len(expected) - step
+            batch = next(batches)
+            assert batch["name"] == [f"row {row}" for row in shares[step]]
+            assert source.state_dict()["step"] == step + 1
+            found.append(source.ids.tolist() == shares[step])
+        assert found == [True] * 10
+        assert [source.ids.tolist() for _ in batches] == shares[8:]
+        assert source.step == 0
+
+
+def test_a_position_at_the_end_of_the_plan_ends_the_iteration(manifest: Manifest) -> None:
+    source = stream(manifest, PLAN)
+    states = [source.state_dict() for _ in source]
+    batches = iter(source)
+    next(batches)
+    source.load_state_dict(states[-1])
+    assert not list(batches)
+    assert source.step == 0
+
+
+def test_a_state_taken_within_a_batch_continues_after_it(manifest: Manifest) -> None:
+    source = stream(manifest, PLAN)
+    taken = [(source.ids.tolist(), source.state_dict()) for _ in source]
+    other = stream(manifest, PLAN)
+    for place in (0, 5, 6, 12):  # in the middle of an epoch, at its end, and at the step before the last
+        other.load_state_dict(taken[place][1])
+        next(iter(other))
+        assert other.ids.tolist() == taken[place + 1][0]
+
+
+def test_an_iterator_that_another_one_replaced_is_refused(manifest: Manifest) -> None:
+    source = stream(manifest, PLAN)
+    one, other = iter(source), iter(source)
+    found = [next(one)["name"], next(other)["name"]]
+    with pytest.raises(UsageError, match="continued after another one had begun"):
+        next(one)
+    found += [batch["name"] for batch in other]
+    assert found == [batch["name"] for batch in stream(manifest, PLAN)]
+
+
+def test_an_iteration_can_be_left_and_continued(manifest: Manifest) -> None:
+    source = stream(manifest, PLAN)
+    found = []
+    for size in (2, 1, 100):
+        for _ in itertools.islice(source, size):
+            found.append(source.ids.tolist())
+    assert found == global_steps([stream(manifest, PLAN)])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from undula.data.manifest import Manifest
+from undula.data.manifest import Column, Manifest
 from undula.data.maps import Sample, SampleMap
 from undula.data.read import ID_COLUMN, RateLimit, WindowDatasource, WindowRead, window_read
 from undula.data.rows import Samples, WindowRows, concatenated
@@ -155,7 +155,7 @@ def test_nulls_are_refused_with_and_without_a_map(tmp_path: Path, kind: str, is_
         mapped.append(sample)
         return {"other": 1}
 
-    sample_map = SampleMap(remember, 1) if is_mapped else None
+    sample_map = SampleMap(remember, 1, manifest.url, (Column("other", "int64", ()),)) if is_mapped else None
     read = window_read(
         manifest, manifest.columns, next(EpochOrder(plan, manifest.row_counts, 0).windows(0)), sample_map
     )

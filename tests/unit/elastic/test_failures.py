@@ -117,6 +117,11 @@ def test_a_run_without_a_step_does_not_wait_for_the_storage() -> None:
 
 def test_a_failure_is_reported_with_its_exception_and_the_users_line() -> None:
     assert summary(failed(mistyped())) == "rank 0: KeyError: 'lable' at col.py:3"
+    noted = mistyped()
+    noted.add_note("raised by the map for sample 21 of s3://bucket/data")
+    assert summary(failed(noted)) == (
+        "rank 0: KeyError: 'lable' at col.py:3 (raised by the map for sample 21 of s3://bucket/data)"
+    )
     assert summary(failed(RayActorError())).startswith("rank 0: ")
     broken = raised(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert summary(failed(broken)) == "rank 0: a collective failed because another rank was lost"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from undula.data.rows import Batch
 from undula.data.spec import ValidationSpec
+from undula.errors import UsageError
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
@@ -94,3 +95,19 @@ def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path, mo
         step.backward(loss(batch))
     assert set(modes) == {(True, False, True)}
     steps.close()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_map_of_a_validation_is_held_to_the_columns_of_the_validation_datas_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = cpu_run(validating(tmp_path))
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    run.map(
+        lambda sample, rng: {"train": sample["x"]},
+        validation=lambda sample, rng: {"x": sample["x"] if sample["x"] < 40 else np.float64(sample["x"])},
+    )
+    with pytest.raises(UsageError, match=r"'x' as float64\[\] for sample 40 of .*, but as float32\[\] for the first"):
+        next(run.steps(validate=lambda batch: model(torch.as_tensor(batch["x"])[:, None]).mean()))

@@ -163,4 +163,5 @@ def _one_line(failure: BaseException) -> str:
     own = [place for place in frames if "site-packages" not in place[0] and "/undula/" not in place[0]]
     at = f" at {own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
     kind = "out of memory: " if isinstance(failure, MemoryError | torch.OutOfMemoryError) else ""
-    return f"{kind}{type(failure).__name__}: {message}{at}"
+    notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", ()))  # for example the sample of a map
+    return f"{kind}{type(failure).__name__}: {message}{at}{notes}"
