@@ -27,7 +27,7 @@ from tests.baselines.foreign_rate import rate
 from tests.baselines.result import print_and_write
 from tests.baselines.s3_server import require_moto, s3_server
 from undula.cluster.local import local_cluster
-from undula.data.manifest import index
+from undula.data.index import index
 from undula.data.write import array_column, array_field
 from undula.errors import one_sentence
 from undula.plan.plan import PlanSpec

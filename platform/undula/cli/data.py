@@ -104,12 +104,18 @@ def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group
 @click.option("--out", metavar="FOLDER", help="Folder for the manifest, if the folder of the files is not writable.")
 @click.option("--anonymous", is_flag=True, help="Read S3 without credentials, which public buckets allow.")
 def index(url: str, out: str | None, anonymous: bool) -> None:
-    """Write the manifest of the Parquet files below URL, which turns them into a data set."""
-    from undula.data.manifest import index as write_manifest
+    """Write the manifest of the Parquet files below URL, which turns them into a data set.
 
-    with _progress(f"reading footers below {url}", None) as advance:
-        manifest = write_manifest(url, advance, out, anonymous)
+    Files are left out if their name, or that of a folder below URL, begins with `_` or `.`.
+    """
+    from undula.data.index import index_files, list_to_index
+
+    listing = list_to_index(url, out, anonymous)
+    with _progress(f"reading footers below {url}", len(listing.files)) as advance:
+        manifest = index_files(listing, advance, out)
     _print_data_set(manifest)
+    if listing.num_hidden:
+        click.echo(f"  skipped {counted(listing.num_hidden, 'Parquet file')} with _ or . at the beginning of a name")
 
 
 @data.command(short_help="Write a data set from files of another format.")

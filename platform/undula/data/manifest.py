@@ -6,7 +6,7 @@ statistics of every column chunk. It does not cover modification times, so copie
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -14,10 +14,9 @@ from math import prod
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from undula.errors import ManifestError, StorageError
+from undula.errors import ManifestError
 from undula.storage import Store, open_store
 
 MANIFEST_NAME = "manifest.json"
@@ -33,8 +32,6 @@ NUMBER_TYPES = frozenset(
     {"bool", "halffloat", "float", "double", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 )
 """Arrow types that batches hold as tensors."""
-
-_TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
 
 
 @dataclass(frozen=True)
@@ -220,84 +217,6 @@ def load_manifest(url: str) -> Manifest:
     if manifest.digest != digest:
         raise ManifestError(f"{url}/{MANIFEST_NAME} does not match its own digest; run `undula data index {url}`")
     return manifest
-
-
-def index(
-    url: str,
-    advance: Callable[[int], None] = lambda files: None,
-    out: str | None = None,
-    anonymous: bool = False,
-) -> Manifest:
-    """Read the footers of all Parquet files below `url` and write the manifest.
-
-    Args:
-        url: Folder with Parquet files of one schema.
-        advance: Progress callback, called with 1 after each file.
-        out: URL to write the manifest to, under which the data set is then loaded; by default the manifest is written beside the files.
-        anonymous: Whether to read S3 without credentials, both now and whenever the data set is read.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        ManifestError: The files cannot be indexed as one data set.
-    """
-    if anonymous and out is None:
-        raise ManifestError(f"{url} is read without credentials, so the manifest cannot be written there; set --out")
-    store = open_store(url, anonymous)
-    entries = [entry for entry in store.list() if entry.name.endswith(".parquet")]
-    if not entries:
-        raise ManifestError(f"{url} has no .parquet files to index")
-    files: list[ManifestFile] = []
-    schema: pa.Schema | None = None
-    columns: tuple[Column, ...] = ()
-    for entry in entries:
-        metadata, footer_sha256 = _read_footer(store, entry.name)
-        arrow_schema = metadata.schema.to_arrow_schema()
-        file_columns = tuple(column_of(field, f"{store.url}/{entry.name}") for field in arrow_schema)
-        if twice := next((name for name in arrow_schema.names if arrow_schema.names.count(name) > 1), None):
-            raise ManifestError(f"{store.url}/{entry.name} has two columns named {twice!r}; rename one of them")
-        if files and (file_columns != columns or not arrow_schema.equals(schema)):
-            raise ManifestError(
-                f"{url}/{entry.name} has another schema than {entries[0].name}; write all files of a data set with one schema"
-            )
-        schema, columns = arrow_schema, file_columns
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        files.append(
-            ManifestFile(
-                name=entry.name,
-                bytes=entry.bytes,
-                version=entry.version,
-                row_groups=tuple(group.num_rows for group in groups),
-                row_group_bytes=tuple(group.total_byte_size for group in groups),
-                footer_sha256=footer_sha256,
-            )
-        )
-        advance(1)
-    home = open_store(out) if out else store
-    # A manifest elsewhere must not depend on the working directory, so it has the absolute path of the data.
-    url = store.url if home == store or store.is_s3 else store.path()
-    manifest = Manifest(url, tuple(files), columns, anonymous)
-    home.write(MANIFEST_NAME, manifest.to_json(is_beside=home == store).encode())
-    return manifest
-
-
-def _read_footer(store: Store, name: str) -> tuple[pq.FileMetaData, str]:
-    with store.open(name) as file:
-        try:
-            size = file.size()
-            file.seek(max(size - _TAIL_BYTES, 0))
-            tail = file.read(_TAIL_BYTES)
-            length = min(int.from_bytes(tail[:4], "little"), max(size - _TAIL_BYTES, 0))
-            file.seek(max(size - _TAIL_BYTES - length, 0))
-            footer = file.read(length)
-        except OSError as error:
-            raise StorageError(f"cannot read {store.url}/{name}: {error}") from error
-    try:
-        return pq.read_metadata(pa.BufferReader(footer + tail)), sha256(footer).hexdigest()
-    except (pa.ArrowInvalid, OSError) as error:
-        detail = " ".join(str(error).split())
-        raise ManifestError(f"{store.url}/{name} is not an intact Parquet file: {detail}") from error
 
 
 def column_of(field: pa.Field, where: str) -> Column:

@@ -32,6 +32,8 @@ PARALLEL_PARTS = 8
 """Number of range requests in flight per process."""
 FOOTER_BYTES = 2**16
 """Number of bytes first fetched from the end of a shard; most footers are smaller."""
+MAX_CONNECTIONS = 32
+"""Maximum number of connections to S3 that a process keeps open, which is also how many footers it reads at once to index a data set."""
 MAX_CHUNKS = 2**18
 """Maximum number of column chunks in the footers that a process keeps. Each chunk takes almost 1 KiB of memory."""
 CONNECT_TIMEOUT_S = 5.0
@@ -105,11 +107,7 @@ class Shard:
     def _footer(self) -> pq.FileMetaData:
         if not self.store.is_s3:
             return pq.read_metadata(self._source(()))
-        tail = self._fetched([(max(self.bytes - FOOTER_BYTES, 0), self.bytes)])
-        length = int.from_bytes(tail[-8:-4], "little") + 8
-        if length > FOOTER_BYTES:
-            tail = self._fetched([(max(self.bytes - length, 0), self.bytes)])
-        return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
+        return pq.read_metadata(pa.BufferReader(read_footer(self)))
 
     def _source(self, ranges: Sequence[tuple[int, int]]) -> pa.NativeFile:
         """Open the file such that at least the given ranges can be read."""
@@ -141,6 +139,33 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.store.url}/{self.name}"
+
+
+def read_footer(shard: Shard) -> bytes:
+    """Read the footer of a shard, with the eight bytes that follow it: its length and a magic number.
+
+    The result is shorter if the file is not an intact Parquet file.
+
+    Raises:
+        ManifestError: The file does not exist or has changed.
+        StorageError: The file cannot be read for another reason.
+    """
+    tail = _read(shard, max(shard.bytes - FOOTER_BYTES, 0), shard.bytes)
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if len(tail) < length <= shard.bytes:
+        tail = _read(shard, shard.bytes - length, shard.bytes - len(tail)) + tail
+    return tail[-length:]
+
+
+def _read(shard: Shard, start: int, stop: int) -> bytes:
+    if not shard.store.is_s3:
+        with shard._source(()) as file:
+            file.seek(start)
+            return bytes(file.read(stop - start))
+    data = bytearray(stop - start)
+    if data:  # no range describes the bytes of an empty object
+        _fetch(shard, start, memoryview(data))
+    return bytes(data)
 
 
 class Footers:
@@ -293,7 +318,7 @@ def _client(anonymous: bool) -> Any:
             retries={"total_max_attempts": 1},  # _fetch_from_s3 retries itself, also when a body is incomplete
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
-            max_pool_connections=PARALLEL_PARTS,
+            max_pool_connections=MAX_CONNECTIONS,
         ),
         anonymous,
     )

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from undula.data.manifest import MANIFEST_NAME, SHAPE_KEY, Manifest, index
+from undula.data.index import index
+from undula.data.manifest import MANIFEST_NAME, SHAPE_KEY, Manifest
 from undula.errors import ManifestError, StorageError, UndulaError
 from undula.storage import Store
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from priced_run import write_priced_run
 
@@ -50,6 +51,15 @@ def test_every_command_and_option_has_help(undula: Command, path: tuple[str, ...
         assert f"  {name}" in shown.out
         assert not each.get_short_help_str(61).endswith("..."), "80 columns cut it off"
     assert all(each.help for each in command.params if isinstance(each, click.Option))
+
+
+def test_data_index_says_how_many_files_it_skips(undula: Command, tmp_path: Path) -> None:
+    for name in ("a", "_b", ".c"):
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"{name}.parquet")
+    shown = undula("data", "index", tmp_path)
+    assert shown.status == 0, shown.err
+    assert "2 rows of x int64\n  1 file, 1 row group" in shown.out
+    assert "skipped 2 Parquet files with _ or . at the beginning of a name" in shown.out
 
 
 def test_the_command_line_starts_fast() -> None:

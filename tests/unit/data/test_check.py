@@ -10,7 +10,8 @@ import pytest
 
 from undula.data import check as module
 from undula.data.check import Finding, check
-from undula.data.manifest import index, load_manifest
+from undula.data.index import index
+from undula.data.manifest import load_manifest
 from undula.data.write import write_shards
 from undula.storage import Store
 

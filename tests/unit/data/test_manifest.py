@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from undula.data.manifest import MANIFEST_NAME, Manifest, index, load_manifest
+from undula.data.index import index
+from undula.data.manifest import MANIFEST_NAME, Manifest, load_manifest
 from undula.data.write import write_shards
 from undula.errors import ManifestError
 from undula.storage import Store, open_store

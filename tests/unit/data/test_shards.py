@@ -17,7 +17,8 @@ from faulty_s3 import Fault, FaultyS3, faulty_s3
 from undula import storage
 from undula.data import shards
 from undula.data.cache import DiskCache
-from undula.data.manifest import Manifest, index, load_manifest
+from undula.data.index import index
+from undula.data.manifest import Manifest, load_manifest
 from undula.data.shards import Shard
 from undula.data.write import write_shards
 from undula.errors import ManifestError, StorageError
