@@ -128,7 +128,8 @@ def convert(source: str, columns: str | None, shuffle: int | None, out: str, sha
 
     SOURCE can hold Parquet, CSV, JSON lines, WebDataset tars, or the output of datasets.save_to_disk.
     """
-    from undula.data.convert import open_source, shuffled
+    from undula.data.shuffle import shuffled
+    from undula.data.sources import open_source
     from undula.data.write import write_shards
     from undula.errors import SpecError
     from undula.storage import open_store
@@ -138,7 +139,7 @@ def convert(source: str, columns: str | None, shuffle: int | None, out: str, sha
         raise SpecError(
             f"--out {out} is SOURCE itself, and the command would delete it before writing; give another --out"
         )
-    opened = open_source(source, tuple(columns.split(",")) if columns else None)
+    opened = open_source(source, [name.strip() for name in columns.split(",")] if columns else None)
     if shuffle is not None:
         opened = shuffled(opened, shuffle)
     with _progress(f"writing {out}", opened.num_rows) as advance:

@@ -1,26 +1,22 @@
-"""Tests of the conversion of other formats: every row arrives in columns that batches support, and a shuffle loses none."""
+"""Tests of the conversion of other formats: every row arrives in columns that batches support, or is refused by name."""
 
-import io
 import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from source_files import ROWS, TABLE, add, saved_to_disk
 
 from undula.cli.main import main
-from undula.data import convert, load_manifest, stream
-from undula.data.convert import open_source, shuffled
+from undula.data import load_manifest, stream, webdataset
+from undula.data.sources import open_source
 from undula.errors import ManifestError
 from undula.plan.plan import PlanSpec
-
-ROWS = 57
-TABLE = pa.table({"n": np.arange(ROWS), "x": np.arange(ROWS) / 4, "name": [f"row {row}" for row in range(ROWS)]})
 
 
 def parquet(folder: Path) -> None:
@@ -37,15 +33,6 @@ def json_lines(folder: Path) -> None:
     (folder / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE.to_pylist()))
 
 
-def saved_to_disk(folder: Path) -> None:
-    """Write the files that datasets.save_to_disk writes: Arrow streams beside JSON."""
-    (folder / "state.json").write_text("{}")
-    (folder / "dataset_info.json").write_text("{}")
-    for number in range(3):
-        with pa.ipc.new_stream(str(folder / f"data-{number:05d}-of-00003.arrow"), TABLE.schema) as writer:
-            writer.write_table(TABLE.slice(number * 19, 19), max_chunksize=10)
-
-
 @pytest.mark.parametrize("make", [parquet, csv, json_lines, saved_to_disk])
 def test_rows_of_a_source_keep_their_order(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path)
@@ -53,12 +40,6 @@ def test_rows_of_a_source_keep_their_order(tmp_path: Path, make: Callable[[Path]
     assert source.num_rows == ROWS
     for _ in range(2):  # a source can be read several times
         assert pa.concat_tables(source.tables()).to_pylist() == TABLE.to_pylist()
-
-
-def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))
 
 
 def test_webdataset_tars_have_one_row_per_sample(tmp_path: Path) -> None:
@@ -118,19 +99,6 @@ def test_a_folder_without_supported_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ManifestError, match=r"no files to convert; supported files are \*\.parquet"):
         open_source(str(tmp_path))
-
-
-@pytest.mark.parametrize("bucket_bytes", [2**30, 300])
-def test_a_global_shuffle_moves_rows_far_and_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
-) -> None:
-    monkeypatch.setattr(convert, "BUCKET_BYTES", bucket_bytes)
-    parquet(tmp_path)
-    source = open_source(str(tmp_path))
-    orders = [pa.concat_tables(shuffled(source, seed).tables())["n"].to_pylist() for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == list(range(ROWS))
-    assert np.mean(np.abs(np.array(orders[0]) - np.arange(ROWS))) > ROWS / 5
 
 
 def test_the_command_writes_row_groups_of_the_requested_size(tmp_path: Path) -> None:
@@ -201,7 +169,7 @@ def test_a_missing_member_of_a_sample_is_refused_as_a_null(tmp_path: Path) -> No
 
 
 def test_a_member_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "TAR_BATCH", 2)
+    monkeypatch.setattr(webdataset, "BATCH_SAMPLES", 2)
     url = tar(tmp_path, [{"cls": b"1"}, {"cls": b"2"}, {"cls": b"3", "txt": b"three"}])
     with pytest.raises(
         ManifestError, match=r"sample '000002' of .* has a member 'txt', which none of the first 2 samples"

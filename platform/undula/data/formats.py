@@ -1,0 +1,215 @@
+"""Reading of files of tables: Parquet, Arrow, CSV and JSON lines. Files that are read together get one schema, or are refused by name."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.dataset
+import pyarrow.json
+
+from undula.errors import ManifestError
+from undula.storage import Store
+
+BLOCK_BYTES = 16 * 2**20
+"""Bytes of CSV or JSON lines that are parsed at once. The first block decides on the types, and no row can be longer."""
+BATCH_ROWS = 2**14
+"""Maximum number of rows of a Parquet file in one table."""
+OPEN_AT_ONCE = 16
+"""Number of files of which the schema is read at the same time."""
+NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+"""Value in the name of a Hive partition that stands for null."""
+
+Batches = Iterator[pa.RecordBatch]
+Opener = Callable[[Store, str, Sequence[str] | None], tuple[pa.Schema, Batches]]
+"""Function that opens a file and returns its schema and its rows; of Parquet files, only the given columns."""
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """Files of one format with the same columns, in order.
+
+    The columns of all files are those of each file, or the files are refused. Types that differ are promoted to a type that holds the
+    values of both. The folders `key=value/` of Hive partitions become columns of type int32 or string, as in `pyarrow.dataset`, unless
+    the files have the column themselves.
+    """
+
+    store: Store
+    names: tuple[str, ...]
+    open: Opener
+    columns: tuple[str, ...] | None = None
+    """Columns to keep; None for all."""
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Schema of all tables.
+
+        Raises:
+            ManifestError: The files have different columns, or types without a common one.
+        """
+
+        def schema_of(name: str) -> pa.Schema:
+            with self._errors(name):
+                return self.open(self.store, name, None)[0]
+
+        with ThreadPoolExecutor(OPEN_AT_ONCE) as threads:
+            schemas = list(threads.map(schema_of, self.names))
+        return _common_schema(self.store.url, self.names, self._with_partitions(schemas), self.columns)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield the rows of all files in tables with the schema."""
+        for name in self.names:
+            values = _partitions(name)
+            with self._errors(name):
+                own, batches = self.open(self.store, name, None if self.columns is None else self.schema.names)
+                for batch in batches:
+                    if batch.num_rows:
+                        arrays = [
+                            self._column(batch, field, name, None if field.name in own.names else values[field.name])
+                            for field in self.schema
+                        ]
+                        yield pa.Table.from_arrays(arrays, schema=self.schema)
+
+    def _column(self, batch: pa.RecordBatch, field: pa.Field, name: str, partition: str | None) -> pa.Array:
+        if partition is not None:
+            value = None if partition == NO_PARTITION else partition
+            return pa.repeat(pa.scalar(value, pa.string()), batch.num_rows).cast(field.type)
+        try:
+            array = batch.column(field.name)
+            return array if array.type == field.type else array.cast(field.type)
+        except pa.ArrowInvalid as error:
+            raise ManifestError(
+                f"column {field.name!r} of {self.store.url}/{name} has values that the type of the other files, "
+                f"{field.type}, does not hold exactly: {_line(error)}; write all files with one type"
+            ) from error
+
+    def _with_partitions(self, schemas: list[pa.Schema]) -> list[pa.Schema]:
+        partitions = [_partitions(name) for name in self.names]
+        types = {}
+        for key in dict.fromkeys(key for values in partitions for key in values):
+            values = pa.array([values[key] for values in partitions if values.get(key, NO_PARTITION) != NO_PARTITION])
+            types[key] = pa.int32() if _are_int32(values) else pa.string()
+        for place, values in enumerate(partitions):
+            for key in values:
+                if key not in schemas[place].names:
+                    schemas[place] = schemas[place].append(pa.field(key, types[key]))
+        return schemas
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise ManifestError(
+                f"cannot read {self.store.url}/{name}: {_line(error)}; the types of a CSV or JSON lines file are those of its "
+                "first rows, and other files must be intact"
+            ) from error
+
+
+def open_parquet(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+    """Open a Parquet file."""
+    fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(store.path(name), store.filesystem)
+    schema = fragment.physical_schema
+    names = [field.name for field in schema if columns is None or field.name in columns]
+    return schema, fragment.to_batches(columns=names, batch_size=BATCH_ROWS)
+
+
+def open_csv(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+    """Open a CSV file, which may be compressed."""
+    options = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES)
+    reader = pyarrow.csv.open_csv(store.filesystem.open_input_stream(store.path(name)), read_options=options)
+    return reader.schema, iter(reader)
+
+
+def open_json(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+    """Open a file of JSON lines, which may be compressed. A field that the first block lacks is an error, as it should be."""
+    options = pyarrow.json.ReadOptions(block_size=BLOCK_BYTES)
+    reader = pyarrow.json.open_json(store.filesystem.open_input_stream(store.path(name)), read_options=options)
+    return reader.schema, iter(reader)
+
+
+def open_arrow(store: Store, name: str, columns: Sequence[str] | None) -> tuple[pa.Schema, Batches]:
+    """Open an Arrow stream, as `datasets` writes them, or an Arrow file, as Feather and Polars write them."""
+    file = store.open(name)
+    if file.read(6) == b"ARROW1":
+        reader = pa.ipc.open_file(file)
+        return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+    file.seek(0)
+    stream = pa.ipc.open_stream(file)
+    return stream.schema, iter(stream)
+
+
+def _common_schema(
+    url: str, names: Sequence[str], schemas: Sequence[pa.Schema], columns: Sequence[str] | None
+) -> pa.Schema:
+    """Return the schema of all files, with the columns in the order of the first file or of `columns`."""
+    kept = columns or tuple(dict.fromkeys(name for schema in schemas for name in schema.names))
+    known: dict[str, tuple[pa.DataType, str]] = {}
+    for file, schema in zip(names, schemas, strict=True):
+        for column in kept:
+            count = len(schema.get_all_field_indices(column))
+            if count == 0:
+                raise ManifestError(_missing(url, column, file, names, schemas))
+            if count > 1:
+                raise ManifestError(f"{url}/{file} has {count} columns with the name {column!r}; rename them")
+            kind = _decoded(schema.field(column).type)
+            before, first = known.get(column, (kind, file))
+            known[column] = (_promoted(before, kind, f"column {column!r} of {url}", first, file), first)
+    return pa.schema([(column, kind) for column, (kind, _) in known.items()])
+
+
+def _missing(url: str, column: str, file: str, names: Sequence[str], schemas: Sequence[pa.Schema]) -> str:
+    owner = next((name for name, schema in zip(names, schemas, strict=True) if column in schema.names), None)
+    if owner is None:
+        return f"{url} has no column {column!r}; its columns are {', '.join(schemas[0].names)}"
+    return (
+        f"{url}/{owner} has a column {column!r}, but {file} does not; give all files the same columns, or name columns "
+        "that all of them have with --columns"
+    )
+
+
+def _promoted(one: pa.DataType, other: pa.DataType, what: str, first: str, file: str) -> pa.DataType:
+    """Return a type for the values of two types. The values are checked when they are cast to it."""
+    if one == other:
+        return one
+    try:
+        if _is_text(one) != _is_text(other) and pa.null() not in (one, other):
+            raise pa.ArrowTypeError  # Arrow would turn strings to bytes
+        fields = [pa.schema([("column", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(fields, promote_options="permissive").field(0).type
+    except pa.ArrowTypeError:
+        raise ManifestError(
+            f"{what} has type {one} in {first} and {other} in {file}; write all files with one type, or leave the column "
+            "out by naming the others with --columns"
+        ) from None
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _decoded(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values of a column, without the dictionary that encodes them."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _partitions(name: str) -> dict[str, str]:
+    """Return the Hive partitions of a file: the folders of its name with the form `key=value`."""
+    pairs = (folder.split("=", 1) for folder in name.split("/")[:-1] if "=" in folder)
+    return {key: unquote(value) for key, value in pairs}
+
+
+def _are_int32(values: pa.Array) -> bool:
+    try:
+        values.cast(pa.int32())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".")
