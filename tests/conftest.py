@@ -19,9 +19,9 @@ from hypothesis import settings
 from jobs_kit import Jobs
 from small_text import write_text
 
-from undula import storage
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.data import shards
+from undula.storage.etags import forget_forms
+from undula.storage.s3 import forget_clients
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of processes would compile the same modules
 settings.register_profile("undula", deadline=None)  # a test on a busy machine must not fail for being slow
@@ -100,11 +100,11 @@ def s3(s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         monkeypatch.delenv(name)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    _clear_client_caches()
+    _forget_server()
     bucket = f"undula-{uuid.uuid4().hex}"
     boto3.client("s3", region_name=env["AWS_REGION"]).create_bucket(Bucket=bucket)
     yield S3(bucket, env)
-    _clear_client_caches()
+    _forget_server()
 
 
 @pytest.fixture(scope="session")
@@ -136,11 +136,10 @@ def session_jobs(cluster: LocalCluster, text: str, tmp_path_factory: pytest.Temp
     return Jobs(cluster, text, str(tmp_path_factory.mktemp("session-runs")))
 
 
-def _clear_client_caches() -> None:
-    """Clear the cached clients, because each of them is bound to one endpoint."""
-    storage._s3_filesystem.cache_clear()
-    storage.s3_client.cache_clear()
-    shards._client.cache_clear()
+def _forget_server() -> None:
+    """Forget what this process knows about the server: its clients are bound to one endpoint."""
+    forget_clients()
+    forget_forms()
 
 
 def _wait_until_listening(server: subprocess.Popen[bytes], port: int, limit_s: float) -> None:

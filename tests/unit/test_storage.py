@@ -13,9 +13,8 @@ from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula import storage
 from undula.errors import StorageError
-from undula.storage import Store, open_store, part_size
+from undula.storage import Store, open_store, part_size, s3_requests
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -238,6 +237,9 @@ class Conditional:
         self._status = status
         self._is_stored = is_stored
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
     def put_object(self, **request: Any) -> Any:
         if "IfNoneMatch" not in request:
             return self._client.put_object(**request)
@@ -253,8 +255,8 @@ class Conditional:
 def test_a_file_is_created_although_s3_answers_with_an_error(
     s3: Any, monkeypatch: pytest.MonkeyPatch, status: int, is_stored: bool, is_created: bool
 ) -> None:
-    store, client = open_store(s3.url("root")), storage._s3_writer(False)
-    monkeypatch.setattr(storage, "_s3_writer", lambda anonymous: Conditional(client, status, is_stored))
+    store, client = open_store(s3.url("root")), s3_requests.s3_client(False)
+    monkeypatch.setattr(s3_requests, "s3_client", lambda anonymous: Conditional(client, status, is_stored))
     assert store.create("claim", b"ours") == is_created
     assert not store.create("claim", b"theirs") or status != 501
     assert store.read("claim") == b"ours"
@@ -266,13 +268,13 @@ def test_no_file_on_s3_has_too_many_parts_or_parts_of_a_wrong_size(num_bytes: in
     size = part_size(num_bytes)
     assert num_bytes <= 10_000 * size
     assert 5 * 2**20 <= size <= 5 * 2**30
-    assert size == storage.PART_BYTES or size * 10_000 - num_bytes < 10_000
+    assert size == s3_requests.PART_BYTES or size * 10_000 - num_bytes < 10_000
 
 
 def test_a_file_on_s3_is_sent_in_as_few_parts_as_allowed(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of 10,000 parts is scaled down to 3. Buffers end within parts, and a part spans several buffers."""
-    monkeypatch.setattr(storage, "PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(storage, "MOST_PARTS", 3)
+    monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(s3_requests, "MOST_PARTS", 3)
     store, content = open_store(s3.url("root")), random.Random(0).randbytes(20 * 2**20 + 1)
     ends = [0, 0, 1, 9 * 2**20, 9 * 2**20 + 3, len(content)]
     store.write_buffers("file", [memoryview(content)[begin:end] for begin, end in pairwise(ends)])

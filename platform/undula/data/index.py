@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 
 from undula.data.listing import Listing, list_data
 from undula.data.manifest import MANIFEST_NAME, Column, Manifest, ManifestFile, column_of
-from undula.data.shards import MAX_CONNECTIONS, Shard, read_footer
+from undula.data.shards import Shard, read_footer
 from undula.errors import ManifestError
 from undula.storage import Entry, Store, open_store
 
+PARALLEL_FOOTERS = 32
+"""Number of footers that are read at the same time."""
 _TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
 
 
@@ -88,7 +90,7 @@ class _Footer:
 
 def _footers(listing: Listing) -> Generator[_Footer, None, None]:
     """Read the footers of all files at the same time, and yield them in the order of the files."""
-    pool = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="undula-index")
+    pool = ThreadPoolExecutor(PARALLEL_FOOTERS, thread_name_prefix="undula-index")
     try:
         yield from pool.map(partial(_footer, listing.store), listing.files)
     finally:

@@ -6,23 +6,20 @@ or the connection breaks.
 """
 
 import mmap
-import random
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undula.data.cache import DiskCache
 from undula.errors import ManifestError, StorageError
-from undula.storage import Store, s3_client
+from undula.storage import ChangedError, MissingError, Object, Store, named_errors, temporary_problem
 
 PART_BYTES = 16 * 2**20
 """Maximum size in bytes of one range request."""
@@ -32,31 +29,12 @@ PARALLEL_PARTS = 8
 """Number of range requests in flight per process."""
 FOOTER_BYTES = 2**16
 """Number of bytes first fetched from the end of a shard; most footers are smaller."""
-MAX_CONNECTIONS = 32
-"""Maximum number of connections to S3 that a process keeps open, which is also how many footers it reads at once to index a data set."""
 MAX_CHUNKS = 2**18
 """Maximum number of column chunks in the footers that a process keeps. Each chunk takes almost 1 KiB of memory."""
-CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 20.0
-"""Maximum time in seconds to the first byte and between two bytes of a response."""
 RETRY_FOR_S = 120.0
 """Time in seconds after which a failing range request is not retried again."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
-"""Time in seconds to wait before the first retry, and the longest wait. The wait doubles after each retry."""
 
 _HUGE_PAGE = 2 * 2**20
-_BUSY = {
-    "500",
-    "502",
-    "503",
-    "504",
-    "429",
-    "SlowDown",
-    "InternalError",
-    "ServiceUnavailable",
-    "RequestTimeout",
-    "Throttling",
-}
 
 
 @dataclass(frozen=True)
@@ -236,60 +214,23 @@ def _fetch(shard: Shard, start: int, into: memoryview) -> None:
 
 
 def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
-    deadline = time.monotonic() + RETRY_FOR_S
-    wait_s = FIRST_WAIT_S
-    while True:
-        problem = _try_to_fetch(shard, start, into)
-        if problem is None:
-            return
-        if time.monotonic() + wait_s > deadline:
+    bucket, key = shard.store.on_s3(shard.name)
+    try:
+        found = Object(key, shard.bytes, shard.version.removeprefix("etag "))
+        bucket.read_into(found, start, into, RETRY_FOR_S)
+    except MissingError as error:
+        raise _missing(shard) from error
+    except ChangedError as error:
+        raise _changed(shard) from error
+    except StorageError:
+        raise
+    except Exception as error:
+        if problem := temporary_problem(error):
             raise StorageError(
                 f"{shard} could not be read for {RETRY_FOR_S:.0f} s: {problem}; check the store and submit the job again"
-            )
-        time.sleep(random.uniform(0, wait_s))  # full jitter, so that the ranks of a run do not retry at the same time
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-
-
-def _try_to_fetch(shard: Shard, start: int, into: memoryview) -> str | None:
-    """Send one request, and return the problem if a retry may succeed, or None on success."""
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
-    from botocore.exceptions import ConnectionError as NoConnectionError
-    from urllib3.exceptions import HTTPError
-
-    bucket, _, key = shard.store.path(shard.name).partition("/")
-    try:
-        response = _client(shard.store.anonymous).get_object(
-            Bucket=bucket,
-            Key=key,
-            Range=f"bytes={start}-{start + len(into) - 1}",
-            IfMatch=shard.version.removeprefix("etag "),
-        )
-        if not str(response.get("ContentRange")).startswith(f"bytes {start}-{start + len(into) - 1}/"):
-            raise StorageError(
-                f"cannot read {shard}: the store returned another range than the requested one; "
-                "use a store that supports range requests"
-            )
-        if response["ETag"].strip('"') != shard.version.removeprefix("etag "):
-            raise _changed(shard)  # some stores ignore If-Match
-        done = 0
-        while count := response["Body"].readinto(into[done : done + 2**20]):
-            done += count
-        return None if done == len(into) else f"the connection ended after {done} of {len(into)} bytes"
-    except ClientError as error:
-        code, status = str(error.response["Error"].get("Code")), error.response["ResponseMetadata"]["HTTPStatusCode"]
-        if status == 412 or code == "PreconditionFailed":
-            raise _changed(shard) from error
-        if status == 404:
-            raise _missing(shard) from error
-        if status == 416:
-            raise _changed(shard) from error
-        if code in _BUSY or str(status) in _BUSY:
-            return f"{status} {code}"
-        raise StorageError(f"cannot read {shard}: {error}") from error
-    except (NoConnectionError, HTTPClientError, IncompleteReadError, HTTPError, OSError) as error:
-        return " ".join(str(error).split()) or type(error).__name__
-    except BotoCoreError as error:
-        raise StorageError(f"cannot read {shard}: {error}") from error
+            ) from error
+        with named_errors("read", str(shard)):
+            raise
 
 
 def _changed(shard: Shard) -> ManifestError:
@@ -307,18 +248,3 @@ def _missing(shard: Shard) -> ManifestError:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="undula-fetch")
-
-
-@cache
-def _client(anonymous: bool) -> Any:
-    from botocore.config import Config
-
-    return s3_client(
-        Config(
-            retries={"total_max_attempts": 1},  # _fetch_from_s3 retries itself, also when a body is incomplete
-            connect_timeout=CONNECT_TIMEOUT_S,
-            read_timeout=READ_TIMEOUT_S,
-            max_pool_connections=MAX_CONNECTIONS,
-        ),
-        anonymous,
-    )

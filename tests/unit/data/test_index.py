@@ -17,6 +17,7 @@ from undula.data.listing import list_data
 from undula.data.manifest import MANIFEST_NAME, load_manifest
 from undula.errors import ManifestError
 from undula.storage import Store, open_store
+from undula.storage.s3 import forget_clients
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def bucket(request: pytest.FixtureRequest) -> Store:
 def proxy(s3_endpoint: str, bucket: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     with faulty_s3(s3_endpoint) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        shards._client.cache_clear()
+        forget_clients()
         yield server
 
 

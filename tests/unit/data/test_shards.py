@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 from faulty_s3 import Fault, FaultyS3, faulty_s3
 
-from undula import storage
 from undula.data import shards
 from undula.data.cache import DiskCache
 from undula.data.index import index
@@ -22,7 +21,8 @@ from undula.data.manifest import Manifest, load_manifest
 from undula.data.shards import Shard
 from undula.data.write import write_shards
 from undula.errors import ManifestError, StorageError
-from undula.storage import open_store
+from undula.storage import open_store, retries
+from undula.storage import s3 as clients
 
 ROWS = 4000
 TABLE = pa.table({"a": np.arange(ROWS), "b": np.arange(ROWS) * 2.5, "c": np.arange(ROWS) % 7})
@@ -32,9 +32,9 @@ TABLE = pa.table({"a": np.arange(ROWS), "b": np.arange(ROWS) * 2.5, "c": np.aran
 def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     with faulty_s3(s3_endpoint) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        monkeypatch.setattr(shards, "FIRST_WAIT_S", 0.01)
-        monkeypatch.setattr(shards, "READ_TIMEOUT_S", 1.0)
-        shards._client.cache_clear()
+        monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(clients, "READ_TIMEOUT_S", 1.0)
+        clients.forget_clients()
         yield server
 
 
@@ -128,8 +128,7 @@ def test_reading_continues_after_the_store_was_down(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    shards._client.cache_clear()
-    storage.s3_client.cache_clear()
+    clients.forget_clients()
     with ExitStack() as stack:
         back = threading.Timer(1.0, lambda: stack.enter_context(faulty_s3(s3_endpoint, port)))
         back.start()
@@ -147,7 +146,7 @@ def test_reading_continues_after_the_store_was_down(
 def test_an_answer_with_another_range_or_version_is_refused(
     manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], problem: str
 ) -> None:
-    client = shards._client(False)
+    client = clients.s3_client(False)
     honest = client.get_object
     monkeypatch.setattr(client, "get_object", lambda **asked: {**honest(**asked), **answer})
     shards._footers.clear()
@@ -159,7 +158,7 @@ def test_columns_with_dots_in_their_names_are_read(s3: Any) -> None:
     table = pa.table({"a.b": np.arange(ROWS), "a": np.arange(ROWS) * 2})
     write_shards(open_store(s3.url("dots")), [table], table.schema, ROWS, num_shards=1)
     shard = shard_of(load_manifest(s3.url("dots")))
-    shards._client.cache_clear()
+    clients.forget_clients()
     assert shard.row_group(0, ("a.b",))["a.b"].to_pylist() == list(range(ROWS))
 
 
@@ -177,8 +176,11 @@ def test_cached_data_need_no_request_and_are_not_used_for_another_version(
 
 
 def test_a_public_bucket_is_read_without_credentials(
-    manifest: Manifest, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, s3: Any, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    client, bucket = clients.s3_client(False), s3.bucket
+    for file in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        client.put_object_acl(Bucket=bucket, Key=file["Key"], ACL="public-read")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

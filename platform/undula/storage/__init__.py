@@ -1,0 +1,28 @@
+"""Files at a URL: a local path or `s3://bucket/prefix`. Every write is atomic.
+
+All requests to S3 go through botocore, so that there is one resolution of credentials, profile, region, endpoint and proxy, which the usual
+variables of AWS configure (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, ...). Any S3 server works.
+"""
+
+from undula.storage.named_errors import ChangedError, MissingError, named_errors
+from undula.storage.retries import Wait, temporary_problem, waits_reported_to, waits_reporter
+from undula.storage.s3_requests import MOST_PARTS, PART_BYTES, Bucket, Object, part_size
+from undula.storage.store import Entry, Store, open_store
+
+__all__ = [
+    "MOST_PARTS",
+    "PART_BYTES",
+    "Bucket",
+    "ChangedError",
+    "Entry",
+    "MissingError",
+    "Object",
+    "Store",
+    "Wait",
+    "named_errors",
+    "open_store",
+    "part_size",
+    "temporary_problem",
+    "waits_reported_to",
+    "waits_reporter",
+]

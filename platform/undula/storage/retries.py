@@ -1,0 +1,156 @@
+"""Repetition of requests while a store is busy or cannot be reached, and the report of what is being waited for."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from undula.storage.s3 import forget_clients
+
+RETRY_FOR_S = 20.0
+"""Time in seconds after which a failing request is not repeated again. Requests for training data wait longer."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+"""Time in seconds to wait before the first retry, and the longest wait. The wait doubles after each retry."""
+REPORT_AFTER_S = 1.0
+"""Time in seconds for which a request has to fail before this is reported. A busy store refuses single requests all the time."""
+QUIET_S = 60.0
+"""Time in seconds without a failure after which the next one belongs to another outage."""
+
+_BUSY_CODES = frozenset(
+    {
+        *("InternalError", "RequestLimitExceeded", "RequestThrottled", "RequestTimeout", "ServiceUnavailable"),
+        *("SlowDown", "Throttling", "ThrottlingException", "TooManyRequestsException", "IDPCommunicationError"),
+    }
+)
+_NOT_IMPLEMENTED = frozenset({501, 505})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Outage of a store for which requests wait."""
+
+    place: str
+    """URL of the bucket."""
+    problem: str
+    """Failure of the last request, in one line."""
+    limit_s: float
+    """Time in seconds after which a request that fails is given up."""
+
+
+Reporter: TypeAlias = Callable[[Wait], None]
+
+
+@dataclass
+class Outages:
+    """Knows which failures belong to the same outage: those of one place, with less than QUIET_S between one and the next."""
+
+    _last: dict[str, float] = field(default_factory=dict)
+
+    def begins(self, place: str, now: float) -> bool:
+        """Record a failure, and return whether an outage begins with it."""
+        last = self._last.get(place)
+        self._last[place] = now
+        return last is None or now - last > QUIET_S
+
+
+class _Reports:
+    """Reports of this process about its outages."""
+
+    def __init__(self) -> None:
+        self.reporter: Reporter | None = None
+        self._outages = Outages()
+        self._lock = threading.Lock()
+
+    def failed(self, wait: Wait) -> None:
+        if reporter := self.reporter:
+            with self._lock:
+                is_new = self._outages.begins(wait.place, time.monotonic())
+            if is_new:
+                reporter(wait)
+
+    @contextmanager
+    def to(self, reporter: Reporter | None) -> Iterator[None]:
+        former, self.reporter, self._outages = self.reporter, reporter, Outages()
+        try:
+            yield
+        finally:
+            self.reporter = former
+
+
+_reports = _Reports()
+
+
+def waits_reporter() -> Reporter | None:
+    """Return the callback to which this process reports outages. It can be sent to other processes that read for this one."""
+    return _reports.reporter
+
+
+@contextmanager
+def waits_reported_to(reporter: Reporter | None) -> Iterator[None]:
+    """Report the outages for which requests of any thread wait during this block, each once.
+
+    Args:
+        reporter: Callback, which must neither wait nor fail; None for no reports.
+    """
+    with _reports.to(reporter):
+        yield
+
+
+def retried(request: Callable[[], T], place: str, limit_s: float | None = None) -> T:
+    """Send a request, and repeat it while its failure may be temporary.
+
+    Args:
+        request: Function that sends the request once.
+        place: URL of the bucket, for reports.
+        limit_s: Time in seconds after which the last error is raised; RETRY_FOR_S by default.
+    """
+    limit_s = RETRY_FOR_S if limit_s is None else limit_s
+    began, wait_s = time.monotonic(), FIRST_WAIT_S
+    while True:
+        try:
+            return request()
+        except Exception as error:
+            problem = temporary_problem(error)
+            if problem is None or time.monotonic() - began + wait_s > limit_s:
+                raise
+            if _lacks_credentials(error):
+                forget_clients()  # a client that has found none never looks for them again
+        if time.monotonic() - began >= REPORT_AFTER_S:
+            _reports.failed(Wait(place, problem, limit_s))
+        time.sleep(random.uniform(0, wait_s))  # full jitter, so that the ranks of a run do not retry at the same time
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def temporary_problem(error: Exception) -> str | None:
+    """Return the problem in one line if the same request may succeed later, otherwise None."""
+    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError as NoConnectionError
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, ClientError):
+        code = str(error.response.get("Error", {}).get("Code"))
+        status = status_of(error)
+        is_busy = code in _BUSY_CODES or status == 429 or (status >= 500 and status not in _NOT_IMPLEMENTED)
+        return f"{status} {code} ({error.operation_name})" if is_busy else None
+    if isinstance(
+        error, (NoConnectionError, HTTPClientError, IncompleteReadError, HTTPError, OSError)
+    ) or _lacks_credentials(error):
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    """Whether credentials could not be refreshed. Missing ones are refused before the first request, by `require_credentials`."""
+    from botocore.exceptions import CredentialRetrievalError, MetadataRetrievalError, NoCredentialsError
+
+    return isinstance(error, (CredentialRetrievalError, MetadataRetrievalError, NoCredentialsError))
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of an answer that botocore raised as a ClientError; 0 for other errors."""
+    response = getattr(error, "response", None) or {}
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -1,0 +1,199 @@
+"""Files below a URL, on a disk or on S3."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import pyarrow as pa
+from pyarrow import fs
+
+from undula.errors import StorageError
+from undula.storage.arrow import s3_filesystem
+from undula.storage.etags import bare
+from undula.storage.local import create_file, delete_file, replace_file
+from undula.storage.named_errors import named_errors
+from undula.storage.s3 import require_credentials
+from undula.storage.s3_files import S3File
+from undula.storage.s3_requests import PART_BYTES, Bucket, Buffers, split_path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a store."""
+
+    name: str
+    """Name of the file, relative to the store."""
+    bytes: int
+    version: str
+    """Version of the file: the ETag on S3, the size and modification time on a disk."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Folder at a URL. Names of files are relative to it and have forward slashes. On S3, they are exact: `x/a` is not `x//a`."""
+
+    url: str
+    anonymous: bool = False
+    """Whether S3 requests are unsigned, as public buckets allow."""
+
+    def __truediv__(self, name: str) -> "Store":
+        return Store(f"{self.url if self.is_s3 else self.url.rstrip('/')}/{name}", self.anonymous)
+
+    @property
+    def is_s3(self) -> bool:
+        return self.url.startswith("s3://")
+
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        """Arrow's file system for `path`."""
+        return s3_filesystem(self.anonymous) if self.is_s3 else fs.LocalFileSystem()
+
+    def path(self, name: str = "") -> str:
+        """Return the path for `filesystem`: `bucket/key` on S3, an absolute path otherwise."""
+        if self.is_s3:
+            root = self.url.removeprefix("s3://")
+            return f"{root}/{name}" if name else root
+        root = str(Path(self.url).expanduser().absolute())
+        return str(PurePosixPath(root) / name) if name else root
+
+    def on_s3(self, name: str = "") -> tuple[Bucket, str]:
+        """Return the bucket and the key of a file on S3."""
+        return split_path(self.path(name), self.anonymous)
+
+    def read(self, name: str) -> bytes:
+        """Read a whole file. The result is the content of a single write."""
+        with named_errors("read", self._url_of(name)):
+            if self.is_s3:
+                bucket, key = self.on_s3(name)
+                return bucket.read(key)
+            return Path(self.path(name)).read_bytes()
+
+    def read_chunks(self, name: str, chunk_bytes: int = PART_BYTES) -> Iterator[bytes]:
+        """Read a whole file as `read` does, without holding all of it in memory."""
+        with named_errors("read", self._url_of(name)), self._file(name) as file:
+            while chunk := file.read(chunk_bytes):
+                yield chunk
+
+    def open(self, name: str) -> pa.NativeFile:
+        """Open a seekable file for reading."""
+        with named_errors("read", self._url_of(name)):
+            if self.is_s3:
+                return pa.PythonFile(S3File(*self.on_s3(name)), mode="r")
+            return self.filesystem.open_input_file(self.path(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file atomically: a reader sees the previous content or this one, never a part."""
+        self.write_buffers(name, (data,))
+
+    def write_buffers(self, name: str, buffers: Buffers) -> None:
+        """Write a whole file as `write` does, without joining its pieces in memory."""
+        with named_errors("write", self._url_of(name)):
+            if self.is_s3:
+                bucket, key = self.on_s3(name)
+                bucket.write(key, buffers)
+            else:
+                replace_file(Path(self.path(name)), buffers)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create a file if it does not exist. Of several writers, one succeeds, on any host.
+
+        On S3 this is a conditional write. If the server does not implement those, or ignores the condition, several writers can succeed.
+        On a disk, a reader may see an incomplete file.
+
+        Args:
+            name: Name of the file.
+            data: Content that no other writer has, so that a request that S3 has carried out but not answered can be repeated.
+
+        Returns:
+            Whether this call created the file.
+        """
+        with named_errors("create", self._url_of(name)):
+            if self.is_s3:
+                bucket, key = self.on_s3(name)
+                return bucket.create(key, data)
+            return create_file(Path(self.path(name)), data)
+
+    def delete(self, name: str) -> None:
+        """Delete a file or a folder if it exists. Another process may delete it at the same time."""
+        with named_errors("delete", self._url_of(name)):
+            if not self.is_s3:
+                delete_file(Path(self.path(name)))
+                return
+            bucket, key = self.on_s3(name)
+            bucket.delete_below(f"{key}/" if key else "")
+            if key:
+                bucket.delete(key)
+
+    def exists(self, name: str = "") -> bool:
+        """Return whether there is a file or a folder."""
+        with named_errors("read", self._url_of(name)):
+            if not self.is_s3:
+                return Path(self.path(name)).exists()
+            bucket, key = self.on_s3(name)
+            return bool(key and bucket.head(key)) or bucket.has_any(f"{key}/" if key else "")
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """List all files below the folder `prefix`, sorted by name. The list is empty if the folder does not exist."""
+        with named_errors("list", self._url_of(prefix)):
+            entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
+            return sorted(entries, key=lambda entry: entry.name)
+
+    def names(self, folder: str) -> set[str]:
+        """Return the names of the files in a folder, but not of those in its subfolders. This needs no look at each file."""
+        with named_errors("list", self._url_of(folder)):
+            if self.is_s3:
+                return {entry.name.removeprefix(f"{folder}/") for entry in self._list_s3(folder, is_flat=True)}
+            try:
+                with os.scandir(self.path(folder)) as entries:
+                    return {entry.name for entry in entries if entry.is_file()}
+            except FileNotFoundError:
+                return set()
+
+    def check_writable(self) -> None:
+        """Check that files can be written to the store.
+
+        Raises:
+            StorageError: They cannot be written.
+        """
+        self.write(".undula-write-test", b"")
+        self.delete(".undula-write-test")
+
+    def _file(self, name: str) -> IO[bytes] | S3File:
+        return S3File(*self.on_s3(name)) if self.is_s3 else Path(self.path(name)).open("rb")
+
+    def _url_of(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _list_local(self, prefix: str) -> Iterator[Entry]:
+        root = Path(self.path())
+        for file in (root / prefix).rglob("*"):
+            if file.is_file() and not file.name.endswith(".partial"):
+                stat = file.stat()
+                yield Entry(
+                    file.relative_to(root).as_posix(), stat.st_size, f"size {stat.st_size}, mtime {stat.st_mtime_ns}"
+                )
+
+    def _list_s3(self, prefix: str, is_flat: bool = False) -> Iterator[Entry]:
+        bucket, root = self.on_s3()
+        root = f"{root}/" if root else ""
+        for found in bucket.list(root + (f"{prefix}/" if prefix else ""), is_flat):
+            if not found.key.endswith("/"):
+                yield Entry(found.key.removeprefix(root), found.bytes, f"etag {bare(found.etag)}")
+
+
+def open_store(url: str, anonymous: bool = False) -> Store:
+    """Return the store at `url`. This checks the scheme and the presence of S3 credentials but sends no request to S3.
+
+    Raises:
+        StorageError: The scheme is not supported, or credentials are missing.
+    """
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if scheme not in ("", "s3"):
+        raise StorageError(f"{url!r} has the scheme {scheme!r}, which is not supported; use a path or an s3:// URL")
+    if scheme == "s3":
+        if not anonymous:
+            require_credentials(url)
+        return Store(url.removesuffix("/"), anonymous)
+    return Store(str(Path(url).expanduser()))
