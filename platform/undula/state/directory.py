@@ -13,7 +13,8 @@ from typing import Any
 from undula.errors import RunError, StorageError, SupersededError
 from undula.state.attempts import ATTEMPTS, Lineage, begin, claim_number
 from undula.state.commit import CHECKPOINTS
-from undula.state.ledger import LEDGER, recorded_attempts
+from undula.state.ledger import recorded_attempts
+from undula.state.ledger_files import LEDGER
 from undula.storage import Store
 
 JOB_FILE = "job.json"

@@ -15,69 +15,35 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from undula.errors import StorageError, SupersededError
 from undula.state.attempts import EVERYTHING, Lineage, read_lineage, require_newest
 from undula.state.events import Event, read_event
+from undula.state.ledger_compaction import FILES_PER_TIER, compact
+from undula.state.ledger_files import EVENTS, LEDGER, STEPS, Kind, file_names, read_files, to_bytes, union
 from undula.state.records import StepRow
 from undula.storage import Store
 
 E = TypeVar("E", bound=Event)
 
-LEDGER = "ledger"
-SEGMENT_ROWS = 10_000
 FLUSH_INTERVAL_S = 5.0
 
-STEP_SCHEMA = pa.schema(
-    [
-        ("attempt", pa.int32()),
-        ("step", pa.int64()),  # index of the first step of the plan in this optimizer step, from 0
-        # number of steps of the plan that the optimizer merged into this one; more than 1 only if the batch is elastic
-        ("merged_steps", pa.int32()),
-        ("epoch", pa.int32()),
-        ("samples", pa.int64()),  # samples that the run has consumed, this step included
-        ("step_samples", pa.int32()),
-        ("world_size", pa.int32()),  # number of ranks
-        # number of cells, the smallest sets of ranks that run a micro-batch; equals world_size unless a model spans several ranks
-        ("cells", pa.int32()),
-        ("loss", pa.float64()),  # mean over the step's samples
-        ("lr", pa.float64()),
-        # duration of the step by class, in seconds, mean over the ranks; the four classes add up to the step
-        ("data_s", pa.float64()),
-        ("compute_s", pa.float64()),
-        ("communication_s", pa.float64()),
-        ("other_s", pa.float64()),
-        ("sample_digest", pa.uint64()),  # undula.plan.keys.multiset_digest of the step's sample ids
-        ("time", pa.float64()),  # time of the commit in seconds since the epoch
-        ("logged", pa.string()),  # JSON object of step.log(...)
-        ("weights_digest", pa.uint64()),  # digest after the step, every few steps of a deterministic run; else null
-        ("blocked_s", pa.float64()),  # seconds before the step for which a checkpoint blocked training
-        ("grad_norm", pa.float64()),  # norm of the step's gradient before clipping
-        ("applied", pa.bool_()),  # whether the optimizer changed the weights
-    ]
-)
-EVENT_SCHEMA = pa.schema(
-    [
-        ("time", pa.float64()),
-        ("kind", pa.string()),  # of a class of undula.state.events
-        ("step", pa.int64()),  # number of committed steps when the event happened; null if unknown
-        ("message", pa.string()),
-        ("data", pa.string()),  # JSON object of the fields of that class
-    ]
-)
 
+class RowWriter:
+    """Writer of rows to a series of files of its own. Each flush writes one file with the rows since the last one.
 
-class SegmentWriter:
-    """Writer of rows to a series of Parquet files of its own. Each flush rewrites the newest file until it has SEGMENT_ROWS rows."""
+    Files do not change once they are written, because another process may have merged them into another one, and deleted them.
+    """
 
-    def __init__(self, store: Store, prefix: str, schema: pa.Schema):
+    def __init__(self, store: Store, kind: Kind, writer: str):
         self._store = store
-        self._prefix = f"{prefix}-{token_hex(4)}"
-        self._schema = schema
+        self._kind = kind
+        self._prefix = f"{LEDGER}/{kind.name}-{writer}-{token_hex(8)}"
         self._rows: list[dict[str, Any]] = []
-        self._segment = 0
-        self._flushed = 0
+        self._unwritten: list[dict[str, Any]] = []
+        """Rows of the file whose write failed. Storage may have it nevertheless, so the same rows are written again under its name."""
+        self.files = 0
+        """Number of files that were written."""
         self.last_flushed: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -87,33 +53,40 @@ class SegmentWriter:
             self._rows.append(row)
 
     def flush(self) -> None:
+        """Write all rows to storage.
+
+        Raises:
+            StorageError: The storage cannot be written to.
+        """
         with self._flushing:
-            with self._lock:  # released before the write: `append` is called by training and must not wait for storage
-                rows = list(self._rows)
-            if self._flushed == len(rows):
-                return
-            sink = pa.BufferOutputStream()
-            pq.write_table(pa.Table.from_pylist(rows, schema=self._schema), sink, compression="zstd")
-            self._store.write(f"{LEDGER}/{self._prefix}-{self._segment:05d}.parquet", sink.getvalue().to_pybytes())
-            self._flushed, self.last_flushed = len(rows), rows[-1]
-            if len(rows) >= SEGMENT_ROWS:
-                with self._lock:
-                    self._rows = self._rows[len(rows) :]
-                self._flushed = 0
-                self._segment += 1
+            while rows := self._unwritten or self._take():
+                self._unwritten = rows
+                content = to_bytes(pa.Table.from_pylist(rows, schema=self._kind.schema))
+                self._store.write(f"{self._prefix}-{self.files:08d}.parquet", content)
+                self._unwritten = []
+                self.files += 1
+                self.last_flushed = rows[-1]
+
+    def _take(self) -> list[dict[str, Any]]:
+        with self._lock:  # released before the write: `append` is called by training and must not wait for storage
+            rows, self._rows = self._rows, []
+        return rows
 
 
 class LedgerWriter:
     """Writer of one attempt's ledger, on rank 0. A thread flushes steps every few seconds; events are flushed at once.
 
-    The thread also looks for a newer attempt. Once it has found one, this attempt cannot add steps.
+    The thread also looks for a newer attempt. Once it has found one, this attempt cannot add steps. Otherwise, it compacts the ledger from
+    time to time, including the files of other writers.
     """
 
     def __init__(self, store: Store, attempt: int):
         self._store, self._attempt = store, attempt
         self._superseded: SupersededError | None = None
-        self._steps = SegmentWriter(store, f"steps-{attempt:06d}", STEP_SCHEMA)
-        self._events = SegmentWriter(store, f"events-{attempt:06d}", EVENT_SCHEMA)
+        self._steps = RowWriter(store, STEPS, f"{attempt:06d}")
+        self._events = RowWriter(store, EVENTS, f"{attempt:06d}")
+        self._next_compaction = 0
+        """Number of own files at which the ledger is compacted."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._flush_regularly, name="undula-ledger", daemon=True)
         self._thread.start()
@@ -163,13 +136,20 @@ class LedgerWriter:
                     require_newest(self._store, self._attempt)
                 except SupersededError as error:
                     self._superseded = error
+                else:
+                    self._compact_from_time_to_time()
+
+    def _compact_from_time_to_time(self) -> None:
+        files = self._steps.files + self._events.files
+        if files >= self._next_compaction:
+            self._next_compaction = files if compact(self._store) else files + FILES_PER_TIER
 
 
 class EventWriter:
     """Writer of the events of the controller or the driver."""
 
     def __init__(self, store: Store, writer: str):
-        self._events = SegmentWriter(store, f"events-{writer}", EVENT_SCHEMA)
+        self._events = RowWriter(store, EVENTS, writer)
 
     def event(self, event: Event) -> None:
         self._events.append(event.row())
@@ -191,23 +171,18 @@ class Ledger:
 
 def read_ledger(store: Store) -> Ledger:
     """Read the ledger of the run in the directory `store`. The tables are empty if the run has no ledger yet."""
-    lineage = read_lineage(store)
-    names = [entry.name for entry in store.list(LEDGER)]
-    rows = _once(_concat(store, [name for name in names if name.startswith(f"{LEDGER}/steps-")], STEP_SCHEMA))
-    events = _concat(store, [name for name in names if name.startswith(f"{LEDGER}/events-")], EVENT_SCHEMA)
-    keep = committed(rows["attempt"].to_numpy(), rows["step"].to_numpy(), lineage)
+    files = read_files(store)
+    rows, events = (
+        union(kind, [table for name, table in files.items() if kind.includes(name)]).select(kind.schema.names)
+        for kind in (STEPS, EVENTS)
+    )
+    # An attempt begins before it writes a row, so the record that is read after the rows includes the attempts of all of them.
+    keep = committed(rows["attempt"].to_numpy(), rows["step"].to_numpy(), read_lineage(store))
     return Ledger(
         steps=rows.filter(pa.array(keep)).sort_by("step"),
         replaced=rows.filter(pa.array(~keep)).sort_by([("attempt", "ascending"), ("step", "ascending")]),
         events=events.sort_by("time"),
     )
-
-
-def _once(rows: pa.Table) -> pa.Table:
-    """Drop duplicate rows. If rank 0 is lost, a later attempt writes the last rows of its attempt again, as some may not be stored."""
-    keys = np.stack([rows["attempt"].to_numpy(), rows["step"].to_numpy()])
-    _, first = np.unique(keys, axis=1, return_index=True)
-    return rows.take(pa.array(np.sort(first)))
 
 
 def committed(
@@ -223,24 +198,29 @@ def committed(
     Returns:
         Whether each row is part of the run, shape [rows].
     """
-    keep = np.zeros(len(steps), dtype=bool)
-    limit = np.iinfo(np.int64).max
-    for attempt in sorted({*attempts.tolist(), *lineage.starts}, reverse=True):
+    present, of = np.unique(attempts, return_inverse=True)
+    first = np.full(len(present), np.iinfo(np.int64).max)
+    np.minimum.at(first, of, steps)
+    starts = {**dict(zip(present.tolist(), first.tolist(), strict=True)), **lineage.starts}
+    limits, limit = {}, np.iinfo(np.int64).max
+    for attempt in sorted(starts, reverse=True):
         if lineage.includes(attempt):
-            own = attempts == attempt
-            keep |= own & (steps < limit)
-            limit = min(limit, lineage.starts[attempt] if attempt in lineage.starts else int(steps[own].min()))
-    return keep
+            limits[attempt] = limit
+            limit = min(limit, starts[attempt])
+    return np.asarray(steps < np.array([limits.get(attempt, -1) for attempt in present.tolist()])[of], dtype=bool)
 
 
 def has_steps(store: Store) -> bool:
     """Return whether a run has recorded any steps."""
-    return any(re.match(rf"{LEDGER}/steps-", entry.name) for entry in store.list(LEDGER))
+    return any(STEPS.includes(name) for name in file_names(store))
 
 
 def recorded_attempts(store: Store) -> frozenset[int]:
-    """Return the numbers of the attempts that have written to the ledger."""
-    found = [re.match(rf"{LEDGER}/events-(\d{{6}})-", entry.name) for entry in store.list(LEDGER)]
+    """Return the numbers of attempts that have files of their own in the ledger.
+
+    Those that have none left, because their files were merged, are older than an attempt that has begun.
+    """
+    found = [re.match(r"events-(\d{6})-", name) for name in file_names(store)]
     return frozenset(int(match[1]) for match in found if match)
 
 
@@ -264,11 +244,3 @@ def last_event(table: pa.Table, event_type: type[E]) -> E | None:
     """Return the last event of one type among rows of EVENT_SCHEMA; None if there is none."""
     found = events_of(table, event_type)
     return found[-1] if found else None
-
-
-def _concat(store: Store, names: list[str], schema: pa.Schema) -> pa.Table:
-    tables = []
-    for name in names:
-        with store.open(name) as file:
-            tables.append(pq.read_table(file))
-    return pa.concat_tables(tables, promote_options="default") if tables else schema.empty_table()

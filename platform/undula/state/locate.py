@@ -3,7 +3,7 @@
 from undula.errors import RunError
 from undula.state.defaults import DEFAULT_RUNS
 from undula.state.directory import JOB_FILE, STUDY_FILE
-from undula.state.ledger import LEDGER
+from undula.state.ledger_files import LEDGER
 from undula.storage import Store, open_store
 
 

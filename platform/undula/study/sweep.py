@@ -11,10 +11,12 @@ from typing import Any, assert_never
 
 import ray
 from ray import tune
+from ray.tune import TuneError
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
 from undula.elastic.pure.spec import WorkersSpec
+from undula.errors import StorageError
 from undula.storage import Store
 from undula.study.process import TrialProcess, TrialSpec, resources
 from undula.study.progress import StudyProgress
@@ -59,6 +61,9 @@ def sweep(
         workers: Workers of the job.
         samples_at: Function that returns the number of samples that a trial has consumed after a number of steps.
         on_change: Callback that receives each record that changes.
+
+    Raises:
+        StorageError: The ledger of a trial cannot be read, or its outcome cannot be written.
     """
     spec = progress.spec
     given = _GivenTrials(progress, spec_of)
@@ -73,7 +78,7 @@ def sweep(
         tune.with_parameters(TrialProcess, train=train), dict(resources(workers, spec.packed))
     )
     with tempfile.TemporaryDirectory() as folder:
-        tune.Tuner(
+        tuner = tune.Tuner(
             trainable,
             tune_config=tune.TuneConfig(
                 num_samples=-1,
@@ -91,7 +96,13 @@ def sweep(
                 callbacks=[recorder],
                 verbose=0,
             ),
-        ).fit()
+        )
+        try:
+            tuner.fit()
+        except TuneError:  # whose message is a traceback
+            if recorder.failure:
+                raise recorder.failure from None
+            raise
 
 
 def _max_at_once(spec: StudySpec, workers: WorkersSpec) -> Callable[[], int]:
@@ -193,6 +204,8 @@ class _Recorder(_Unsaved, tune.Callback):
         self._study, self._progress, self._by_id = study, progress, by_id
         self._samples_at, self._on_change = samples_at, on_change
         self._began: dict[Trial, float] = {}
+        self.failure: StorageError | None = None
+        """Error with which writing the last outcome failed."""
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         this = self._by_id[trial.trial_id]
@@ -219,7 +232,19 @@ class _Recorder(_Unsaved, tune.Callback):
             self.end(replace(record, state="failed", message=f"its process was lost too often; last cause: {cause}"))
 
     def end(self, record: TrialRecord) -> None:
-        """Write the outcome of a trial, from its ledger with the steps of former processes, and the last measurements of this process."""
+        """Write the outcome of a trial, from its ledger with the steps of former processes, and the last measurements of this process.
+
+        Raises:
+            StorageError: The ledger cannot be read, or the outcome cannot be written.
+        """
+        self.failure = None
+        try:
+            self._end(record)
+        except StorageError as error:
+            self.failure = error
+            raise
+
+    def _end(self, record: TrialRecord) -> None:
         store, heard = self._study / TRIALS / record.trial.name, record.curve
         found = read_record(store, self._progress.spec, record.trial)
         curve = {point.step: point for point in (*heard, *found.curve)}

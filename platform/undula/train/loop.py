@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from undula.data.manifest import load_manifest
 from undula.data.maps import SampleFunction
-from undula.errors import UsageError
+from undula.errors import StorageError, UsageError
 from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.rank_snapshots import RankSnapshots, find_state
 from undula.recovery.restore import Restored, Restorer
@@ -166,7 +166,10 @@ class TrainingLoop:
             return
         known = [True]
         if setup.layout.is_first:
-            events = events_of(read_ledger(setup.store).events, ValidationEvent)
+            try:
+                events = events_of(read_ledger(setup.store).events, ValidationEvent)
+            except StorageError:  # a second validation of the same state does no harm
+                events = []
             known = [any(event.step == done for event in events)]
         dist.broadcast_object_list(known, group=setup.layout.control, group_src=0)
         if not known[0]:

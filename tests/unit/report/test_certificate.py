@@ -15,7 +15,8 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import JobRecord, RecordedRun
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.ledger import Ledger
+from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.state.records import StepRow
 from undula.storage import Store
 

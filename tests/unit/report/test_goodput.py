@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from undula.report.data.goodput import CLASSES, goodput
 from undula.state.events import EndEvent, Event, GroupEvent, StopEvent, WaitingEvent, WorkerPlace
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.ledger import Ledger
+from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.state.records import StepRow
 
 

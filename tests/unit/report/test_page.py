@@ -13,7 +13,8 @@ from undula.report.data.summary import summarize
 from undula.report.render.charts import CURVE_POINTS
 from undula.report.render.page import render, write_report
 from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger
+from undula.state.ledger import Ledger
+from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.storage import Store
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"

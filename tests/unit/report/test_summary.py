@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from undula.errors import RunError
+from undula.errors import UndulaError
 from undula.report.data.curves import downsample, markers_of, smooth
 from undula.report.data.run_record import JobRecord, read_run
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, throughput, validations
 from undula.report.render.ticks import nice_step, tick_text, ticks
 from undula.report.text import duration, number, printable
 from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, Event, ResizeEvent, StartEvent, ValidationEvent
-from undula.state.ledger import EVENT_SCHEMA, STEP_SCHEMA, Ledger, decode_events
+from undula.state.ledger import Ledger, decode_events
+from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -209,7 +211,10 @@ def test_event_data_that_is_not_a_mapping_is_ignored() -> None:
         ({"job.json": b"[]"}, "job.json is damaged"),
         ({"job.json": b'{"name": "x", "spec": 3}'}, "job.json is damaged"),
         ({"job.json": b'{"total_steps": 3}'}, "job.json is damaged"),
-        ({"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"}, "is damaged"),
+        (
+            {"job.json": b'{"name": "x"}', "ledger/steps-000001-00000.parquet": b"junk"},
+            "steps-000001-00000.parquet cannot be read",
+        ),
     ],
 )
 def test_a_directory_without_a_complete_run_is_refused_in_one_sentence(
@@ -218,7 +223,8 @@ def test_a_directory_without_a_complete_run_is_refused_in_one_sentence(
     store = Store(str(tmp_path))
     for name, data in files.items():
         store.write(name, data)
-    with pytest.raises(RunError, match=sentence) as caught:
+    with pytest.raises(UndulaError, match=sentence) as caught:
         read_run(store)
     assert "\n" not in str(caught.value)
+    assert not re.search("delete|remove|--fresh", str(caught.value))
     assert str(tmp_path) in str(caught.value)

@@ -15,6 +15,7 @@ from undula.state import ledger as module
 from undula.state.attempts import begin, claim
 from undula.state.events import CrashEvent, EndEvent, StartEvent
 from undula.state.ledger import LedgerWriter, committed, decode_events, last_event, read_ledger, recorded_attempts
+from undula.state.ledger_files import STEPS
 from undula.state.records import StepRow
 from undula.storage import Store
 
@@ -45,17 +46,19 @@ def test_later_attempts_replace_the_steps_of_earlier_ones(tmp_path: Path) -> Non
     assert last_event(ledger.events, EndEvent) is None
 
 
-def test_a_full_segment_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEGMENT_ROWS", 3)
+def test_a_file_is_written_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
-    for step in range(7):
+    contents: dict[str, bytes] = {}
+    for step in range(3):
         writer.step(row(1, step))
         writer.flush()
+        names = [entry.name for entry in store.list("ledger")]
+        assert len(names) == step + 1
+        assert all(store.read(name) == content for name, content in contents.items())
+        contents = {name: store.read(name) for name in names}
     writer.close()
-    names = [entry.name for entry in store.list("ledger") if "steps" in entry.name]
-    assert [name.rpartition("-")[2] for name in names] == [f"{number:05d}.parquet" for number in range(3)]
-    assert read_ledger(store).steps["step"].to_pylist() == list(range(7))
+    assert read_ledger(store).steps["step"].to_pylist() == list(range(3))
 
 
 def test_an_event_is_stored_at_once(tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_append_does_not_wait_for_the_storage_and_no_row_is_lost_to_its_faults(t
                 raise StorageError("no space")
             super().write(name, data)
 
-    writer = module.SegmentWriter(Faulty(str(tmp_path)), "steps-000001", module.STEP_SCHEMA)
+    writer = module.RowWriter(Faulty(str(tmp_path)), STEPS, "000001")
     writer.append(asdict(row(1, 0)))
 
     def flush_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from undula.elastic.pure.spec import WorkersSpec
+from undula.errors import StorageError
 from undula.state.events import StartEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
@@ -49,6 +50,17 @@ def test_divergence_is_judged_by_the_whole_curve_of_a_trial_whose_process_was_lo
     assert progress.records[TRIAL].message == "its loss went from 0.5 to 1.1"
     recorder.end(replace(worse, state="stopped"))
     assert progress.records[TRIAL].state == "diverged", "a trial that ASHA stopped can have diverged"
+
+
+def test_a_trial_whose_ledger_cannot_be_read_ends_the_sweep_with_the_reason(tmp_path: Path) -> None:
+    """Tune turns the exception into another one, whose message is a traceback."""
+    (Store(str(tmp_path)) / TRIALS / TRIAL.name).write("ledger/steps-000001-00000.parquet", b"half of a fi")
+    progress = StudyProgress(SPEC, {TRIAL: TrialRecord(TRIAL, "running", 0.1)})
+    recorder = recorder_of(tmp_path, progress)
+    with pytest.raises(StorageError, match=r"steps-000001-00000\.parquet cannot be read") as caught:
+        recorder.end(progress.records[TRIAL])
+    assert recorder.failure is caught.value
+    assert progress.records[TRIAL].state == "running"
 
 
 def test_a_failed_trial_has_a_reason(tmp_path: Path) -> None:

@@ -119,7 +119,9 @@ def test_the_batches_of_a_step_can_be_used_once(job: Job) -> None:
     steps.close()
 
 
-def test_a_validation_that_a_lost_group_owed_is_made_up_for(job: Job) -> None:
+@pytest.mark.parametrize("ledger", ["whole", "unreadable"])
+def test_a_validation_that_a_lost_group_owed_is_made_up_for(job: Job, ledger: str) -> None:
+    """Also if the ledger cannot be read, which would say whether it is owed: the run goes on."""
     job = replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
     worker, lost = WorkerState(), []
 
@@ -145,8 +147,12 @@ def test_a_validation_that_a_lost_group_owed_is_made_up_for(job: Job) -> None:
             run.hand_over()
 
     train_group()
+    unreadable, store = "ledger/steps-000000-00000.parquet", Store(job.run_url)
+    if ledger == "unreadable":
+        store.write(unreadable, b"half of a fi")
     train_group()
-    events = events_of(read_ledger(Store(job.run_url)).events, ValidationEvent)
+    store.delete(unreadable)
+    events = events_of(read_ledger(store).events, ValidationEvent)
     assert [event.step for event in events] == [0, 1, 2, 3, 4]
 
 

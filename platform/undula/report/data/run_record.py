@@ -45,7 +45,8 @@ def read_run(store: Store) -> RecordedRun:
     """Read a run directory.
 
     Raises:
-        RunError: The directory has no run, or the files of the run are damaged.
+        RunError: The directory has no run, or its files have content that this version cannot read.
+        StorageError: A file cannot be read.
     """
     if not store.exists(JOB_FILE):
         if store.exists(STUDY_FILE):
@@ -64,7 +65,7 @@ def read_run(store: Store) -> RecordedRun:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"the ledger of {store.url} is damaged ({_reason(error)}); remove the damaged file below ledger/"
+            f"the ledger of {store.url} has rows that this version of Undula cannot read ({_reason(error)}); use the version that wrote it"
         ) from error
 
 

@@ -21,7 +21,7 @@ from undula.report.render.plots import loss_plot, speed_plot
 from undula.report.text import DASH, counted, dollars, duration, goodput_text, number, printable
 from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.events import Event
-from undula.state.ledger import LEDGER
+from undula.state.ledger_files import LEDGER
 from undula.storage import Entry, Store
 
 EVENTS_SHOWN = 12
