@@ -1,6 +1,6 @@
 """Check of a data set for problems that stop or slow down training: damage, changes, nulls and row groups of unsuitable size."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +14,10 @@ from undula.data.shards import Shard
 from undula.errors import UndulaError
 
 LARGE_BYTES = 128 * 2**20
-"""Size in bytes above which a row group counts as large. A worker holds `plan.window` row groups for each of its virtual workers."""
+"""Decoded size in bytes above which a row group counts as large: the share of one read task with the default `data.prefetch_mib` and
+`data.read_tasks`. A worker also holds `plan.window` row groups for each of its virtual workers."""
 SMALL_BYTES = 256 * 2**10
-"""Median size in bytes below which row groups count as small, because requests then take longer than the transfer of the bytes."""
+"""Median encoded size in bytes below which row groups count as small, because requests then take longer than the transfer of the bytes."""
 SKEW = 4
 """Ratio of the largest to the median row group above which row groups count as uneven."""
 
@@ -41,6 +42,7 @@ def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups
         advance: Progress callback, called with 1 after each row group.
     """
     findings = list(_about_columns(manifest)) + list(_about_sizes(manifest))
+    sizes: list[_Sizes] = []
     for file in manifest.files:
         shard = Shard(manifest.store, file.name, file.bytes, file.version)
         try:
@@ -50,9 +52,42 @@ def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups
             advance(len(file.row_groups))
             continue
         for number in range(metadata.num_row_groups):
-            findings += _about_row_group(manifest, shard, metadata, number)
+            try:
+                table = shard.row_group(number, [column.name for column in manifest.columns])
+            except UndulaError as error:
+                findings.append(Finding("error", str(error)))
+            else:
+                sizes.append(_Sizes(f"{shard}, row group {number}", table.nbytes, _stored_bytes(metadata, number)))
+                findings += _about_row_group(manifest, sizes[-1].where, table, metadata.row_group(number))
             advance(1)
-    return findings
+    return findings + list(_about_memory(sizes))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a row group in bytes."""
+
+    where: str
+    decoded: int
+    stored: int
+
+
+def _stored_bytes(metadata: pq.FileMetaData, number: int) -> int:
+    group = metadata.row_group(number)
+    return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
+
+
+def _about_memory(sizes: Sequence[_Sizes]) -> Iterator[Finding]:
+    large = [each for each in sizes if each.decoded > LARGE_BYTES]
+    if large:
+        most = max(large, key=lambda each: each.decoded)
+        yield Finding(
+            "warning",
+            f"{len(large)} of {len(sizes)} row groups take more than {LARGE_BYTES / 2**20:g} MiB of memory (the largest is "
+            f"{most.where}, with {most.decoded / 2**20:.2f} MiB decoded and {most.stored / 2**20:.2f} MiB stored); each is decoded as "
+            "a whole, and a worker holds plan.window of them for each virtual worker; rewrite the data set with `undula data convert "
+            "--row-group-mib 4`",
+        )
 
 
 def _about_columns(manifest: Manifest) -> Iterator[Finding]:
@@ -71,12 +106,6 @@ def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
         return
     median = float(np.median(sizes))
     rewrite = "rewrite the data set with `undula data convert`"
-    if large := int((sizes > LARGE_BYTES).sum()):
-        yield Finding(
-            "warning",
-            f"{large} of {len(sizes)} row groups are larger than {LARGE_BYTES >> 20} MiB (the largest has {sizes.max() >> 20} MiB), and a "
-            f"worker holds plan.window of them in memory for each virtual worker; {rewrite}",
-        )
     if median < SMALL_BYTES and len(sizes) > 1:
         yield Finding(
             "warning",
@@ -90,14 +119,7 @@ def _about_sizes(manifest: Manifest) -> Iterator[Finding]:
         )
 
 
-def _about_row_group(manifest: Manifest, shard: Shard, metadata: pq.FileMetaData, number: int) -> Iterator[Finding]:
-    where = f"{shard}, row group {number}"
-    try:
-        table = shard.row_group(number, [column.name for column in manifest.columns])
-    except UndulaError as error:
-        yield Finding("error", str(error))
-        return
-    group = metadata.row_group(number)
+def _about_row_group(manifest: Manifest, where: str, table: pa.Table, group: pq.RowGroupMetaData) -> Iterator[Finding]:
     if table.num_rows != group.num_rows:
         yield Finding(
             "error", f"{where} has {table.num_rows} rows, but its footer says {group.num_rows}; write the file again"

@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
@@ -19,8 +19,18 @@ from ray.exceptions import RayTaskError
 from undula.data.cache import DiskCache
 from undula.data.manifest import Manifest
 from undula.data.mapped import StreamMap
-from undula.data.read import RateLimit, ReadTaskError, WindowDatasource, WindowRead, window_read
+from undula.data.read import (
+    RangeRead,
+    RateLimit,
+    ReadTaskError,
+    WindowDatasource,
+    WindowRead,
+    row_group_reads,
+    tables,
+    window_read,
+)
 from undula.data.rows import Samples, WindowRows, concatenated
+from undula.data.sizes import RowSizes
 from undula.data.spec import DataSpec
 from undula.plan.keys import key64
 from undula.plan.order import EpochOrder, Window
@@ -63,6 +73,7 @@ class RankStream:
         self._columns = manifest.select(spec.columns)
         self._map = sample_map
         self._cache = disk_cache(spec)
+        self._sizes = RowSizes(manifest, self._columns, self._cache)
         self._blocks: _ReadAhead[_Block] | None = None
         self._orders: dict[int, EpochOrder] = {}
         self._spare: WindowRows | None = None
@@ -128,14 +139,18 @@ class RankStream:
         so they only start after half of the head: a run on a cluster that changes often may never need them.
         """
         needed = heapq.merge(*(self._needed(v, *place) for v, place in places.items()), key=lambda need: need[:2])
-        todo = (_Need(virtual_worker, epoch, self._read(window, epoch)) for _, virtual_worker, epoch, window in needed)
-        head = list(_first(todo, self._spec.head_mib * 2**20))
+        todo: Iterator[_Need] = (
+            _Need(virtual_worker, epoch, self._read(window, epoch)) for _, virtual_worker, epoch, window in needed
+        )
+        head_bytes = self._spec.head_mib * 2**20
+        head, todo = _split(todo, head_bytes)
         tail: _ReadAhead[_Block] | None = None
         try:
-            for place, need in enumerate(head):
+            rows = tables(row_group_reads(need.read for need in head), head_bytes)
+            for place, block in enumerate(_blocks(head, rows)):
                 if place == len(head) // 2:
                     tail = _ReadAhead(_by_tasks(todo, self._spec))
-                yield need.block([need.read()])
+                yield block
             tail = tail or _ReadAhead(_by_tasks(todo, self._spec))
             while True:
                 yield next(tail)
@@ -167,7 +182,7 @@ class RankStream:
         sample_map = None
         if self._map:
             sample_map = self._map.keyed(key64("map", self._plan.spec.seed, epoch), self._manifest.url)
-        return window_read(self._manifest, self._columns, window, sample_map, self._cache)
+        return window_read(self._manifest, self._columns, window, sample_map, self._cache, self._sizes)
 
 
 @dataclass(frozen=True)
@@ -227,38 +242,55 @@ class _ReadAhead(Generic[T]):
             self._ready.put(error)
 
 
-def _first(needs: Iterator[_Need], num_bytes: int) -> Iterator[_Need]:
-    """Yield reads from the front until they exceed `num_bytes`."""
-    while num_bytes > 0 and (need := next(needs, None)):
-        num_bytes -= need.read.num_bytes
-        yield need
+def _split(needs: Iterator[_Need], num_bytes: int) -> tuple[list[_Need], Iterator[_Need]]:
+    """Split reads into those at the front, until they exceed `num_bytes` of memory, and the rest.
+
+    The front also has the reads that only continue its last row group, so that it is not decoded again.
+    """
+    front: list[_Need] = []
+    last: RangeRead | None = None
+    for need in needs:
+        ranges = need.read.ranges
+        new = ranges[1:] if last and last.continues_in(ranges[0]) else ranges
+        if new and num_bytes <= 0:
+            return front, itertools.chain([need], needs)
+        front.append(need)
+        num_bytes -= sum(rows.row_group_bytes for rows in new)
+        last = ranges[-1]
+    return front, needs
+
+
+def _blocks(needs: Iterable[_Need], rows: Iterator[pa.Table]) -> Iterator[_Block]:
+    """Yield the windows in order. The tables have their rows in order, but do not align with the windows."""
+    rest = pa.table({})
+    for need in needs:
+        parts: list[pa.Table] = []
+        missing = need.read.num_rows
+        while missing:
+            rest = rest if rest.num_rows else next(rows)
+            parts.append(rest.slice(0, missing))
+            missing -= parts[-1].num_rows
+            rest = rest.slice(parts[-1].num_rows)
+        yield need.block(parts)
 
 
 def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None, None]:
     """Read the windows with Ray Data tasks and yield them in order."""
     while chunk := list(itertools.islice(needs, CHUNK_WINDOWS)):
-        with closing(_tables([need.read for need in chunk], spec)) as tables:
-            rest = pa.table({})
-            for need in chunk:
-                parts: list[pa.Table] = []
-                missing = need.read.num_rows
-                while missing:  # the tables of Ray Data do not align with windows
-                    rest = rest if rest.num_rows else next(tables)
-                    parts.append(rest.slice(0, missing))
-                    missing -= parts[-1].num_rows
-                    rest = rest.slice(parts[-1].num_rows)
-                yield need.block(parts)
+        with closing(_tables([need.read for need in chunk], spec)) as rows:
+            yield from _blocks(chunk, rows)
 
 
 def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
     """Yield the rows of the reads in order, read by Ray Data tasks."""
     prefetch_bytes = spec.prefetch_mib * 2**20
-    # Together, the running tasks read at most half of the prefetch limit.
-    source = WindowDatasource(reads, prefetch_bytes // (2 * spec.read_tasks))
+    # Together, the running tasks take at most half of the prefetch limit, or one of them runs alone.
+    running_bytes = prefetch_bytes // 2
+    source = WindowDatasource(reads, running_bytes // spec.read_tasks)
     dataset = ray.data.read_datasource(
         source,
         override_num_blocks=source.num_tasks,
-        concurrency=min(spec.read_tasks, source.num_tasks),  # Ray Data warns if this exceeds the number of tasks
+        concurrency=min(spec.read_tasks, source.concurrency(running_bytes)),
         num_cpus=spec.read_cpus,
     )
     options = dataset.context.execution_options

@@ -46,13 +46,14 @@ class DataSpec:
     cache: CacheSpec | None = None
     """Disk cache for data from S3 that later epochs and resumes use: `folder` and `max_gib`. By default nothing is cached."""
     head_mib: Annotated[int, Ge(0)] = 32
-    """Amount of data in MiB that a worker reads itself after a start or resume, while Ray Data's tasks start. A worker whose share of the
-    data is smaller starts no tasks."""
+    """Amount of decoded data in MiB that a worker reads itself after a start or resume, while Ray Data's tasks start. A worker whose share
+    of the data is smaller starts no tasks."""
     read_tasks: Annotated[int, Gt(0)] = 2
-    """Number of Ray Data read tasks that run concurrently for each worker."""
+    """Maximum number of Ray Data read tasks that run concurrently for each worker. Fewer run if their decoded row groups would take more
+    than half of `prefetch_mib`."""
     prefetch_mib: Annotated[int, Gt(0)] = 512
-    """Maximum amount of rows in MiB that Ray Data reads ahead of a worker, in addition to the shuffle windows in use. The running read
-    tasks can exceed it."""
+    """Maximum amount of decoded rows in MiB that Ray Data reads ahead of a worker, in addition to the shuffle windows in use. Only a
+    single row group that is larger than half of it can exceed it."""
     read_cpus: Annotated[float, Ge(0)] = 0.0
     """Number of CPUs that Ray reserves for a read task. With 0, read tasks also run on a cluster whose workers hold all CPUs."""
 

@@ -59,12 +59,21 @@ def test_columns_of_unsupported_types_are_reported(tmp_path: Path) -> None:
     assert "column 'when' has type timestamp[us]" in finding.message
 
 
-@pytest.mark.parametrize(("rows_in_group", "problem"), [(ROWS, "larger than"), (5, "row groups are small")])
+@pytest.mark.parametrize(("rows_in_group", "problem"), [(ROWS, "take more than"), (5, "row groups are small")])
 def test_row_groups_of_unsuitable_size_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_in_group: int, problem: str
 ) -> None:
     monkeypatch.setattr(module, "LARGE_BYTES", 60 * 2**10)
     assert any(problem in finding.message for finding in write(tmp_path, rows_in_group=rows_in_group))
+
+
+def test_row_groups_that_decode_to_more_than_fits_are_reported_with_both_sizes(tmp_path: Path) -> None:
+    masks = pa.array([[0] * 1000] * ROWS, pa.list_(pa.field("element", pa.uint8(), nullable=False), 1000))
+    (finding,) = write(tmp_path, pa.table({"mask": masks}), rows_in_group=2000)
+    assert finding.severity == "warning"
+    assert "2 of 2 row groups take more than 0.125 MiB of memory" in finding.message
+    assert f"the largest is {tmp_path}/part-00000.parquet, row group 0, with 1.91 MiB decoded and 0." in finding.message
+    assert "`undula data convert --row-group-mib 4`" in finding.message
 
 
 def test_uneven_row_groups_are_reported(tmp_path: Path) -> None:

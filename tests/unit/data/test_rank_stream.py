@@ -1,6 +1,6 @@
 """Tests of a rank's stream, read in this process: it has the plan's samples from any step on, after any resumes at any world sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from undula.data.manifest import Manifest
 from undula.data.rank_stream import RankStream
 from undula.data.rows import Samples
+from undula.data.shards import Shard
 from undula.data.spec import DataSpec
 from undula.data.streams import rank_stream
 from undula.data.write import write_shards
@@ -105,6 +106,29 @@ def test_a_rank_without_samples_gets_as_many_rows_as_it_asks_for(tmp_path: Path,
         samples = stream.any_rows(count)
         assert len(samples.ids) == len(samples.batch["value"]) == count
         assert samples.batch["name"] == [f"row {row}" for row in samples.ids]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_rank_decodes_a_row_group_that_its_virtual_workers_share_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    table = pa.table({"value": np.arange(1000, 1640)})
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 640, num_shards=1)
+    plan = Plan(PlanSpec(global_batch=64, virtual_workers=64, epochs=2), 640)
+    decodes = []
+    row_group = Shard.row_group
+
+    def counting(shard: Shard, number: int, columns: Sequence[str]) -> pa.Table:
+        decodes.append(number)
+        return row_group(shard, number, columns)
+
+    monkeypatch.setattr(Shard, "row_group", counting)
+    streams = streams_from(manifest, plan, world_size, 0)
+    seen = [samples_of_step(streams, plan, step).ids.tolist() for step in range(plan.total_steps)]
+    for stream in streams:
+        stream.close()
+    assert seen == list(uninterrupted(manifest, plan))
+    assert len(decodes) == plan.spec.epochs * world_size
 
 
 def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Manifest) -> None:
