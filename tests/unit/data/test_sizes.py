@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from undula.data.manifest import NUMBER_TYPES, Manifest, index
+from undula.data.index import index
+from undula.data.manifest import NUMBER_TYPES, Manifest
 from undula.data.shards import Shard
 from undula.data.sizes import RowSizes
 from undula.data.write import array_column, array_field
