@@ -117,6 +117,22 @@ class Normed(Plain):
         return self.second(torch.tanh(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
 
+class Repeated(Plain):
+    """Repeated blocks with BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.second(x)  # type: ignore[no-any-return]
+
+
 class SparseWords(nn.Module):
     """An embedding with sparse gradients."""
 

@@ -17,7 +17,7 @@ from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
 from undula.parallel.capabilities import Feature, features_of, refusal
-from undula.parallel.spec import EngineName, GradientSpec
+from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS
@@ -46,6 +46,8 @@ class JobSpec:
     """Learning rate over the course of the run."""
     gradient: GradientSpec = field(default_factory=GradientSpec)
     """Reduction and clipping of the gradient before the optimizer's step."""
+    activations: ActivationsSpec = field(default_factory=ActivationsSpec)
+    """Activations that the forward pass keeps for the backward pass, and where."""
     validation: ValidationSpec = field(default_factory=ValidationSpec)
     """Interval and size of the validations."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)

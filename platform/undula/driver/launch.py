@@ -78,6 +78,7 @@ def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
         deterministic=spec.deterministic,
         config=loaded.config,
         engine=spec.engine,
+        activations=spec.activations,
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from undula.config.job import LoadedSpec
 from undula.parallel.capabilities import Feature
 from undula.parallel.engines.select import features_of_model
+from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
@@ -30,6 +31,8 @@ class ModelFacts:
     """Shapes of the parameters and buffers, by their names in the state of the run."""
     features: frozenset[Feature]
     """Features that the model requires of an engine."""
+    problem: str | None = None
+    """Reason why settings of the job do not fit the model, as a sentence; None if they fit."""
 
 
 def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> ModelFacts | None:
@@ -68,6 +71,7 @@ class _ModelProbe:
 
     def __init__(self, loaded: LoadedSpec, plan: Plan):
         self.config = loaded.config
+        self._activations = loaded.spec.activations
         self.base_lr = loaded.spec.schedule.base_lr
         self.plan = plan
         self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
@@ -76,7 +80,8 @@ class _ModelProbe:
         """Do nothing, because the shapes of a model do not depend on the samples."""
 
     def model(self, module: nn.Module) -> nn.Module:
-        raise _ModelBuiltError(ModelFacts(shapes=model_shapes(module), features=frozenset(features_of_model(module))))
+        problem = None if self._activations.is_default else problem_of_units(module, self._activations.units)
+        raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
 
 
 def _world() -> AbstractContextManager[None]:

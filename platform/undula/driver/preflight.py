@@ -106,7 +106,7 @@ def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, ne
     facts = model_facts(train, loaded, plan)
     if facts is None:
         return
-    if problem := refusal(loaded.spec.features | facts.features):
+    if problem := refusal(loaded.spec.features | facts.features) or facts.problem:
         raise SpecError(problem)
     if newest is not None:
         saved = {name: tuple(tensor["shape"]) for name, tensor in newest.tensors.items()}

@@ -1,8 +1,10 @@
-"""Spec of the gradient: the part of a job's settings that engines use."""
+"""Specs of the gradient and of the activations: the parts of a job's settings that decide how a model computes."""
 
+import math
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, MinLen
+from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import STRICT
@@ -29,3 +31,43 @@ class GradientSpec:
     noise_every_steps: Annotated[int, Ge(0)] = 0
     """Number of steps between measurements of the gradient noise scale (arXiv:1812.06162); 0 for none. The ledger records it as
     `noise_scale`, in samples. If schedule.batch_rule needs the noise scale, every step measures it."""
+
+
+Keep = Annotated[str, StringConstraints(pattern=r"^(all|none|selective|sqrt|every_[1-9][0-9]*)$")]
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ActivationsSpec:
+    """Activations that the forward pass keeps for the backward pass. No setting changes any bit of the result."""
+
+    keep: Keep = "all"
+    """Activations of the units that are kept; the others are recomputed in the backward pass, which takes up to a third more computation.
+    `all`; `none` (only the input of each unit); `selective` (also the results of matrix products, convolutions and attention);
+    `every_N`, such as `every_4` (only the input of every N-th unit, so that N units are recomputed together); or `sqrt`, which is
+    `every_N` for the square root of the number of units."""
+    units: Literal["auto"] | Annotated[tuple[Annotated[str, MinLen(1)], ...], MinLen(1)] = "auto"
+    """Modules whose activations are recomputed or offloaded: a list of names in which each part between dots can be a pattern, such as
+    `[encoder.*, decoder.*]`. `auto` takes the repeated blocks: the modules of the longest ModuleList or Sequential of one class, and of
+    all others of this class."""
+    offload: bool = False
+    """Whether the kept activations of the units wait in host memory for the backward pass, pinned if the model is on a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.offload and self.keep == "selective":
+            raise ValueError(
+                "offload=true cannot be combined with keep=selective, which keeps results of operations on the device; set keep to all, "
+                "none or sqrt"
+            )
+        if self.keep == "all" and not self.offload and self.units != "auto":
+            raise ValueError("units has no effect if everything is kept; set keep or offload, or remove units")
+
+    @property
+    def is_default(self) -> bool:
+        """Whether autograd keeps the activations as usual."""
+        return self.keep == "all" and not self.offload
+
+    def segment(self, units: int) -> int:
+        """Return the number of units that are recomputed together, given the number of units of the model."""
+        if self.keep == "sqrt":
+            return max(round(math.sqrt(units)), 1)
+        return int(self.keep.removeprefix("every_")) if self.keep.startswith("every_") else 1

@@ -1,10 +1,10 @@
 """Settings of a job that its workers use: the parts of its spec that do not mention the cluster."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from undula.data.spec import DataSpec, ValidationSpec
-from undula.parallel.spec import EngineName, GradientSpec
+from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.spec import CheckpointSpec
@@ -25,6 +25,7 @@ class Job:
     deterministic: bool
     config: Any
     engine: EngineName = "torch"
+    activations: ActivationsSpec = field(default_factory=ActivationsSpec)
     run_id: str = ""
     """Identity that distinguishes this run from an earlier run in the same directory."""
     submission: str = ""

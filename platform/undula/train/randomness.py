@@ -2,8 +2,6 @@
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -34,21 +32,6 @@ def seed_validation(seed: int, step: int, virtual_worker: int, micro_batch: int)
 def seed_update(seed: int, step: int) -> None:
     """Seed the random numbers that an optimizer may draw in its step, equally on every rank."""
     _seed(key64("update", seed, step))
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Put the random number generators back on exit, so that code after the block draws what it would have drawn without the block."""
-    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        if of_cuda:
-            torch.cuda.set_rng_state_all(of_cuda)
 
 
 def compute_deterministically() -> None:

@@ -9,7 +9,7 @@ def train(run: undula.Run) -> None:
         step.update()
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from undula.data.maps import SampleFunction
 from undula.data.streams import SampleStream, rank_stream
 from undula.errors import UsageError
+from undula.parallel.activations import keep_activations
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine, make_engine
@@ -82,6 +83,7 @@ class Run:
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._group_rates: GroupRates | None = None
+        self._restore_forwards: Callable[[], None] | None = None
         self._map: SampleFunction | None = None
         self._validation_map: SampleFunction | None = None
         self._loop: TrainingLoop | None = None
@@ -112,6 +114,7 @@ class Run:
             )
         self._engine = self._make_engine(module, self._setup.layout)
         self._model = self._engine.place(module)
+        self._restore_forwards = keep_activations(module, self._setup.job.activations)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -182,7 +185,9 @@ class Run:
         """Free the model and the optimizer. The next group makes new ones, and the device may not have memory for both."""
         if self._engine:
             self._engine.close()
-        self._model = self._optimizer = self._engine = self._loop = self._group_rates = None
+        if self._restore_forwards:
+            self._restore_forwards()
+        self._model = self._optimizer = self._engine = self._loop = self._group_rates = self._restore_forwards = None
 
     def _selected_engine(self, module: nn.Module, layout: Layout) -> Engine:
         job = self._setup.job

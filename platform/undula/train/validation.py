@@ -14,10 +14,11 @@ from undula.data.maps import SampleFunction
 from undula.data.rows import Batch
 from undula.data.streams import rank_stream
 from undula.parallel.layout import Layout
+from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import Plan, PlanSpec
 from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE, Phase
 from undula.train.job import Job
-from undula.train.randomness import kept_random_state, seed_validation
+from undula.train.randomness import seed_validation
 
 Loss = Callable[[Batch], Tensor]
 """Function that returns the mean loss over a batch's samples, as a scalar tensor."""

@@ -136,3 +136,9 @@ def test_the_directory_of_a_study_is_refused_for_a_run(tmp_path: Path) -> None:
     open_store(str(tmp_path / "run")).write("study.json", b"{}")
     with pytest.raises(RunError, match="/run is a study's directory; give the run another name"):
         prepare(job(tmp_path), train, fresh=False)
+
+
+def test_units_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    loaded = job(tmp_path, "activations.keep=none", "activations.units=[encoder.*]")
+    with pytest.raises(SpecError, match=r"activations\.units has 'encoder\.\*', which matches no module of the model"):
+        prepare(loaded, train, fresh=False)

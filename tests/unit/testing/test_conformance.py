@@ -19,6 +19,11 @@ def test_a_run_resumes_exactly_after_every_step(name: str, job: str) -> None:
     check(ALL[name], job, *STEPS)
 
 
+@pytest.mark.parametrize("keep", ["selective", "sqrt"])
+def test_a_run_whose_activations_are_recomputed_resumes_exactly(keep: str, job: str) -> None:
+    check(ALL["repeated blocks"], job, *STEPS, f"activations.keep={keep}")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_run_that_could_not_resume_is_refused(name: str, job: str) -> None:
     train, sentence = REFUSED[name]
@@ -42,6 +47,10 @@ def test_state_that_no_checkpoint_has_is_found(name: str, job: str) -> None:
 )
 def test_lost_ranks_and_another_world_size_do_not_change_a_deterministic_run(name: str, job: str) -> None:
     check_on_ranks(ALL[name], job, "deterministic=true")
+
+
+def test_lost_ranks_do_not_change_a_run_whose_activations_are_recomputed(job: str) -> None:
+    check_on_ranks(ALL["repeated blocks"], job, "deterministic=true", "activations.keep=sqrt")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Activations that a model keeps for the backward pass. It recomputes the others from them, or keeps them in host memory.
+
+The forward pass of each unit is replaced by one that frees its activations. The modules and their names stay as they are, so that
+checkpoints fit whatever a job keeps.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from undula.errors import UsageError
+from undula.parallel.host_memory import InHostMemory
+from undula.parallel.recompute import Context, Forward, MakeContexts, Segment, no_contexts
+from undula.parallel.spec import ActivationsSpec
+from undula.parallel.units import problem_of_units, units_of
+from undula.state.pieces import is_sharded_tensor
+
+EXPENSIVE = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+)
+"""Operations of aten whose results `keep: selective` keeps: recomputing them would take most of the time."""
+
+
+def keep_activations(module: nn.Module, spec: ActivationsSpec) -> Callable[[], None]:
+    """Let a module keep the activations that a job's settings name.
+
+    Returns:
+        Function that undoes this. Without it, the module can stay in memory although nothing uses it.
+
+    Raises:
+        UsageError: The settings name units that the module does not have.
+    """
+    if spec.is_default:
+        return _nothing
+    if problem := problem_of_units(module, spec.units):
+        raise UsageError(problem)
+    units = list(units_of(module, spec.units).values())
+    make = _Offloaded if spec.keep == "all" else partial(_Recomputed, chain=_Chain(spec, len(units)))
+    former = [(unit, unit.__dict__.get("forward")) for unit in units]
+    for unit in units:
+        unit.forward = make(unit)
+    return partial(_restore, former)
+
+
+def _nothing() -> None:
+    """Do nothing, because nothing was replaced."""
+
+
+def _restore(former: list[tuple[nn.Module, Forward | None]]) -> None:
+    for unit, forward in former:
+        if forward is None:
+            del unit.forward
+        else:
+            unit.forward = forward
+
+
+class _Offloaded:
+    """Forward pass of a unit whose activations wait in host memory for the backward pass."""
+
+    def __init__(self, unit: nn.Module):
+        self._unit = unit
+        self._forward: Forward = unit.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with InHostMemory(self._unit):
+            return self._forward(*args, **kwargs)
+
+
+class _Recomputed:
+    """Forward pass of a unit that the backward pass repeats."""
+
+    def __init__(self, unit: nn.Module, chain: "_Chain"):
+        self._unit = unit
+        self._chain = chain
+        self._forward: Forward = unit.forward
+        # In the backward pass, a sharded unit other than the current one must gather its parameters, which its hooks do.
+        self._again = self._call if any(map(is_sharded_tensor, unit.parameters())) and chain.size > 1 else self._forward
+        self._is_repeated = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_repeated, self._is_repeated = self._is_repeated, False
+        if is_repeated or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        segment = self._chain.segment_for(args, kwargs)
+        return segment.run(self._forward, self._again, self._unit, self._chain.contexts, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_repeated = True
+        return self._unit(*args, **kwargs)
+
+
+class _Chain:
+    """Division of a model's calls of units into segments.
+
+    Args:
+        spec: Settings of the job.
+        units: Number of units.
+    """
+
+    def __init__(self, spec: ActivationsSpec, units: int):
+        self.size = spec.segment(units)
+        self.contexts: MakeContexts = _keeping_expensive if spec.keep == "selective" else no_contexts
+        self._saving: Callable[[], Context] = InHostMemory if spec.offload else _in_place
+        self._last: weakref.ref[Segment] | None = None
+
+    def segment_for(self, args: Any, kwargs: Any) -> Segment:
+        """Return the segment to which a call belongs."""
+        last = self._last() if self._last else None
+        if last is None or not last.continues_with(args, kwargs):
+            last = Segment(self.size, self._saving)
+            self._last = weakref.ref(last)
+        return last
+
+
+def _in_place() -> Context:
+    return no_contexts()[0]
+
+
+def _keeping_expensive() -> tuple[Context, Context]:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operation.name().removeprefix("aten::").partition(".")[0] in EXPENSIVE and not _draws(
+        operation, args, kwargs
+    )
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an attention draws random numbers. If it were not repeated, later operations would draw others than before."""
+    names = [each.name for each in operation._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(values.get("dropout_p", 0.0))
