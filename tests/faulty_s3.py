@@ -9,32 +9,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 Fault = Literal["503", "slow down", "reset", "truncated", "short", "slow"]
+P = TypeVar("P", bound="Proxy")
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 
 
-class FaultyS3(ThreadingHTTPServer):
-    """Proxy that forwards requests and applies one fault of `faults` to each of the next range requests.
-
-    Attributes:
-        faults: Faults of the next range requests.
-        ranges: (first, last) byte of each requested range.
-        signed: Whether each request had credentials.
-        slow_s: Delay in seconds before the first byte of a "slow" response.
-    """
+class Proxy(ThreadingHTTPServer):
+    """Proxy in front of an S3 server."""
 
     daemon_threads = True
 
-    def __init__(self, upstream: str, port: int = 0):
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, upstream: str, handler: "type[PassOn]", port: int = 0):
+        super().__init__(("127.0.0.1", port), handler)
         self.upstream = urlsplit(upstream)
-        self.faults: deque[Fault] = deque()
-        self.ranges: list[tuple[int, int]] = []
-        self.signed: list[bool] = []
-        self.slow_s = 3.0
 
     @property
     def url(self) -> str:
@@ -44,9 +34,33 @@ class FaultyS3(ThreadingHTTPServer):
         """Ignore errors, because the tests make clients close connections in the middle of a response."""
 
 
+class FaultyS3(Proxy):
+    """Proxy that forwards requests and applies one fault of `faults` to each of the next range requests.
+
+    Attributes:
+        faults: Faults of the next range requests.
+        ranges: (first, last) byte of each requested range.
+        signed: Whether each request had credentials.
+        slow_s: Delay in seconds before the first byte of a "slow" response.
+    """
+
+    def __init__(self, upstream: str, port: int = 0):
+        super().__init__(upstream, _Faulty, port)
+        self.faults: deque[Fault] = deque()
+        self.ranges: list[tuple[int, int]] = []
+        self.signed: list[bool] = []
+        self.slow_s = 3.0
+
+
 @contextmanager
 def faulty_s3(upstream: str, port: int = 0) -> Iterator[FaultyS3]:
-    server = FaultyS3(upstream, port)
+    with serving(FaultyS3(upstream, port)) as server:
+        yield server
+
+
+@contextmanager
+def serving(server: P) -> Iterator[P]:
+    """Serve requests in a thread until the block ends."""
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -57,37 +71,25 @@ def faulty_s3(upstream: str, port: int = 0) -> Iterator[FaultyS3]:
         thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class PassOn(BaseHTTPRequestHandler):
+    """Handler of a proxy in front of an S3 server. It opens a connection to that server for each request."""
+
     protocol_version = "HTTP/1.1"
-    server: FaultyS3
+    server: Proxy
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass
 
-    def _pass_on(self) -> None:
-        fault = None
-        self.server.signed.append("Authorization" in self.headers)
-        if asked := self.headers.get("Range"):
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            self.server.ranges.append((int(first), int(last)))
-            fault = self.server.faults.popleft() if self.server.faults else None
-        if fault in ("503", "slow down"):
-            self._answer(503, [("Content-Type", "application/xml")], _BUSY if fault == "slow down" else b"")
-            return
-        if fault == "slow":
-            time.sleep(self.server.slow_s)
-        status, headers, body = self._upstream()
-        if fault == "short":
-            body = body[: len(body) // 2]
-        self._answer(status, headers, body, sent=len(body) // 2 if fault in ("reset", "truncated") else len(body))
-        if fault == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if fault in ("reset", "truncated"):
-            self.close_connection = True
+    def pass_on(self) -> None:
+        """Forward a request, and answer with what comes back."""
+        self.answer(*self.upstream())
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
+    def do_GET(self) -> None:
+        self.pass_on()
 
-    def _upstream(self) -> tuple[int, list[tuple[str, str]], bytes]:
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def upstream(self) -> tuple[int, list[tuple[str, str]], bytes]:
         length = int(self.headers.get("Content-Length") or 0)
         connection = http.client.HTTPConnection(self.server.upstream.netloc)
         connection.request(self.command, self.path, self.rfile.read(length) if length else None, dict(self.headers))
@@ -101,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection.close()
         return answer.status, kept, body
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None) -> None:
+    def answer(self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None) -> None:
         self.send_response_only(status)
         for key, value in headers:
             self.send_header(key, value)
@@ -110,3 +112,28 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body[:sent])
         self.wfile.flush()
+
+
+class _Faulty(PassOn):
+    server: FaultyS3
+
+    def pass_on(self) -> None:
+        fault = None
+        self.server.signed.append("Authorization" in self.headers)
+        if asked := self.headers.get("Range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            self.server.ranges.append((int(first), int(last)))
+            fault = self.server.faults.popleft() if self.server.faults else None
+        if fault in ("503", "slow down"):
+            self.answer(503, [("Content-Type", "application/xml")], _BUSY if fault == "slow down" else b"")
+            return
+        if fault == "slow":
+            time.sleep(self.server.slow_s)
+        status, headers, body = self.upstream()
+        if fault == "short":
+            body = body[: len(body) // 2]
+        self.answer(status, headers, body, sent=len(body) // 2 if fault in ("reset", "truncated") else len(body))
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if fault in ("reset", "truncated"):
+            self.close_connection = True
