@@ -2,22 +2,17 @@
 
 import os
 import secrets
-import threading
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from undula.data.cache_sizes import CacheSizes
+
 _CRC_BYTES = 4
-# Fraction of the limit that is filled after an eviction. It is below 1, so that not every write has to evict entries.
-_FILL_AFTER_EVICTION = 0.9
-# Fraction of the free room that a process fills before it counts the entries again, which takes half a second for 50,000 of them. Up to
-# as many processes as this allows can write at once without exceeding the limit.
-_FILL_BEFORE_COUNT = 1 / 16
-_counting = threading.Lock()
-_uncounted: dict[tuple[str, int], float] = {}
-"""Bytes that this process may still write before it counts again, by folder and size limit."""
+_problems: dict[str, str] = {}
+"""Reason for which this process writes no more entries, by folder of the cache."""
 
 
 @dataclass(frozen=True)
@@ -45,51 +40,38 @@ class DiskCache:
             if not is_whole or zlib.crc32(into).to_bytes(_CRC_BYTES, "little") != crc:
                 path.unlink(missing_ok=True)
                 return False
-            os.utime(path)  # marks the entry as used now
         except OSError:
             return False
+        with suppress(OSError):  # a read-only cache keeps its entries
+            os.utime(path)  # marks the entry as used now
         return True
 
     def write(self, key: str, data: memoryview) -> None:
-        """Store an entry, unless it is larger than the cache or the disk is full or read-only."""
-        if len(data) > self.max_bytes:
+        """Store an entry, unless it is larger than the cache or an earlier one could not be written."""
+        num_bytes = len(data) + _CRC_BYTES
+        if num_bytes > self.max_bytes or self.problem:
             return
         path = self._path(key)
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         try:
-            self._make_room(len(data) + _CRC_BYTES)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not CacheSizes(path.parent.parent, self.max_bytes).reserve(int(path.parent.name, 16), num_bytes):
+                return
+            path.parent.mkdir(exist_ok=True)
             with partial.open("xb") as file:
                 file.write(zlib.crc32(data).to_bytes(_CRC_BYTES, "little"))
                 file.write(data)
             partial.replace(path)
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+            if not isinstance(error, FileNotFoundError):  # which means that someone deletes the folder at this moment
+                _problems[self.folder] = error.strerror or str(error)
+
+    @property
+    def problem(self) -> str | None:
+        """Reason for which this process writes no more entries, such as a full disk; None if it writes them."""
+        return _problems.get(self.folder)
 
     def _path(self, key: str) -> Path:
         name = sha256(key.encode()).hexdigest()
         return Path(self.folder).expanduser() / name[:2] / name
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Evict the least recently used entries if `num_bytes` more may not fit. Many writing processes can exceed the limit."""
-        key = (self.folder, self.max_bytes)
-        with _counting:
-            left = _uncounted.get(key, 0.0) - num_bytes
-            _uncounted[key] = left if left >= 0 else self._evict(num_bytes) * _FILL_BEFORE_COUNT
-
-    def _evict(self, num_bytes: int) -> int:
-        """Evict the least recently used entries until `num_bytes` more fit, and return the room that is left with them."""
-        entries = []
-        for file in Path(self.folder).expanduser().glob("??/*"):
-            with suppress(FileNotFoundError):  # another process has evicted it
-                stat = file.stat()
-                entries.append((stat.st_mtime_ns, stat.st_size, file))
-        total = sum(size for _, size, _ in entries) + num_bytes
-        if total > self.max_bytes:
-            for _, size, file in sorted(entries):
-                file.unlink(missing_ok=True)
-                total -= size
-                if total <= self.max_bytes * _FILL_AFTER_EVICTION:
-                    break
-        return max(self.max_bytes - total, 0)
