@@ -8,7 +8,7 @@ statistics of every column chunk. It does not cover modification times, so copie
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from math import prod
 
@@ -147,7 +147,7 @@ class Manifest:
         Raises:
             ManifestError: A shard is missing or has changed.
         """
-        present = {entry.name: entry for entry in self.store.list()}
+        present = self.store.find([file.name for file in self.files])
         for file in self.files:
             entry = present.get(file.name)
             if entry is None:
@@ -186,14 +186,19 @@ def load_manifest(url: str) -> Manifest:
         raise ManifestError(
             f"{url} has no {MANIFEST_NAME}; create the data set with `undula data` or index it with `undula data index {url}`"
         )
+    return _parsed(url, store.url, store.read(MANIFEST_NAME))
+
+
+@lru_cache(maxsize=8)  # a process loads its manifests several times, and a large one takes seconds
+def _parsed(url: str, store_url: str, content: bytes) -> Manifest:
     try:
-        body = json.loads(store.read(MANIFEST_NAME))
+        body = json.loads(content)
         if body["format"] != FORMAT:
             raise ManifestError(
                 f"{url}/{MANIFEST_NAME} has format {body['format']}, but this version of Undula reads format {FORMAT}; "
                 f"run `undula data index {url}`"
             )
-        data = body.get("data", {"url": store.url, "anonymous": False})
+        data = body.get("data", {"url": store_url, "anonymous": False})
         manifest = Manifest(
             url=data["url"],
             files=tuple(

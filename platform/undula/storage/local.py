@@ -3,7 +3,8 @@
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,3 +47,42 @@ def replace_file(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def files_below(
+    folder: Path, name: str = "", above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the name and the state of each whole file below a folder. Files and folders may disappear meanwhile.
+
+    Links to files and folders are followed, but not those to a folder that the link lies in, because they have no end.
+
+    Args:
+        folder: Path of the folder.
+        name: Name of the folder, which the names of its files begin with.
+        above: Device and inode of each folder above this one.
+    """
+    try:
+        state = folder.stat()
+        with os.scandir(folder) as found:
+            entries = list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError as error:
+        raise PermissionError(f"{folder} is not readable") from error
+    if (state.st_dev, state.st_ino) in above:
+        return
+    for entry in entries:
+        inner = f"{name}/{entry.name}" if name else entry.name
+        if entry.is_dir():
+            yield from files_below(folder / entry.name, inner, above | {(state.st_dev, state.st_ino)})
+        elif not entry.name.endswith(".partial") and (state_of := file_state(folder / entry.name)):
+            yield inner, state_of
+
+
+def file_state(path: Path) -> os.stat_result | None:
+    """Return the state of a file; None if it does not exist or is not a file."""
+    try:
+        state = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return state if stat.S_ISREG(state.st_mode) else None

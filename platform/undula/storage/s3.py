@@ -63,7 +63,13 @@ def _session() -> Any:
     # botocore reads AWS_DEFAULT_REGION and the profile's region, but not AWS_REGION. STS needs the region too.
     region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or DEFAULT_REGION
     session.set_config_variable("region", region)
+    # Nothing here reads the times of objects, and dateutil would take longer for them than all the rest of a page of a listing.
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_as_is)
     return session
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 @cache

@@ -1,6 +1,7 @@
 """Requests to a bucket. Keys are exact: `x/a` and `x//a` are two objects. Requests are repeated while the store is busy."""
 
 import io
+import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 from undula.errors import StorageError
@@ -23,6 +23,8 @@ MOST_PARTS = 10_000
 """Maximum number of parts of a file on S3."""
 PARALLEL_REQUESTS = 8
 """Maximum number of requests of this process that carry parts of files at the same time."""
+_KEYS_OF_PAGE = 950
+"""Number of known keys for which one page of a listing is requested. A page has 1000, so this leaves space for keys between them."""
 _REFUSED, _MISSING, _CONFLICT, _UNMET, _OUT_OF_RANGE, _NOT_IMPLEMENTED = 400, 404, 409, 412, 416, 501
 
 Buffers: TypeAlias = Sequence[bytes | memoryview]
@@ -82,14 +84,17 @@ class Bucket:
         """Fill the views with the bytes of an object from their start on. Large ones are read in parts, several at a time."""
         in_parallel(lambda part: self.read_into(found, *part), [each for wanted in ranges for each in parts(*wanted)])
 
-    def list(self, prefix: str = "", is_flat: bool = False) -> Iterator[Object]:
+    def list(self, prefix: str = "", is_flat: bool = False, after: str = "") -> Iterator[Object]:
         """Yield the objects whose keys begin with `prefix`, ordered by key.
 
         Args:
             prefix: Beginning of the keys.
             is_flat: Whether to leave out keys that have a slash after the prefix.
+            after: Key to begin after.
         """
         more = {"Delimiter": "/"} if is_flat else {}
+        if after:
+            more["StartAfter"] = after
         while True:
             page = self._send("list_objects_v2", Prefix=prefix, **more)
             for found in page.get("Contents", ()):
@@ -97,6 +102,24 @@ class Bucket:
             if not page.get("IsTruncated"):
                 return
             more["ContinuationToken"] = page["NextContinuationToken"]
+
+    def find(self, prefix: str, keys: Sequence[str]) -> Iterator[Object]:
+        """Yield those of some keys that exist. All of them begin with `prefix`, and they are sorted.
+
+        The keys say where each page of a listing begins, so that the pages can be requested at the same time.
+        """
+
+        def page(start: int) -> Sequence[Object]:
+            wanted = set(keys[start : start + _KEYS_OF_PAGE])
+            listed = self.list(prefix, after=keys[start - 1] if start else "")
+            # The listing is lazy, so a page that has the last of the keys is not followed by another request.
+            upto = itertools.takewhile(
+                lambda found: found.key <= keys[min(start + _KEYS_OF_PAGE, len(keys)) - 1], listed
+            )
+            return [found for found in upto if found.key in wanted]
+
+        for objects in in_parallel(page, range(0, len(keys), _KEYS_OF_PAGE)):
+            yield from objects
 
     def has_any(self, prefix: str) -> bool:
         """Return whether there is a key that begins with `prefix`."""
@@ -262,7 +285,7 @@ class Joined(io.RawIOBase):
 
     def __init__(self, buffers: Buffers):
         self._buffers = buffers
-        self._ends = list(accumulate(len(buffer) for buffer in buffers))
+        self._ends = list(itertools.accumulate(len(buffer) for buffer in buffers))
         self._position = 0
 
     def readable(self) -> bool:

@@ -1,7 +1,7 @@
 """Files below a URL, on a disk or on S3."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -12,11 +12,11 @@ from pyarrow import fs
 from undula.errors import StorageError
 from undula.storage.arrow import s3_filesystem
 from undula.storage.etags import bare
-from undula.storage.local import create_file, delete_file, replace_file
+from undula.storage.local import create_file, delete_file, file_state, files_below, replace_file
 from undula.storage.named_errors import named_errors
 from undula.storage.s3 import require_credentials
 from undula.storage.s3_files import S3File
-from undula.storage.s3_requests import PART_BYTES, Bucket, Buffers, split_path
+from undula.storage.s3_requests import PART_BYTES, Bucket, Buffers, Object, split_path
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,17 @@ class Store:
             entries = self._list_s3(prefix) if self.is_s3 else self._list_local(prefix)
             return sorted(entries, key=lambda entry: entry.name)
 
+    def find(self, names: Sequence[str]) -> dict[str, Entry]:
+        """Return those of the named files that exist, by name. On S3, this takes a request for many names, and several at a time."""
+        with named_errors("list", self.url):
+            if not self.is_s3:
+                states = ((name, file_state(Path(self.path(name)))) for name in names)
+                return {name: _local_entry(name, state) for name, state in states if state}
+            bucket, root = self.on_s3()
+            root = f"{root}/" if root else ""
+            found = bucket.find(root, sorted(f"{root}{name}" for name in names))
+            return {entry.name: entry for entry in (_s3_entry(root, each) for each in found)}
+
     def names(self, folder: str) -> set[str]:
         """Return the names of the files in a folder, but not of those in its subfolders. This needs no look at each file."""
         with named_errors("list", self._url_of(folder)):
@@ -167,20 +178,23 @@ class Store:
         return f"{self.url}/{name}" if name else self.url
 
     def _list_local(self, prefix: str) -> Iterator[Entry]:
-        root = Path(self.path())
-        for file in (root / prefix).rglob("*"):
-            if file.is_file() and not file.name.endswith(".partial"):
-                stat = file.stat()
-                yield Entry(
-                    file.relative_to(root).as_posix(), stat.st_size, f"size {stat.st_size}, mtime {stat.st_mtime_ns}"
-                )
+        for name, state in files_below(Path(self.path(prefix)), prefix):
+            yield _local_entry(name, state)
 
     def _list_s3(self, prefix: str, is_flat: bool = False) -> Iterator[Entry]:
         bucket, root = self.on_s3()
         root = f"{root}/" if root else ""
         for found in bucket.list(root + (f"{prefix}/" if prefix else ""), is_flat):
             if not found.key.endswith("/"):
-                yield Entry(found.key.removeprefix(root), found.bytes, f"etag {bare(found.etag)}")
+                yield _s3_entry(root, found)
+
+
+def _local_entry(name: str, state: os.stat_result) -> Entry:
+    return Entry(name, state.st_size, f"size {state.st_size}, mtime {state.st_mtime_ns}")
+
+
+def _s3_entry(root: str, found: Object) -> Entry:
+    return Entry(found.key.removeprefix(root), found.bytes, f"etag {bare(found.etag)}")
 
 
 def open_store(url: str, anonymous: bool = False) -> Store:

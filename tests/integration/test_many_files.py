@@ -1,0 +1,100 @@
+"""Tests of data sets of many small files on S3: few requests, a fast index, and a fast start of a run."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from faulty_s3 import faulty_s3
+from forking.drivers import with_forked_drivers
+from jobs_kit import Jobs
+
+from undula.cluster.local import local_cluster
+from undula.data.index import index
+from undula.data.manifest import load_manifest
+from undula.storage import open_store
+from undula.storage.s3 import forget_clients
+
+MANY = 20_000
+DELAY_S = 0.02
+INDEXED_WITHIN_S, STARTED_WITHIN_S = 120.0, 10.0
+SLOW_S3 = Path(__file__).parents[1] / "slow_s3.py"
+
+
+def test_each_file_is_indexed_with_one_request(
+    s3: Any, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"x": range(8)}), sink)
+    store = open_store(s3.url("many"))
+    for number in range(60):
+        store.write(f"{number:03}.parquet", sink.getvalue().to_pybytes())
+    with faulty_s3(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        forget_clients()
+        manifest = index(store.url, out=str(tmp_path))
+        assert manifest.num_rows == 480
+        assert len(proxy.signed) == 61  # one of them lists the files
+        proxy.signed.clear()
+        load_manifest(str(tmp_path)).check_files()
+        assert len(proxy.signed) == 1
+
+
+@contextmanager
+def slow_s3(bucket: str, folder: Path, copies: int) -> Iterator[str]:
+    """Yield the endpoint of a server whose bucket has `copies` of each Parquet file of a folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(SLOW_S3), str(port), str(DELAY_S), bucket, str(folder), str(copies)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + 300
+    try:
+        while True:
+            assert server.poll() is None, f"the S3 server ended with {server.returncode}"
+            assert time.monotonic() < deadline_s
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_many_files_are_indexed_and_a_run_on_them_starts_in_time(
+    s3: Any, text: str, forking_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer of the server is delayed as one of a store in the same region would be. Both limits are for an idle machine."""
+    (tmp_path / "one").mkdir()
+    first = open_store(f"{text}/train").list()[1].name
+    pq.write_table(pq.read_table(f"{text}/train/{first}").slice(0, 8), tmp_path / "one" / "data.parquet")
+    with slow_s3("many", tmp_path / "one", MANY) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        forget_clients()
+        url = "s3://many/data"
+        began = time.monotonic()
+        assert index(url).num_rows == 8 * MANY
+        indexed_s = time.monotonic() - began
+        env = {**s3.env, "AWS_ENDPOINT_URL": endpoint}
+        with local_cluster(num_cpus=4, env=env, python=forking_python) as cluster:
+            jobs = Jobs(with_forked_drivers(cluster), text, str(tmp_path / "runs"))
+            jobs.run("warm-up", "plan.max_steps=2")  # the first run of a cluster also starts processes of Ray
+            submitted = time.time()
+            done = jobs.run("many", f"data.train={url}", "plan.max_steps=5")
+        assert done.status == 0, done.err
+        started_s = done.column("time")[0] - submitted
+    print(f"\n{MANY:,} files: indexed in {indexed_s:.1f} s, first step {started_s:.1f} s after the submission")
+    assert indexed_s < INDEXED_WITHIN_S
+    assert started_s < STARTED_WITHIN_S
