@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from undula.config.job import JobSpec, json_schema
-from undula.parallel.capabilities import markdown_table
+from undula.parallel.capabilities import markdown_conflicts, markdown_table
 from undula.study.spec import StudySpec
 
 _INTRODUCTION = """# Configuration reference
@@ -25,7 +25,8 @@ _ENGINES = """## Engines and what they can do
 
 An engine runs the model on the ranks and reduces its gradients. The table lists the engines in order. A job is
 trained by the first engine that has `selects` at a feature that the job uses, or by the last engine if there is none. If that engine does
-not support another feature of the job, the job is refused before any worker starts."""
+not support another feature of the job, the job is refused before any worker starts. Some features exclude each other with every engine;
+they are listed below the table."""
 
 
 def markdown() -> str:
@@ -35,7 +36,7 @@ def markdown() -> str:
         schema = json_schema(owner)
         lines += [text, "", "| key | accepts | default | meaning |", "|---|---|---|---|"]
         lines += [*_rows(schema, schema["$defs"], ""), ""]
-    return "\n".join([*lines, _ENGINES, "", markdown_table()]) + "\n"
+    return "\n".join([*lines, _ENGINES, "", markdown_table(), "", markdown_conflicts()]) + "\n"
 
 
 def _rows(section: dict[str, Any], sections: dict[str, Any], prefix: str) -> list[str]:

@@ -19,11 +19,12 @@ from undula.errors import STRICT, SpecError
 from undula.parallel.capabilities import Feature, features_of, refusal
 from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
+from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS
 from undula.state.spec import CheckpointSpec
 
-LOGICAL = ("plan.", "schedule.", "gradient.", "deterministic", "config.")
+LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -42,6 +43,8 @@ class JobSpec:
     """Library that reduces the gradients: `torch` (torch.distributed), or `horovod`, which `undula build-horovod` installs."""
     plan: PlanSpec = field(default_factory=PlanSpec)
     """Samples that each step consumes."""
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    """Number format in which the model computes."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """Learning rate over the course of the run."""
     gradient: GradientSpec = field(default_factory=GradientSpec)
@@ -103,7 +106,7 @@ class JobSpec:
     def features(self) -> set[Feature]:
         """Features that the settings require of an engine; the model may require more."""
         measures_noise = self.schedule.is_measured(self.plan) or self.gradient.noise_every_steps > 0
-        return features_of(self.engine, self.deterministic, self.gradient, measures_noise)
+        return features_of(self.engine, self.deterministic, self.gradient, measures_noise, self.precision.compute)
 
     @property
     def run_url(self) -> str:
@@ -191,7 +194,7 @@ def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
 
 def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the first key of the logical run whose value differs between two resolved jobs, and both values; None if none differs."""
-    old, new = dict(flatten(before)), dict(flatten(now))
+    old, new = dict(flatten({**_LATER_SECTIONS, **before})), dict(flatten({**_LATER_SECTIONS, **now}))
     for key in sorted(old.keys() | new.keys()):
         if key.startswith(LOGICAL) and old.get(key) != new.get(key):
             return key, old.get(key), new.get(key)
@@ -212,6 +215,10 @@ def json_schema(of: type = JobSpec) -> dict[str, Any]:
 def as_tree(spec: Any) -> dict[str, Any]:
     """Return a spec as plain dicts, lists and scalars."""
     return json.loads(TypeAdapter(type(spec)).dump_json(spec))  # type: ignore[no-any-return]
+
+
+_LATER_SECTIONS = {"precision": as_tree(FP32)}
+"""Sections that jobs of older versions lack, with the values by which these versions trained."""
 
 
 def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:

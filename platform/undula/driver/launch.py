@@ -73,6 +73,7 @@ def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
         plan=spec.plan,
         schedule=spec.schedule,
         gradient=spec.gradient,
+        precision=spec.precision,
         validation=spec.validation,
         checkpoint=spec.checkpoint,
         deterministic=spec.deterministic,
@@ -87,7 +88,7 @@ def _description(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
     data = load_data(loaded.spec.data)
     return {
         "name": loaded.spec.name,
-        "plan_digest": plan.digest(data.digest),
+        "plan_digest": plan.digest(data.digest, loaded.spec.precision),
         "manifest_digest": data.digest,
         "total_steps": plan.total_steps,
         "total_samples": plan.total_samples,

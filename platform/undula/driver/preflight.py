@@ -13,6 +13,7 @@ from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.parallel.capabilities import refusal
+from undula.parallel.precision import cpu_problem
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.commit import Commit, find_commits
 from undula.state.directory import JOB_FILE, STUDY_FILE
@@ -57,7 +58,8 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
 
 
 def check_job(loaded: LoadedSpec) -> Data:
-    """Check that the engine is installed, that paths remain valid when the job has ended, and that the data can be read.
+    """Check that the engine is installed, that a CPU can compute in the precision of a job without GPUs, that paths remain valid when the
+    job has ended, and that the data can be read.
 
     Returns:
         The training data.
@@ -67,6 +69,8 @@ def check_job(loaded: LoadedSpec) -> Data:
     """
     if loaded.spec.engine == "horovod":
         check_horovod(loaded.spec.horovod, has_gpus=loaded.spec.workers.gpus not in ("auto", 0))
+    if loaded.spec.workers.gpus == 0:
+        _refuse_format_on_cpu(loaded)
     _refuse_lost_path("runs", loaded.spec.runs, loaded)
     data, spec = _training_data(loaded), loaded.spec.data
     if spec.validation is not None:
@@ -87,6 +91,7 @@ def on_cluster(loaded: LoadedSpec) -> LoadedSpec:
 
     Raises:
         ClusterError: The workers get GPUs, and the installed Horovod cannot use them.
+        SpecError: The workers get no GPUs, and a CPU cannot compute in the job's precision.
     """
     spec = loaded.spec
     if spec.workers.gpus != "auto":
@@ -94,6 +99,8 @@ def on_cluster(loaded: LoadedSpec) -> LoadedSpec:
     workers = spec.workers.on_cluster(offers_gpus())
     if spec.engine == "horovod":
         check_horovod(spec.horovod, has_gpus=bool(workers.gpus))
+    if not workers.gpus:
+        _refuse_format_on_cpu(loaded)
     return loaded.with_workers(workers)
 
 
@@ -143,6 +150,12 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, plan: PlanSpec, load
     except (StorageError, ManifestError, SpecError) as error:
         raise type(error)(f"{loaded.origin(key)}: {key}: {error}") from error
     return data
+
+
+def _refuse_format_on_cpu(loaded: LoadedSpec) -> None:
+    """Refuse a precision in which this machine's CPU cannot compute; the workers check theirs again."""
+    if problem := cpu_problem(loaded.spec.precision.compute):
+        raise SpecError(f"{loaded.origin('precision.compute')}: {problem}")
 
 
 def _run_directory(loaded: LoadedSpec) -> Store:

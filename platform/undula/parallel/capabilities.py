@@ -1,11 +1,12 @@
 """Table of the features that each engine supports. It decides which engine trains a job and which jobs are refused. Pure."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, assert_never
 
 from undula.parallel.spec import Compression, EngineName, GradientSpec, Reduction
+from undula.plan.precision import Compute
 
 EngineKind = Literal["fsdp", "exact", "adasum", "horovod", "data parallel"]
 
@@ -20,6 +21,9 @@ class Feature(StrEnum):
     FP16_GRADIENTS = "gradient.compression=fp16"
     NOISE_SCALE = "gradient.noise_every_steps, or a schedule.batch_rule that measures noise,"
     SPARSE_GRADIENTS = "a model with sparse gradients (sparse=True)"
+    BF16 = "precision.compute=bf16"
+    FP16 = "precision.compute=fp16"
+    HALF_PARAMETERS = "a model with bfloat16 or float16 parameters"
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,47 @@ class Capabilities:
     """Whether all ranks must run the same number of micro-batches, because forward and backward passes contain collectives."""
 
 
-FSDP = Capabilities("fsdp", Feature.SHARDED, frozenset(), equal_rounds=True)
-EXACT = Capabilities("exact", Feature.DETERMINISTIC, frozenset({Feature.HOROVOD, Feature.NOISE_SCALE}))
-ADASUM = Capabilities("adasum", Feature.ADASUM, frozenset({Feature.HOROVOD}))
-HOROVOD = Capabilities("horovod", Feature.HOROVOD, frozenset({Feature.FP16_GRADIENTS, Feature.NOISE_SCALE}))
+FORMATS = frozenset({Feature.BF16, Feature.FP16, Feature.HALF_PARAMETERS})
+"""Features about number formats, each of which every engine supports. CONFLICTS has those that exclude each other."""
+FSDP = Capabilities("fsdp", Feature.SHARDED, FORMATS, equal_rounds=True)
+EXACT = Capabilities("exact", Feature.DETERMINISTIC, FORMATS | {Feature.HOROVOD, Feature.NOISE_SCALE})
+ADASUM = Capabilities("adasum", Feature.ADASUM, FORMATS | {Feature.HOROVOD})
+HOROVOD = Capabilities("horovod", Feature.HOROVOD, FORMATS | {Feature.FP16_GRADIENTS, Feature.NOISE_SCALE})
 DATA_PARALLEL = Capabilities(
-    "data parallel", None, frozenset({Feature.FP16_GRADIENTS, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS})
+    "data parallel", None, FORMATS | {Feature.FP16_GRADIENTS, Feature.NOISE_SCALE, Feature.SPARSE_GRADIENTS}
 )
 ENGINES = (FSDP, EXACT, ADASUM, HOROVOD, DATA_PARALLEL)
 """Engines in order of precedence. The first engine whose selecting feature a job requires trains the job; the last is the default."""
 
+_ROUNDED = (
+    "because the optimizer's small changes would be rounded away; make the model with float32 parameters, and its "
+    "matrix products are still computed in 16 bits"
+)
+CONFLICTS: Mapping[tuple[Feature, Feature], str] = {
+    (
+        Feature.FP16_GRADIENTS,
+        Feature.FP16,
+    ): "because sums of gradients that contain the loss scale would exceed the range of fp16; "
+    "set gradient.compression=none or precision.compute=bf16",
+    (Feature.HALF_PARAMETERS, Feature.BF16): _ROUNDED,
+    (Feature.HALF_PARAMETERS, Feature.FP16): _ROUNDED,
+}
+"""Features that no engine combines, with the reason and the fix."""
 
-def features_of(engine: EngineName, deterministic: bool, gradient: GradientSpec, measures_noise: bool) -> set[Feature]:
+
+def features_of(
+    engine: EngineName,
+    deterministic: bool,
+    gradient: GradientSpec,
+    measures_noise: bool,
+    compute: Compute = "fp32",
+) -> set[Feature]:
     """Return the features that a job's settings require. The model of the job may require more."""
     asked = (
         _feature_of_engine(engine),
         _feature_of_reduction(gradient.reduce),
         _feature_of_compression(gradient.compression),
+        _feature_of_format(compute),
         Feature.DETERMINISTIC if deterministic else None,
         Feature.NOISE_SCALE if measures_noise else None,
     )
@@ -88,6 +116,18 @@ def _feature_of_compression(compression: Compression) -> Feature | None:
             assert_never(compression)
 
 
+def _feature_of_format(compute: Compute) -> Feature | None:
+    match compute:
+        case "fp32":
+            return None
+        case "bf16":
+            return Feature.BF16
+        case "fp16":
+            return Feature.FP16
+        case _:
+            assert_never(compute)
+
+
 def engine_with(features: Set[Feature]) -> Capabilities:
     """Return the engine that trains a job with these features, provided that `refusal` returns None."""
     return next(each for each in ENGINES if each.chosen_by is None or each.chosen_by in features)
@@ -95,6 +135,9 @@ def engine_with(features: Set[Feature]) -> Capabilities:
 
 def refusal(features: Set[Feature]) -> str | None:
     """Return the reason why no engine can train a job with these features, as a sentence; None if an engine can."""
+    for (one, other), reason in CONFLICTS.items():
+        if one in features and other in features:
+            return f"{one} cannot be combined with {other}, {reason}"
     engine = engine_with(features)
     for feature in Feature:
         if feature in features and feature is not engine.chosen_by and feature not in engine.supports:
@@ -112,3 +155,10 @@ def markdown_table() -> str:
         )
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def markdown_conflicts() -> str:
+    """Return the features that exclude each other in Markdown, for the documentation."""
+    return "\n".join(
+        f"- {one} cannot be combined with {other}, {reason}." for (one, other), reason in CONFLICTS.items()
+    )

@@ -11,6 +11,7 @@ from annotated_types import Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import STRICT, SpecError
+from undula.plan.precision import FP32, PrecisionSpec
 
 Positive = Annotated[int, Gt(0)]
 
@@ -250,9 +251,12 @@ class Plan:
         """Return the largest number of micro-batches that any of `world_size` ranks has in some steps."""
         return max(len(self.work(steps, of_rank)) for of_rank in assign(self.spec.virtual_workers, world_size))
 
-    def digest(self, manifest_digest: str) -> str:
-        """Return the identity of the logical run: runs with equal digests consume the same samples at the same steps."""
-        text = dumps({"plan": asdict(self.spec), "manifest": manifest_digest}, sort_keys=True)
+    def digest(self, manifest_digest: str, precision: PrecisionSpec = FP32) -> str:
+        """Return the identity of the logical run: runs with equal digests consume the same samples at the same steps, in one precision."""
+        identity = {"plan": asdict(self.spec), "manifest": manifest_digest}
+        if precision.compute != "fp32":  # the digest of an fp32 run is the same as in versions without a precision
+            identity["precision"] = asdict(precision)
+        text = dumps(identity, sort_keys=True)
         return sha256(text.encode()).hexdigest()
 
 

@@ -29,6 +29,7 @@ from undula.telemetry.reporter import Telemetry
 from undula.train.buffers import BufferMean
 from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, Rate
+from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.step_reduction import StepReducer, Wants
 
@@ -76,7 +77,18 @@ class RunSetup:
             claimed = [claim(store, recorded_attempts(store), max(held))]
         dist.broadcast_object_list(claimed, group=layout.control, group_src=0)
         assert claimed[0] is not None
-        return cls(job, layout, worker, publish, replicas, store, data, plan, plan.digest(data.digest), *claimed[0])
+        return cls(
+            job,
+            layout,
+            worker,
+            publish,
+            replicas,
+            store,
+            data,
+            plan,
+            plan.digest(data.digest, job.precision),
+            *claimed[0],
+        )
 
     @property
     def virtual_workers(self) -> range:
@@ -95,6 +107,7 @@ class TrainContext:
     optimizer: torch.optim.Optimizer
     buffers: BufferMean
     noise: NoiseScaleMeter
+    loss_scale: LossScale
     group_rates: GroupRates
     live: LiveState
     checkpoints: Checkpointer

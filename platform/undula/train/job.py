@@ -6,6 +6,7 @@ from typing import Any, assert_never
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
+from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.spec import CheckpointSpec
 
@@ -24,6 +25,7 @@ class Job:
     checkpoint: CheckpointSpec
     deterministic: bool
     config: Any
+    precision: PrecisionSpec = FP32
     engine: EngineName = "torch"
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
     run_id: str = ""

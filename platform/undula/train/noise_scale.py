@@ -80,34 +80,38 @@ class NoiseScaleMeter:
         self._is_on = False
         self._clear()
 
-    def small_squares(self, step_samples: int) -> list[float]:
+    def small_squares(self, step_samples: int, loss_scale: float = 1.0) -> list[float]:
         """Return the squared norm of the mean gradient of each micro-batch of this rank, times its share of the step's samples.
 
         This waits for the device.
+
+        Args:
+            step_samples: Number of samples in the step.
+            loss_scale: Factor on the losses of the step.
         """
         if not self._squares:
             return []
-        # The hooks received the mean gradient times samples / step_samples, and times the engine's scale.
+        # The hooks received the mean gradient times samples / step_samples, the engine's scale and the loss scale.
         parts = torch.tensor([samples / step_samples for _, samples in self._squares], dtype=torch.float64)
         squares = torch.stack([square for square, _ in self._squares]).cpu()
-        return [float(square) for square in squares / parts / self.scale**2]
+        return [float(square) for square in squares / parts / (self.scale * loss_scale) ** 2]
 
     def keep(self, norms: StepNorms | None, clock: float) -> float | None:
         """Add the measurement of a committed step to the averages.
 
         Args:
-            norms: Gradient norms of the step; they are ignored if the step is not measured.
+            norms: Gradient norms of the step, which are ignored if the step is not measured; None for a step that is skipped.
             clock: Position of the schedule after the step, in samples of the base batch.
 
         Returns:
-            The noise scale in samples, or None if the step is not measured or the noise scale is not finite.
+            The noise scale in samples, or None if the step is not measured or skipped, or the noise scale is not finite.
         """
         if not self._every_steps:
             return None
-        before = self.measured
-        noise = before.noise.after(norms) if norms and self._is_measured else before.noise
+        before, is_measured = self.measured, self._is_measured and norms is not None
+        noise = before.noise.after(norms) if norms and is_measured else before.noise
         self._state.copy_(torch.tensor(replace(before, noise=noise, clock=clock).values(), dtype=torch.float64))
-        found = noise.samples if self._is_measured else None
+        found = noise.samples if is_measured else None
         return None if found in (None, float("inf")) else found
 
     def _collect(self, gradient: Tensor) -> None:

@@ -23,6 +23,7 @@ from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine, make_engine
 from undula.parallel.layout import Layout
+from undula.parallel.precision import cpu_problem, dtype_of
 from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
@@ -37,6 +38,7 @@ from undula.train.context import RunSetup, TrainContext
 from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, rate_for
 from undula.train.loop import TrainingLoop
+from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.step import Step
@@ -102,7 +104,7 @@ class Run:
 
         Raises:
             UsageError: The run already has a model, the module has lazy parameters or is wrapped in DistributedDataParallel, or no
-                engine can train it with the job's settings.
+                engine can train it with the job's settings, or not on this device.
         """
         if self._model is not None:
             raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
@@ -112,9 +114,14 @@ class Run:
             raise UsageError(
                 f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
             )
-        self._engine = self._make_engine(module, self._setup.layout)
+        compute, layout = self._setup.job.precision.compute, self._setup.layout
+        if layout.device.type == "cpu" and (problem := cpu_problem(compute)):
+            raise UsageError(problem)
+        self._engine = self._make_engine(module, layout)
         self._model = self._engine.place(module)
         self._restore_forwards = keep_activations(module, self._setup.job.activations)
+        if dtype := dtype_of(compute):
+            self._engine.compute_in(dtype)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -199,6 +206,7 @@ class Run:
             job.gradient,
             measures_noise=job.noise_every_steps > 0,
             virtual_workers=job.plan.virtual_workers,
+            compute=job.precision.compute,
         )
 
     def _context(self) -> TrainContext:
@@ -210,6 +218,7 @@ class Run:
         assert self._group_rates is not None
         arithmetic = {STATE: arithmetic_of(layout.device)} if job.deterministic else {}
         noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
+        loss_scale = LossScale(job.precision)
         rate, _ = rate_for(job.schedule, self.plan, layout.num_cells, 0, {})
 
         def flush() -> None:
@@ -229,6 +238,7 @@ class Run:
             self._optimizer,
             BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
             noise,
+            loss_scale,
             self._group_rates,
             LiveState(
                 self._model,
@@ -236,6 +246,7 @@ class Run:
                 lambda: {
                     **engine.state(),
                     **noise.state(),
+                    **loss_scale.state(),
                     **context.rate.values(),
                     **context.group_rates.values(),
                     **arithmetic,

@@ -15,11 +15,12 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, COMPUTE, DATA, REDUCE, SHARDED_COMPUTE, Phase
 from undula.state.digest import additive_digest
-from undula.state.events import WarningEvent
+from undula.state.events import SkipEvent, WarningEvent
 from undula.state.model_state import MODEL
 from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
 from undula.train.context import Kind, TrainContext
+from undula.train.loss_scale import LONG_SKIPPED_STEPS
 from undula.train.randomness import seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
@@ -59,6 +60,7 @@ class Step:
         self._samples_after = self._shapes[0].samples_before + self.samples
         self._rate = context.rate.at(self._samples_after, self.samples, self.merged_steps, context.noise.measured)
         self.lr = context.setup.job.schedule.base_lr * self._rate.lr
+        self._loss_scale = context.loss_scale.factor or 1.0
         self.updated = False
 
     def batches(self) -> Iterator[Batch]:
@@ -126,7 +128,7 @@ class Step:
         if self._is_last:
             self._enter(REDUCE)
         context.noise.begin_backward()
-        weight = context.setup.job.gradient_scale * micro_batch.samples / self.samples
+        weight = context.setup.job.gradient_scale * micro_batch.samples / self.samples * self._loss_scale
         context.engine.backward(loss, weight, micro_batch, self._is_last)
         context.noise.end_backward(micro_batch.samples)
         end = mark_on(context.setup.layout.device)
@@ -162,18 +164,23 @@ class Step:
             )
         self._enter(REDUCE)
         begin = mark_on(context.setup.layout.device)
-        norm = context.engine.finish_gradients(self.samples, job.gradient.max_norm)
+        norm, overflows = context.engine.finish_gradients(
+            self.samples, job.gradient.max_norm, context.loss_scale.factor
+        )
         if context.buffers.is_needed:
             context.buffers.end_step(self.samples)
         self._intervals.append(("communication_s", begin, mark_on(context.setup.layout.device)))
         context.group_rates.set(context.optimizer, self._rate)
         # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
-        totals = self._reduced(norm)
+        totals = self._reduced(norm, overflows)
         with self._boundary.changing_state(self.merged_steps):
             seed_update(job.plan.seed, self.index)
-            applied = context.engine.step()
-            noise = context.noise.keep(totals.norms(self.samples, job.gradient_scale), self._rate.clock)
-        self._commit(totals, applied, {} if noise is None else {"noise_scale": noise})
+            context.engine.step(applies=not totals.overflows)
+            context.loss_scale.update(totals.overflows)
+            norms = None if totals.overflows else totals.norms(self.samples, job.gradient_scale)
+            noise = context.noise.keep(norms, self._rate.clock)
+        measured = {"noise_scale": noise, "loss_scale": self._loss_scale if context.loss_scale.is_used else None}
+        self._commit(totals, {name: value for name, value in measured.items() if value is not None})
         self.updated = True
 
     def _enter(self, phase: Phase) -> None:
@@ -195,7 +202,7 @@ class Step:
         self._data_s += time.perf_counter() - began
         return batch
 
-    def _reduced(self, norm: Tensor) -> StepTotals:
+    def _reduced(self, norm: Tensor, overflows: Tensor) -> StepTotals:
         """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
         context, local, layout = self._context, self._local, self._context.setup.layout
         losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist() if self._losses else []
@@ -209,14 +216,15 @@ class Step:
         local.seconds["other_s"] = max(time.perf_counter() - self._began - known_s, 0.0)
         if layout.leads_cell:
             local.losses = losses
-            local.small_squares = context.noise.small_squares(self.samples)
+            local.small_squares = context.noise.small_squares(self.samples, self._loss_scale)
             local.micro_batches = len(local.small_squares)
+        local.overflows = bool(overflows)
         if layout.is_first:
             local.grad_norm = float(norm)
             local.stored_steps = context.telemetry.stored_steps if context.telemetry else 0
         return context.reducer.reduce(local)
 
-    def _commit(self, totals: StepTotals, applied: bool, measured: Mapping[str, float]) -> None:
+    def _commit(self, totals: StepTotals, measured: Mapping[str, float]) -> None:
         setup = self._context.setup
         setup.worker.progress.enter(BETWEEN_STEPS)
         done = self.index + self.merged_steps
@@ -233,7 +241,7 @@ class Step:
             time=time.time(),
             weights_digest=self._weights_digest(done),
             grad_norm=totals.grad_norm,
-            applied=applied,
+            applied=not totals.overflows,
             loss=totals.losses / self.samples,
             sample_digest=totals.sample_digest,
             logged=json.dumps({**totals.logged, **measured}),
@@ -242,6 +250,8 @@ class Step:
         if not math.isfinite(totals.grad_norm):
             self._report_overflow()
         self._boundary.committed(row, int(totals.stored_steps), totals.wants)
+        if totals.overflows:
+            self._report_skip(done)
         self._context.known_kinds |= self._kinds
         setup.worker.progress.committed(done, time.perf_counter() - self._began)
 
@@ -252,6 +262,13 @@ class Step:
             context.has_overflowed = True
             detail = f"gradient.compression={compression}"
             context.report(WarningEvent("gradient_overflow", detail, step=self.index + self.merged_steps))
+
+    def _report_skip(self, done: int) -> None:
+        """Report that the step was skipped, and warn if no step has been applied for long."""
+        context, after = self._context, self._context.loss_scale.current
+        context.report(SkipEvent(self._loss_scale, after.factor, step=done))
+        if after.skipped_steps == LONG_SKIPPED_STEPS:
+            context.report(WarningEvent("no_finite_gradients", str(after.skipped_steps), step=done))
 
     def _weights_digest(self, done: int) -> int | None:
         """Return the digest of the model's weights if the run is deterministic and a digest is due, else None."""

@@ -137,6 +137,8 @@ class LocalStep:
     """Number of micro-batches in `small_squares`."""
     grad_norm: float = reduced(FROM_FIRST, default=0.0)
     """Norm of the step's gradient before clipping."""
+    overflows: bool = reduced(ANY, default=False)
+    """Whether a scaled gradient has overflowed, so that all ranks must skip the step. Ranks with shards may see different gradients."""
     stored_steps: float = reduced(FROM_FIRST, default=0.0)
     """Number of steps whose ledger rows have reached storage."""
     wants: Wants = reduced(WANTS, default_factory=Wants)
@@ -156,6 +158,7 @@ class StepTotals:
     small_squares: float
     micro_batches: float
     grad_norm: float
+    overflows: bool
     stored_steps: float
     wants: Wants
     logged: dict[str, float]

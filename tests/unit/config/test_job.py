@@ -217,6 +217,29 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
             "job.yaml:6: gradient.compression=fp16 cannot be combined with gradient.reduce=adasum; remove one of them",
         ),
         (
+            "precision: {compute: fp16, loss_scale: 1000}\n",
+            (),
+            "job.yaml:4: precision.loss_scale is 1000, which is not a power of two, so that scaling would round the gradients; set it to "
+            "1024 or to dynamic",
+        ),
+        (
+            "precision: {compute: bf16}\n",
+            ("precision.loss_scale=1024",),
+            "command line: precision.loss_scale is 1024, but compute is bf16, and only compute=fp16 scales the loss; remove loss_scale",
+        ),
+        (
+            "precision:\n  compute: fp8\n",
+            (),
+            "job.yaml:5: precision.compute is \"fp8\": it should be 'fp32', 'bf16' or 'fp16'",
+        ),
+        ("", ("precision.loss_scale=auto",), 'command line: precision.loss_scale is "auto": it should be '),
+        (
+            "precision: {compute: fp16}\n",
+            ("gradient.compression=fp16",),
+            "command line: gradient.compression=fp16 cannot be combined with precision.compute=fp16, because sums of gradients that "
+            "contain the loss scale would exceed the range of fp16; set gradient.compression=none or precision.compute=bf16",
+        ),
+        (
             "config: {day: 2024-01-01}\n",
             (),
             "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it",

@@ -63,6 +63,48 @@ def test_the_record_has_the_number_of_gpus_that_auto_stands_for(
     assert on_cluster(job(tmp_path, "workers.gpus=2")).spec.workers.gpus == 2
 
 
+def test_a_format_that_the_cpu_lacks_is_refused_as_soon_as_the_workers_get_no_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "cpu_problem", lambda compute: f"this CPU cannot train in {compute}; use fp32")
+    monkeypatch.setattr(preflight, "offers_gpus", lambda: False)
+    loaded = job(tmp_path, "precision.compute=fp16")
+    prepare(loaded, train, fresh=False)  # the cluster may have GPUs
+    prepare(job(tmp_path, "precision.compute=fp16", "workers.gpus=1"), train, fresh=False)
+    for check in (
+        lambda: on_cluster(loaded),
+        lambda: prepare(job(tmp_path, "precision.compute=fp16", "workers.gpus=0"), train, False),
+    ):
+        with pytest.raises(SpecError, match=r"^command line: this CPU cannot train in fp16; use fp32$"):
+            check()
+
+
+def test_16_bit_parameters_in_a_16_bit_run_are_refused_with_the_reason(tmp_path: Path) -> None:
+    def train(run: Run) -> None:
+        run.model(nn.Linear(2, 3).bfloat16())
+
+    prepare(job(tmp_path), train, fresh=False)
+    for compute in ("bf16", "fp16"):
+        with pytest.raises(
+            SpecError, match=rf"parameters cannot be combined with precision.compute={compute}, because"
+        ):
+            prepare(job(tmp_path, f"precision.compute={compute}"), train, fresh=False)
+
+
+def test_a_run_of_a_version_without_precisions_resumes_in_fp32_only(tmp_path: Path) -> None:
+    loaded = job(tmp_path)
+    prepared = prepare(loaded, train, fresh=False)
+    first = record_job(loaded, prepared.plan, prepared.store).job.run_id
+    record = json.loads(prepared.store.read(JOB_FILE))
+    del record["spec"]["precision"]
+    prepared.store.write(JOB_FILE, json.dumps(record).encode())
+    prepared.store.write("ledger/steps-000001-00000.parquet", b"")
+    prepare(loaded, train, fresh=False)
+    assert record_job(loaded, prepared.plan, prepared.store).job.run_id == first
+    with pytest.raises(RunError, match=r'precision.compute is "bf16", but .*/run was started with "fp32"; restore it'):
+        prepare(job(tmp_path, "precision.compute=bf16"), train, fresh=False)
+
+
 def test_horovod_without_nccl_is_refused_as_soon_as_the_workers_get_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from undula.parallel.capabilities import ENGINES, EngineKind, Feature, engine_with, features_of, refusal
+from undula.parallel.capabilities import CONFLICTS, ENGINES, EngineKind, Feature, engine_with, features_of, refusal
 from undula.parallel.spec import Compression, EngineName, GradientSpec, Reduction
 
 PLAIN = GradientSpec()
@@ -28,6 +28,8 @@ def test_a_setting_requires_its_feature() -> None:
     assert features_of("torch", False, GradientSpec(reduce="sum"), False) == set()
     assert features_of("torch", False, GradientSpec(reduce="adasum"), False) == {Feature.ADASUM}
     assert features_of("torch", False, GradientSpec(compression="fp16"), False) == {Feature.FP16_GRADIENTS}
+    assert features_of("torch", False, PLAIN, False, "bf16") == {Feature.BF16}
+    assert features_of("torch", False, PLAIN, False, "fp16") == {Feature.FP16}
 
 
 def test_every_combination_of_settings_is_known() -> None:
@@ -51,6 +53,15 @@ def test_every_combination_of_settings_is_known() -> None:
 def test_the_first_engine_that_a_feature_selects_trains_the_job(features: set[Feature], name: str) -> None:
     assert engine_with(features).name == name
     assert refusal(features) is None
+
+
+@pytest.mark.parametrize(("one", "other"), CONFLICTS)
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)
+def test_no_engine_combines_features_that_exclude_each_other(engine, one: Feature, other: Feature) -> None:
+    own = {engine.chosen_by} if engine.chosen_by else set()
+    problem = refusal(own | {one, other})
+    assert problem is not None
+    assert problem.startswith(f"{one} cannot be combined with {other}, because ")
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from undula.errors import SpecError
 from undula.plan.plan import Plan, PlanSpec, assign
+from undula.plan.precision import PrecisionSpec
 
 
 @st.composite
@@ -82,6 +83,20 @@ def test_digest_depends_on_the_plan_and_the_data() -> None:
     digests = [Plan(spec, 1000).digest("data") for spec in specs] + [Plan(PlanSpec(), 1000).digest("other data")]
     assert len(set(digests)) == 6
     assert Plan(PlanSpec(), 1000).digest("data") == digests[0]
+
+
+def test_digest_depends_on_the_precision_but_that_of_fp32_is_the_one_of_older_versions() -> None:
+    plan = Plan(PlanSpec(), 1000)
+    formats = [
+        PrecisionSpec(),
+        PrecisionSpec(compute="bf16"),
+        PrecisionSpec(compute="fp16"),
+        PrecisionSpec(compute="fp16", loss_scale=1024),
+    ]
+    digests = [plan.digest("data", each) for each in formats]
+    assert len(set(digests)) == 4
+    assert digests[0] == plan.digest("data")
+    assert digests[0].startswith("0449fdd25cb456e2")
 
 
 def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_multiples() -> None:

@@ -1,7 +1,7 @@
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +77,7 @@ def test_a_run_without_steps_has_no_figures() -> None:
 
 def test_figures_agree_with_the_ledger() -> None:
     steps = [row(step, loss=float(step), world_size=2 if step < 20 else 1, time=step) for step in range(30)]
+    steps[3:5] = [replace(each, applied=False) for each in steps[3:5]]
     events = [
         start(-1),
         validation(0, 0, 9.0),
@@ -89,7 +90,7 @@ def test_figures_agree_with_the_ledger() -> None:
         end(31),
     ]
     summary = summarize(ledger(steps, events, [row(16), row(17)]), JOB, now=0)
-    assert (summary.steps, summary.samples, summary.replayed_steps) == (30, 240, 2)
+    assert (summary.steps, summary.samples, summary.replayed_steps, summary.skipped_steps) == (30, 240, 2, 2)
     assert (summary.first_validation_loss, summary.last_validation_loss) == (9.0, 3.0)
     assert (summary.best_validation_loss, summary.best_validation_step) == (2.0, 15)
     assert summary.training_loss == np.mean(range(10, 30))

@@ -189,7 +189,7 @@ def test_the_largest_figures_fit_the_terminal_and_no_word_is_truncated(
         name="run", state=state, steps=steps, total_steps=steps, samples=samples, total_samples=samples,  # type: ignore[arg-type]
         first_validation_loss=amounts[0], last_validation_loss=amounts[1], best_validation_loss=amounts[2],
         best_validation_step=steps, training_loss=amounts[3], samples_per_s=amounts[10], began=0.0, latest=amounts[0],
-        wall_s=amounts[10], replayed_steps=steps, attempts=steps, crashes=steps, resizes=steps, checkpoints=steps,
+        wall_s=amounts[10], replayed_steps=steps, skipped_steps=steps, attempts=steps, crashes=steps, resizes=steps, checkpoints=steps,
         world_sizes=(1, 2, 512), seconds=seconds, rank_seconds=rank_seconds, goodput=0.5,
     )  # fmt: skip
     dollars_by_class = dict.fromkeys(CLASSES, spent / 6)

@@ -53,11 +53,11 @@ class CountingEngine(DataParallelEngine):
         super().backward(loss, weight, micro_batch, is_last)
         self._pending = [*getattr(self, "_pending", []), micro_batch.virtual_worker - self._mine.start]
 
-    def step(self) -> bool:
+    def step(self, applies: bool = True) -> None:
         for place in self._pending:
             self.rows.tensor[place] += 1
         self._pending = []
-        return super().step()
+        super().step(applies)
 
     def state(self) -> dict[str, Piece]:
         return {"counting.rows": self.rows}

@@ -29,7 +29,7 @@ class DataParallelEngine(Engine):
         self._sparse: list[nn.Parameter] = []
 
     def lay_out(self) -> None:
-        self.close()
+        self._close_buckets()
         if self.layout.num_cells == 1:
             return
         sparse = sparse_parameters(self.module)
@@ -38,6 +38,10 @@ class DataParallelEngine(Engine):
         self._buckets = GradientBuckets(dense, self.layout.shards, self._sent_as)
 
     def close(self) -> None:
+        super().close()
+        self._close_buckets()
+
+    def _close_buckets(self) -> None:
         if self._buckets:
             self._buckets.close()
         self._buckets = None

@@ -10,6 +10,7 @@ from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.device_clock import Mark
 from undula.parallel.layout import Layout
 from undula.parallel.norms import clip_gradients, gradient_norm
+from undula.parallel.precision import Autocast, unscale
 from undula.plan.plan import MicroBatch
 from undula.state.pieces import Piece
 
@@ -36,6 +37,7 @@ class Engine:
         self.layout = layout
         self.gradients_ready: Mark | None = None
         """Time from which only the reduction of the step remained; None if the reduction does not overlap with the backward pass."""
+        self._autocast: Autocast | None = None
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and copy the weights of rank 0 to every rank.
@@ -48,6 +50,10 @@ class Engine:
         self.trainable = trainable(self.module)
         self.lay_out()
         return self.module
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Compute the model's forward and backward pass in a 16-bit dtype. Called after `place`. Outputs and gradients remain fp32."""
+        self._autocast = Autocast(self.module, self.layout.device, dtype)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Accept the module that `place` returned, and the optimizer that `step` is to step."""
@@ -80,31 +86,36 @@ class Engine:
         if micro_batch.samples or self.capabilities.equal_rounds:
             (loss * weight).backward()  # type: ignore[no-untyped-call]
 
-    def finish_gradients(self, samples: int, max_norm: float | None) -> Tensor:
+    def finish_gradients(
+        self, samples: int, max_norm: float | None, loss_scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Reduce the gradients of a step of `samples` samples, and clip them to `max_norm` unless that is None.
 
+        Args:
+            samples: Number of samples in the step.
+            max_norm: Maximum norm of the gradient.
+            loss_scale: Factor on the losses of the step, by which the gradients are divided again; None for none.
+
         Returns:
-            Norm of the gradient before clipping, a scalar on the device.
+            Norm of the gradient before clipping, and whether the step must be skipped because a scaled gradient overflowed on this rank.
+            Both are scalars on the device.
         """
         self.reduce_gradients(samples)
         parameters = list(self.module.parameters())
+        overflows = torch.zeros(()) if loss_scale is None else unscale(parameters, loss_scale)
         norm = gradient_norm(parameters)
         if max_norm is not None:
             clip_gradients(parameters, max_norm, norm)
-        return norm
+        return norm, overflows
 
     def reduce_gradients(self, samples: int) -> None:
         """Replace the gradients of this rank by the gradients of the step over all ranks."""
 
-    def step(self) -> bool:
-        """Step the optimizer and free the gradients.
-
-        Returns:
-            Whether the step was applied. Mixed precision may skip it.
-        """
-        self.optimizer.step()
+    def step(self, applies: bool = True) -> None:
+        """Step the optimizer, unless the step is skipped, and free the gradients."""
+        if applies:
+            self.optimizer.step()
         self.free_gradients()
-        return True
 
     def free_gradients(self) -> None:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""
@@ -112,6 +123,8 @@ class Engine:
 
     def close(self) -> None:
         """Remove what the engine has attached to the model. Without this, the model can stay in memory although nothing uses it."""
+        if self._autocast:
+            self._autocast.remove()
 
     def state(self) -> dict[str, Piece]:
         """Return the engine's own tensors that change from step to step, by name. They are restored in place."""

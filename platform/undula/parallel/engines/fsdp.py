@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from undula.errors import UsageError
 from undula.parallel.capabilities import FSDP
@@ -42,6 +42,17 @@ class FSDPEngine(Engine):
         self.module: nn.Module = module
         self.trainable = trainable(module)
         return module
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Replace the policy of each sharded module. torch reads it at the first forward pass, and has no public function to set it."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                output = torch.float32 if part is self.module else None
+                policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=output)
+                state = part._get_fsdp_state()
+                state._mp_policy = policy
+                for group in state._fsdp_param_groups:
+                    group.mp_policy = policy
 
     def before_forward(self, is_last: bool) -> None:
         """Accumulate gradients on this rank, without reducing them, until the last micro-batch."""

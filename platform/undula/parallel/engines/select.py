@@ -15,6 +15,7 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.exact import ExactEngine
 from undula.parallel.layout import Layout
 from undula.parallel.spec import Compression, EngineName, GradientSpec
+from undula.plan.precision import Compute
 from undula.state.pieces import is_sharded_tensor
 
 MakeEngine = Callable[[nn.Module, Layout], Engine]
@@ -29,13 +30,14 @@ def make_engine(
     gradient: GradientSpec,
     measures_noise: bool,
     virtual_workers: int,
+    compute: Compute = "fp32",
 ) -> Engine:
     """Make the engine that trains a module with a job's settings.
 
     Raises:
         UsageError: No engine supports these settings with this module. Preflight finds most of these cases before any worker starts.
     """
-    features = features_of(engine, deterministic, gradient, measures_noise) | features_of_model(module)
+    features = features_of(engine, deterministic, gradient, measures_noise, compute) | features_of_model(module)
     if problem := refusal(features):
         raise UsageError(problem)
     chosen = engine_with(features).name
@@ -87,5 +89,6 @@ def features_of_model(module: nn.Module) -> set[Feature]:
     asked = {
         Feature.SHARDED: any(is_sharded_tensor(parameter) for parameter in module.parameters()),
         Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
+        Feature.HALF_PARAMETERS: any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters()),
     }
     return {feature for feature, is_asked in asked.items() if is_asked}

@@ -16,6 +16,7 @@ from undula.data.spec import DataSpec
 from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
+from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.rules import RULES
 from undula.report.data.run_record import RecordedRun
 from undula.report.data.summary import column
@@ -72,7 +73,7 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
     found = Certificate()
     try:
         plan = Plan(_section(run, "plan", PlanSpec), data.num_rows)
-        if plan.digest(data.digest) != run.job.plan_digest:
+        if plan.digest(data.digest, _precision(run)) != run.job.plan_digest:
             raise _DifferenceError("the manifest of the data or the recorded plan has changed since the run started")
         _check_steps(run, plan, found)
         _check_samples(run, plan, data, found)
@@ -116,6 +117,11 @@ def _section(run: RecordedRun, key: str, owner: type[Owner]) -> Owner:
         raise RunError(
             f"job.json of {run.job.name} has no section {key!r} that this version of Undula can read; submit the job again"
         ) from error
+
+
+def _precision(run: RecordedRun) -> PrecisionSpec:
+    """Return the precision of a run. Runs of versions without that section trained in fp32."""
+    return _section(run, "precision", PrecisionSpec) if "precision" in run.job.spec else FP32
 
 
 def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:

@@ -66,6 +66,8 @@ class RunSummary:
     """Wall time from `began` to `latest` in seconds."""
     replayed_steps: int
     """Number of steps in the ledger that were replayed. Steps that were lost before the ledger had them are not counted."""
+    skipped_steps: int
+    """Number of committed steps that left the weights as they were, because a gradient overflowed in fp16."""
     attempts: int
     crashes: int
     resizes: int
@@ -113,6 +115,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
         latest=max(times, default=None),
         wall_s=max(times) - min(times) if times else 0.0,
         replayed_steps=len(ledger.replaced),
+        skipped_steps=int((column(steps, "applied") == 0).sum()),
         attempts=kinds.count("start"),
         crashes=kinds.count("crash"),
         resizes=kinds.count("resize"),

@@ -100,10 +100,11 @@ def _tiles(summary: RunSummary) -> list[Tile]:
     best = summary.best_validation_loss
     best_note = f"best {number(best)} at step {summary.best_validation_step:,}" if best is not None else "no validation"
     faults = f"{counted(summary.crashes, 'crash', 'crashes')}, {counted(summary.resizes, 'resize')}"
+    skipped = f", {summary.skipped_steps:,} without an update (fp16 overflow)" if summary.skipped_steps else ""
     return [
         Tile("validation loss", number(summary.last_validation_loss), best_note),
         Tile("training loss", number(summary.training_loss), "mean of the last 20 steps"),
-        Tile("steps", f"{summary.steps:,}", f"of {summary.total_steps:,}"),
+        Tile("steps", f"{summary.steps:,}", f"of {summary.total_steps:,}{skipped}"),
         Tile("samples", f"{summary.samples:,}", f"of {summary.total_samples:,}"),
         Tile("samples/s", number(summary.samples_per_s), "median over steps"),
         Tile("wall time", duration(summary.wall_s), counted(summary.checkpoints, "checkpoint")),

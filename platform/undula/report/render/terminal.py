@@ -41,6 +41,7 @@ _KIND_STYLE = {
     "notice": "yellow",
     "warning": "yellow",
     "resize": "magenta",
+    "skip": "yellow",
     "end": "green",
     "start": "cyan",
 }
@@ -181,11 +182,12 @@ def _summary_table(summary: RunSummary) -> Table:
     at = f"  (best {number(best)} at step {summary.best_validation_step:,})" if best is not None else ""
     losses = f"{number(summary.first_validation_loss)} → {number(summary.last_validation_loss)}{at}"
     replayed = f", {summary.replayed_steps:,} replayed" if summary.replayed_steps else ""
+    skipped = f", {summary.skipped_steps:,} without an update (fp16 overflow)" if summary.skipped_steps else ""
     faults = f"{counted(summary.crashes, 'crash', 'crashes')}, {counted(summary.resizes, 'resize')}"
     for label, value in (
         ("validation loss", losses if summary.last_validation_loss is not None else DASH),
         ("training loss", f"{number(summary.training_loss)}  (mean of the last 20 steps)"),
-        ("steps", f"{summary.steps:,} of {summary.total_steps:,}{replayed}"),
+        ("steps", f"{summary.steps:,} of {summary.total_steps:,}{replayed}{skipped}"),
         ("samples", f"{summary.samples:,} of {summary.total_samples:,}"),
         ("samples/s", f"{number(summary.samples_per_s)}  (median)"),
         ("wall time", duration(summary.wall_s)),

@@ -18,6 +18,7 @@ from undula.state.events.training import (
     EndEvent,
     LossEvent,
     LostEvent,
+    SkipEvent,
     SnapshotEvent,
     StartEvent,
     StopEvent,
@@ -61,6 +62,7 @@ __all__ = [
     "ReleaseEvent",
     "ResizeEvent",
     "SaveEvent",
+    "SkipEvent",
     "SnapshotEvent",
     "StartEvent",
     "StopEvent",
@@ -74,7 +76,7 @@ __all__ = [
 ]
 
 EVENT_TYPES: tuple[type[Event], ...] = (
-    *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, ValidationEvent, LossEvent, SnapshotEvent),
+    *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, SnapshotEvent),
     *(CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent, OverdueEvent),
     *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StopEvent, EndEvent, WarningEvent),
 )

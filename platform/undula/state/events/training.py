@@ -72,6 +72,24 @@ class BatchEvent(Event):
 
 
 @dataclass(frozen=True)
+class SkipEvent(Event):
+    """A step was committed without a change of the weights, because its scaled gradient overflowed."""
+
+    KIND = "skip"
+    loss_scale: float
+    """Loss scale of the step."""
+    next_loss_scale: float
+    """Loss scale of the next step."""
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        change = f"is lowered from {self.loss_scale:g} to {self.next_loss_scale:g}"
+        then = change if self.next_loss_scale != self.loss_scale else f"stays {self.loss_scale:g}"
+        return f"Step {self.step} left the weights as they are, because its gradient overflowed in fp16; the loss scale {then}."
+
+
+@dataclass(frozen=True)
 class ValidationEvent(Event):
     """The model was validated."""
 
@@ -160,7 +178,7 @@ class EndEvent(Event):
 
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
-    "no_room_for_state", "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "node_refused",
+    "no_room_for_state", "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "no_finite_gradients", "node_refused",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -176,6 +194,8 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
     "mixed_machines": "The workers compute with different bits, so deterministic=true cannot make the run repeatable ({detail}); "
     "use machines of one kind, with the same settings.",
+    "no_finite_gradients": "The gradients of the last {detail} steps were infinite or NaN, so the weights have not changed since; "
+    "look for a loss that is not finite, or train in bf16 or fp32.",
     "gradient_overflow": "The gradient has become infinite or NaN, perhaps because it was too large for {detail}; set it to none.",
 }
 

@@ -1,0 +1,408 @@
+"""Tests of bf16 and fp16: the loss scale follows torch's rule at any number of ranks, small gradients survive, and memory is saved."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from horovod_ranks import on_horovod_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from numbers_job import cpu_run, numbers_job
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from undula.data.rows import Batch
+from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.engines.fsdp import FSDPEngine
+from undula.parallel.layout import join_layout
+from undula.parallel.precision import Autocast, cpu_problem
+from undula.plan.plan import MicroBatch
+from undula.plan.precision import PrecisionSpec
+from undula.recovery.worker_state import WorkerState
+from undula.state.events import SkipEvent, WarningEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.storage import Store
+from undula.train import loss_scale
+from undula.train.job import Job
+from undula.train.loss_scale import LONG_SKIPPED_STEPS, Scale
+from undula.train.run import Run
+
+JOBS = Path(__file__).parents[3] / "jobs"
+OVERFLOWS = frozenset({0, 1, 5, 9, 10, 14})
+STEPS = 20
+INTERVAL = 3
+"""Number of steps without an overflow after which the scale grows in these tests."""
+
+
+class Network(nn.Module):
+    """Two layers, with an infinite factor on the first output in the steps that overflow."""
+
+    def __init__(self, is_sharded: bool = False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(1, 7), nn.Linear(7, 3)
+        if is_sharded:
+            fully_shard(self.first)
+            fully_shard(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+def loss_of(model: nn.Module, batch: Batch, overflows: bool) -> Tensor:
+    x = batch["x"]
+    assert isinstance(x, Tensor)
+    outputs = model(x[:, None] / 48)
+    assert outputs.dtype == torch.float32
+    # Only the sample 5 overflows, so that a single virtual worker does, and only one row of the last layer's gradient.
+    factor = torch.where((x == 5) & overflows, math.inf, 1.0)
+    return ((outputs[:, 0] - 1) * factor).mean() + outputs[:, 1:].square().mean()
+
+
+def trained(
+    job: Job,
+    rank: int = 0,
+    world_size: int = 1,
+    worker: WorkerState | None = None,
+    is_sharded: bool = False,
+    overflows: frozenset[int] = OVERFLOWS,
+) -> Iterator[tuple[Run, bool]]:
+    """Train, and yield after each step the run and whether the weights have changed."""
+    loss_scale.GROWTH_INTERVAL = INTERVAL
+    run = cpu_run(job, rank, world_size, worker)
+    model = run.model(Network(is_sharded))
+    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
+    for step in run.steps():
+        before = weights(model)
+        for batch in step.batches():
+            step.backward(loss_of(model, batch, step.index in overflows))
+        step.update()
+        yield run, weights(model) != before
+
+
+def weights(model: nn.Module) -> list[float]:
+    """Return this rank's elements of all weights."""
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
+    return torch.cat([each.detach().flatten() for each in local]).tolist()  # type: ignore[no-any-return]
+
+
+def fp16_job(folder: Path, **precision: Any) -> Job:
+    """Return a job of STEPS steps, each of which consumes all samples and so also the one that overflows."""
+    job = numbers_job(folder, global_batch=48, epochs=STEPS)
+    return replace(job, precision=PrecisionSpec(compute="fp16", **precision))
+
+
+def recorded(job: Job) -> list[tuple[float, bool]]:
+    """Return the loss scale of each step, and whether it changed the weights, from the ledger."""
+    rows = read_ledger(Store(job.run_url)).steps.to_pylist()
+    return [(json.loads(row["logged"])["loss_scale"], row["applied"]) for row in rows]
+
+
+def torch_scales(overflows: frozenset[int] = OVERFLOWS, steps: int = STEPS) -> list[tuple[float, bool]]:
+    """Return the same for torch's own scaler."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=INTERVAL)
+    found = []
+    for index in range(steps):
+        scaler.scale(weight.sum() * (math.inf if index in overflows else 1.0)).backward()  # type: ignore[no-untyped-call]
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scale, index not in overflows))
+    return found
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
+def test_the_scale_follows_the_rule_of_torch(overflows: list[bool], interval: int) -> None:
+    scale, torch_scale, growth = Scale(), torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    for each in overflows:
+        scale = scale.after(each, interval=interval)
+        torch._amp_update_scale_(torch_scale, growth, torch.tensor(float(each)), 2.0, 0.5, interval)
+        assert (scale.factor, scale.finite_steps) == (torch_scale.item(), growth.item())
+
+
+def test_the_scale_does_not_grow_beyond_fp32() -> None:
+    assert Scale(2.0**127).after(False, interval=1) == Scale(2.0**127)
+
+
+def test_the_defaults_are_those_of_torch() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    theirs = (
+        scaler.get_scale(),
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    )
+    assert theirs == (loss_scale.INITIAL, loss_scale.GROWTH, loss_scale.BACKOFF, 2000)
+
+
+def _skips(rank: int, world_size: int, job: Job, is_sharded: bool = False) -> list[bool]:
+    """Return whether each step changed this rank's weights."""
+    return [changed for _, changed in trained(job, rank, world_size, is_sharded=is_sharded)]
+
+
+@pytest.mark.parametrize("kind", ["data parallel", "deterministic", "fsdp", "adasum", "horovod"])
+def test_scales_and_skipped_steps_are_those_of_torch_at_any_world_size(tmp_path: Path, kind: str) -> None:
+    """Of the ranks with shards, only one sees the overflow in its own gradient, and yet all skip the step."""
+    job = replace(fp16_job(tmp_path), deterministic=kind == "deterministic")
+    if kind == "adasum":
+        job = replace(job, gradient=replace(job.gradient, reduce="adasum"))
+    if kind == "horovod":
+        pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
+        job = replace(job, engine="horovod")
+    expected = torch_scales()
+    for world_size in (1, 2, 3) if kind in ("data parallel", "fsdp") else (3,):
+        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
+        start = on_horovod_ranks if kind == "horovod" else on_ranks
+        for changed in start(world_size, _skips, its_own, kind == "fsdp"):
+            assert changed == [applied for _, applied in expected]
+        assert recorded(its_own) == expected
+        events = events_of(read_ledger(Store(its_own.run_url)).events, SkipEvent)
+        assert [event.step for event in events] == [step + 1 for step in sorted(OVERFLOWS)]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("through_memory", [True, False])
+def test_the_scale_survives_its_worker_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_memory: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", INTERVAL)
+    job, worker = replace(fp16_job(tmp_path), run_id=str(tmp_path)), WorkerState()
+    steps = trained(job, worker=worker)
+    for _ in range(12 if through_memory else 13):  # a checkpoint is taken every two steps; the last one has step 12
+        run, _ = next(steps)
+    assert run._loop is not None
+    if through_memory:
+        run.hand_over()
+        assert worker.held is not None
+    else:
+        run._loop._context.snapshots.delete()  # type: ignore[union-attr]
+    steps.close()
+    for _ in trained(job, worker=worker):
+        pass
+    assert recorded(job) == torch_scales()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_fixed_scale_stays_and_a_warning_follows_many_skipped_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = fp16_job(tmp_path, loss_scale=1024)
+    job = replace(job, plan=replace(job.plan, epochs=LONG_SKIPPED_STEPS + 3))
+    for _ in trained(job, overflows=frozenset(range(1, 100))):
+        pass
+    assert recorded(job) == [(1024.0, True), *[(1024.0, False)] * (LONG_SKIPPED_STEPS + 2)]
+    (warning,) = events_of(read_ledger(Store(job.run_url)).events, WarningEvent)
+    assert (warning.code, warning.step) == ("no_finite_gradients", LONG_SKIPPED_STEPS + 1)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_noise_scale_knows_no_loss_scale_and_no_skipped_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for name, overflows, compute in (("fp32", (), "fp32"), ("fp16", (), "fp16"), ("with skips", (2, 3), "fp16")):
+        job = replace(fp16_job(tmp_path), run_url=f"{tmp_path}/{name}", run_id=f"{tmp_path}/{name}")
+        job = replace(job, precision=PrecisionSpec(compute=compute), plan=replace(job.plan, epochs=6))  # type: ignore[arg-type]
+        job = replace(job, gradient=replace(job.gradient, noise_every_steps=1))
+        for _ in trained(job, overflows=frozenset(overflows)):
+            pass
+        rows = read_ledger(Store(job.run_url)).steps["logged"].to_pylist()
+        found[name] = [json.loads(row).get("noise_scale") for row in rows]
+    assert found["fp16"] == pytest.approx(found["fp32"], rel=0.02)
+    assert found["with skips"][:2] == found["fp16"][:2]
+    assert found["with skips"][2:4] == [None, None]
+    assert None not in found["with skips"][4:]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_tiny_gradient_is_lost_without_a_scale_and_exact_with_one() -> None:
+    """2^-25 is half of the smallest number of fp16, and is rounded to 0."""
+    gradients = {}
+    for scale in (1.0, 2.0**16):
+        engine = DataParallelEngine(join_layout(0, 1, torch.device("cpu")))
+        model = engine.place(nn.Linear(1, 1, bias=False))
+        engine.compute_in(torch.float16)
+        engine.begin_step(1)
+        engine.before_forward(is_last=True)
+        engine.backward(model(torch.ones(1, 1)).sum() * 2.0**-25, scale, MicroBatch(0, 0, 0, 1), is_last=True)
+        norm, overflows = engine.finish_gradients(1, max_norm=None, loss_scale=scale)
+        gradients[scale] = model.weight.grad.item()  # type: ignore[union-attr,operator]
+        assert (norm.item(), overflows.item()) == (gradients[scale], 0)
+    assert gradients == {1.0: 0.0, 2.0**16: 2.0**-25}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_elements_are_tested_and_not_their_norm() -> None:
+    """The squares of these finite gradients do not fit fp32."""
+    engine = DataParallelEngine(join_layout(0, 1, torch.device("cpu")))
+    model = engine.place(nn.Linear(4, 1, bias=False))
+    for value, expected in ((1e30, 0), (math.inf, 1), (math.nan, 1)):
+        model.weight.grad = torch.tensor([[1.0, 1.0, value, 1.0]])
+        norm, overflows = engine.finish_gradients(1, max_norm=None, loss_scale=1.0)
+        assert not math.isfinite(norm.item())
+        assert overflows.item() == expected
+
+
+def _sums_per_step(rank: int, world_size: int, job: Job) -> list[int]:
+    """Return the number of asynchronous sums in each step, which are those of the buckets."""
+    counts, original = [0], dist.all_reduce
+
+    def counted(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+        counts[-1] += bool(more.get("async_op"))
+        return original(tensor, *arguments, **more)
+
+    dist.all_reduce = counted
+    for _ in trained(job, rank, world_size):
+        counts.append(0)
+    return counts[:-1]
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_accumulation_and_autocast_make_one_sum_per_bucket_and_step(tmp_path: Path, compute: str) -> None:
+    """Each rank runs six micro-batches per step. The network has one bucket."""
+    job = replace(numbers_job(tmp_path, micro_batch=1), precision=PrecisionSpec(compute=compute))  # type: ignore[arg-type]
+    for counts in on_ranks(2, _sums_per_step, job):
+        assert counts == [1] * 4
+
+
+def _losses_and_weights(rank: int, world_size: int, job: Job) -> list[float]:
+    run = cpu_run(job, rank, world_size)
+    model = run.model(Network())
+    run.optimizer(torch.optim.AdamW(model.parameters(), lr=run.base_lr))
+    seen: set[torch.dtype] = set()
+    model.second.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[union-attr]
+
+    def loss(batch: Batch) -> Tensor:
+        return loss_of(model, batch, overflows=False)
+
+    for step in run.steps(validate=loss):
+        for batch in step.batches():
+            step.backward(loss(batch))
+        step.update()
+    assert seen == {torch.bfloat16}  # also in validation
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    return [*weights(model), *read_ledger(Store(job.run_url)).steps["loss"].to_pylist()]
+
+
+def test_bf16_is_the_same_bit_for_bit_at_any_world_size(tmp_path: Path) -> None:
+    job = replace(numbers_job(tmp_path), deterministic=True, precision=PrecisionSpec(compute="bf16"))
+    job = replace(job, data=replace(job.data, validation=job.data.train))
+    found = []
+    for world_size in (1, 2, 3):
+        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
+        found += on_ranks(world_size, _losses_and_weights, its_own)
+    assert all(each == found[0] for each in found)
+
+
+def _sharded_gradient(rank: int, world_size: int) -> tuple[set[torch.dtype], float]:
+    """Return the dtypes that the layers of a sharded model compute, and the gradient of its weight."""
+    engine, seen = FSDPEngine(join_layout(rank, world_size, torch.device("cpu"))), set()
+    model = engine.place(fully_shard(nn.Sequential(fully_shard(nn.Linear(1, 1, bias=False)))))
+    engine.compute_in(torch.bfloat16)
+    model[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[operator,index]
+    engine.begin_step(2)
+    for value, is_last in (((256.0, 0.5)[rank], False), (1.0, True)):
+        engine.before_forward(is_last)
+        output = model(torch.full((1, 1), value))
+        assert output.dtype == torch.float32
+        engine.backward(output.sum(), 1.0, MicroBatch(0, rank, 0, 1), is_last)
+    gradient = model[0].weight.grad.full_tensor()  # type: ignore[operator,index,union-attr]
+    return seen, gradient.item()
+
+
+def test_a_sharded_model_computes_in_bf16_and_adds_up_in_fp32() -> None:
+    """bf16 has 8 significant bits. It could hold neither the sum of the micro-batches of a rank, 257, nor that of the ranks."""
+    assert on_ranks(2, _sharded_gradient) == [({torch.bfloat16}, 256 + 1 + 0.5 + 1)] * 2
+
+
+def test_each_use_of_a_weight_has_a_gradient_of_its_own() -> None:
+    """With autocast's cache, the two gradients would be added up in bf16."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16, bias=False)
+    twice = nn.Sequential(layer, nn.Tanh(), layer)
+    rows = torch.randn(64, 16)
+    Autocast(twice, torch.device("cpu"), torch.bfloat16)
+    twice(rows).square().mean().backward()
+    found = layer.weight.grad
+    copies = [layer.weight.detach().clone().requires_grad_() for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = F.linear(torch.tanh(F.linear(rows, copies[0])), copies[1])
+    output.float().square().mean().backward()
+    assert found is not None
+    assert copies[0].grad is not None
+    assert torch.equal(found, copies[0].grad + copies[1].grad)  # type: ignore[operator]
+
+
+def test_outputs_of_any_structure_are_fp32_and_a_failed_pass_leaves_no_context() -> None:
+    class Structured(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"y": y, "more": (y.double(), [y.argmax(1), "text"])}
+
+    module = Structured(3, 2)
+    hooks = Autocast(module, torch.device("cpu"), torch.bfloat16)
+    found = module(torch.ones(4, 3))
+    assert found["y"].dtype == torch.float32
+    assert [found["more"][0].dtype, found["more"][1][0].dtype] == [torch.float64, torch.int64]
+    with pytest.raises(RuntimeError):
+        module(torch.ones(4, 5))
+    assert not torch.is_autocast_enabled("cpu")
+    hooks.remove()
+    assert module(torch.ones(4, 3))["y"].dtype == torch.float32
+    assert not module._forward_hooks
+
+
+def saved_bytes(model: nn.Module, text: Tensor) -> int:
+    """Return the bytes of the activations that a forward pass and its loss keep for the backward pass."""
+    known = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in known:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        total = sum(each.untyped_storage().nbytes() for each in kept.values())
+    loss.backward()  # type: ignore[no-untyped-call]
+    return total
+
+
+def test_bf16_keeps_a_third_less_for_the_backward_pass_of_the_main_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(JOBS)
+    from gpt import GPT, GPTConfig
+
+    model = GPT(GPTConfig())
+    text = torch.randint(256, (8, 257))  # the micro-batch of the main job
+    whole = saved_bytes(model, text)
+    Autocast(model, torch.device("cpu"), torch.bfloat16)
+    assert saved_bytes(model, text) <= 0.65 * whole
+
+
+def test_a_cpu_that_cannot_train_in_fp16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*inputs: Tensor) -> Tensor:
+        raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
+
+    assert cpu_problem("fp16") is None
+    state = torch.get_rng_state()
+    monkeypatch.setattr(F, "conv1d", missing)
+    assert cpu_problem("fp32") is None
+    problem = cpu_problem("fp16")
+    assert problem is not None
+    assert problem.startswith("precision.compute is fp16, but torch cannot train in fp16 on this CPU (")
+    assert torch.equal(torch.get_rng_state(), state)
