@@ -1,4 +1,7 @@
-"""Reference runs: a job trained in forks of this process, without Ray. They have the record and the ledger that every run has."""
+"""Reference runs: a job trained in forks of this process, without Ray. They have the record and the ledger that every run has.
+
+`python tests/alone.py jobs/JOB.py runs=FOLDER name=NAME ...` trains one on the command line.
+"""
 
 import runpy
 import sys
@@ -14,13 +17,16 @@ from undula.storage import Store, open_store
 LIMIT_S = 180.0
 
 
-def train_alone(command: Sequence[str], world_size: int = 1, until: int | None = None) -> Store:
+def train_alone(
+    command: Sequence[str], world_size: int = 1, until: int | None = None, limit_s: float | None = LIMIT_S
+) -> Store:
     """Train the job of `python script overrides...` and return its run directory.
 
     Args:
         command: Command that would start the job's driver.
         world_size: Number of ranks.
         until: Number of steps after which the ranks save a checkpoint and end; by default, they train to the end of the plan.
+        limit_s: Maximum time in seconds; None for none.
     """
     _, script, *overrides = command
     with TemporaryDirectory() as folder:
@@ -31,7 +37,7 @@ def train_alone(command: Sequence[str], world_size: int = 1, until: int | None =
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(LIMIT_S)
+            rank.join(limit_s)
             rank.kill()
             assert rank.exitcode == 0, "a rank of the reference run failed; its traceback is above"
     values = dict(each.split("=", 1) for each in overrides if "=" in each)
@@ -72,3 +78,7 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
 
     process = SingleProcess(train, job, lambda message: None, rank, world_size, rendezvous if world_size > 1 else None)
     process()
+
+
+if __name__ == "__main__":
+    train_alone(sys.argv, limit_s=None)

@@ -1,12 +1,17 @@
 """The conformance suite: every model and optimizer resumes exactly or is refused, and a run that does not resume exactly is found."""
 
 import pytest
-from conformance_cases import ALL, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
+import torch
+from conformance_cases import ALL, MODELS, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
 
 from undula.errors import ConformanceError, SpecError, UsageError
 from undula.testing.conformance import check, check_on_ranks
 
 STEPS = ("plan.max_steps=4",)
+HALF = "bf16 parameters"
+"""Case that bf16 and fp16 runs refuse."""
+OPTIMIZERS = [name for name in ALL if name not in MODELS]
+"""Cases of the plain model, whose optimizers see fp32 gradients in any precision."""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +27,21 @@ def test_a_run_resumes_exactly_after_every_step(name: str, job: str) -> None:
 @pytest.mark.parametrize("keep", ["selective", "sqrt"])
 def test_a_run_whose_activations_are_recomputed_resumes_exactly(keep: str, job: str) -> None:
     check(ALL["repeated blocks"], job, *STEPS, f"activations.keep={keep}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(name for name in MODELS if name != HALF), *(pytest.param(name, marks=pytest.mark.soak) for name in OPTIMIZERS)],
+)
+def test_a_run_in_bf16_resumes_exactly_after_every_step(name: str, job: str) -> None:
+    if name == "an LSTM with dropout" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no LSTM in bf16 for this CPU")
+    check(ALL[name], job, *STEPS, "precision.compute=bf16")
+
+
+def test_bf16_parameters_in_a_bf16_run_are_refused(job: str) -> None:
+    with pytest.raises(SpecError, match=r"float16 parameters cannot be combined with precision.compute=bf16, because"):
+        check(ALL[HALF], job, *STEPS, "precision.compute=bf16")
 
 
 @pytest.mark.parametrize("name", REFUSED)
