@@ -1,4 +1,4 @@
-"""Rows of a window, and batches of them as torch tensors. Batches are gathered from the chunks in which the rows were read.
+"""Rows of a window, and batches of them as torch tensors. A batch has copies of rows of one or more windows.
 
 torch allocates every tensor of a batch, at a multiple of 64 bytes. Arrow and NumPy align their memory differently, and a slice of it can
 begin anywhere. torch's choice of a kernel, and with it the last bits of a result, could then depend on the rank and on the window.
@@ -60,7 +60,7 @@ class WindowRows:
             )
         self._order = read.window.permutation() if read.window.key is not None else None
         columns = read.map.result if read.map else read.columns
-        self._columns = {column.name: _Values(table[column.name], column) for column in columns}
+        self._columns = {column.name: _values(table[column.name], column) for column in columns}
 
     def take(self, start: int, stop: int) -> Samples:
         """Return a copy of the rows at places [start, stop) of the window's stream order."""
@@ -78,42 +78,45 @@ def concatenated(parts: list[Samples]) -> Samples:
     return Samples(np.concatenate([part.ids for part in parts]), batch)
 
 
-class _Values:
-    """Column of a window, in the chunks in which it was read. Joining the chunks would copy every row once more."""
+class _Numbers:
+    """Column of numbers of a window, in one array: gathering each batch from several chunks takes longer than joining them once."""
 
-    def __init__(self, values: pa.ChunkedArray, column: Column):
-        chunks = [chunk for chunk in values.chunks if len(chunk)]
-        self._starts = np.cumsum([0, *map(len, chunks)])
-        self._chunks = [
-            column.values(chunk) if column.type in TEXT_TYPES else _numbers(chunk, column) for chunk in chunks
-        ]
+    def __init__(self, chunks: list[pa.Array], column: Column):
+        rows = [_numbers(chunk, column) for chunk in chunks]
+        self._rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
 
-    def slice(self, start: int, stop: int) -> Tensor | list[Any]:
-        """Return the rows [start, stop)."""
-        parts = [
-            _as_values(chunk[max(start - int(begin), 0) : stop - int(begin)])
-            for chunk, begin, end in zip(self._chunks, self._starts, self._starts[1:], strict=False)
-            if begin < stop and start < end
-        ]
-        return _joined(parts or [_as_values(self._chunks[0][:0])])
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the rows [start, stop)."""
+        rows = self._rows[start:stop]
+        tensor = _empty_like(rows, len(rows))
+        np.copyto(tensor.numpy(), rows)
+        return tensor
 
-    def take(self, places: Ids) -> Tensor | list[Any]:
+    def take(self, places: Ids) -> Tensor:
         """Return the rows at the given places. NumPy gathers them in one thread; torch's thread pool would compete with training."""
-        if len(self._chunks) == 1 and isinstance(self._chunks[0], np.ndarray):
-            return _taken(self._chunks[0], places)
-        owners = np.searchsorted(self._starts, places, side="right") - 1
-        by_chunk = [np.flatnonzero(owners == number) for number in range(len(self._chunks))]
-        parts = [
-            chunk.take(places[own] - start, axis=0)
-            if isinstance(chunk, np.ndarray)
-            else _as_values(chunk.take(pa.array(places[own] - start)))
-            for chunk, own, start in zip(self._chunks, by_chunk, self._starts, strict=False)
-        ]
-        return _scattered(parts, by_chunk)
+        return _taken(self._rows, places)
 
 
-def _as_values(rows: NDArray[Any] | pa.Array) -> NDArray[Any] | list[Any]:
-    return rows if isinstance(rows, np.ndarray) else list(rows.to_pylist())
+class _Texts:
+    """Column of text of a window, in one array."""
+
+    def __init__(self, chunks: list[pa.Array], column: Column):
+        large = pa.large_string() if column.type.endswith("string") else pa.large_binary()
+        rows = [column.values(chunk).cast(large) for chunk in chunks]  # other arrays cannot hold 2 GiB
+        self._rows = rows[0] if len(rows) == 1 else pa.concat_arrays(rows)
+
+    def slice(self, start: int, stop: int) -> list[Any]:
+        """Return the rows [start, stop)."""
+        return list(self._rows[start:stop].to_pylist())
+
+    def take(self, places: Ids) -> list[Any]:
+        """Return the rows at the given places."""
+        return list(self._rows.take(pa.array(places)).to_pylist())
+
+
+def _values(values: pa.ChunkedArray, column: Column) -> _Numbers | _Texts:
+    chunks = [chunk for chunk in values.chunks if len(chunk)]
+    return _Texts(chunks, column) if column.type in TEXT_TYPES else _Numbers(chunks, column)
 
 
 def _taken(rows: NDArray[Any], places: Ids) -> Tensor:
@@ -124,31 +127,13 @@ def _taken(rows: NDArray[Any], places: Ids) -> Tensor:
     return tensor
 
 
-def _scattered(parts: Sequence[NDArray[Any] | list[Any]], places: list[Ids]) -> Tensor | list[Any]:
-    """Return all rows in one sequence, with row i of part p at index `places[p][i]`."""
-    first, size = parts[0], sum(map(len, places))
-    if isinstance(first, np.ndarray):
-        tensor = _empty_like(first, size)
-        values = tensor.numpy()
-        for part, own in zip(parts, places, strict=True):
-            values[own] = part
-        return tensor
-    if len(parts) == 1:
-        return first
-    items: list[Any] = [None] * size
-    for part, own in zip(parts, places, strict=True):
-        for place, value in zip(own, part, strict=True):
-            items[place] = value
-    return items
-
-
-def _joined(parts: Sequence[NDArray[Any] | Tensor | list[Any]]) -> Tensor | list[Any]:
+def _joined(parts: Sequence[Tensor | list[Any]]) -> Tensor | list[Any]:
     first = parts[0]
-    if isinstance(first, np.ndarray | Tensor):
-        tensor = _empty_like(np.asarray(first), sum(map(len, parts)))
+    if isinstance(first, Tensor):
+        tensor = _empty_like(first.numpy(), sum(map(len, parts)))
         np.concatenate(parts, out=tensor.numpy())
         return tensor
-    return first if len(parts) == 1 else list(itertools.chain(*parts))
+    return list(itertools.chain(*parts))
 
 
 def _empty_like(rows: NDArray[Any], count: int) -> Tensor:
