@@ -110,7 +110,8 @@ class PassOn(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[:sent])
+        if self.command != "HEAD":
+            self.wfile.write(body[:sent])
         self.wfile.flush()
 
 

@@ -20,6 +20,7 @@ from undula.data.maps import SampleMap
 from undula.data.shards import Shard
 from undula.data.sizes import RowSizes, fixed_bytes
 from undula.plan.order import Window
+from undula.storage import Reporter, waits_reported_to, waits_reporter
 
 LOCAL_READS, REMOTE_READS = 2, 4
 """Number of row groups that a task reads concurrently from a disk and from S3. Some of them are fetched while another is decoded."""
@@ -217,7 +218,10 @@ class WindowDatasource(Datasource):
     """
 
     def __init__(self, reads: Sequence[WindowRead], task_bytes: int):
-        self._tasks = [_Task(tuple(group), task_bytes) for group in _grouped(row_group_reads(reads), task_bytes)]
+        reporter = waits_reporter()
+        self._tasks = [
+            _Task(tuple(group), task_bytes, reporter) for group in _grouped(row_group_reads(reads), task_bytes)
+        ]
 
     @property
     def num_tasks(self) -> int:
@@ -288,6 +292,8 @@ def _threads(count: int) -> ThreadPoolExecutor:
 class _Task:
     reads: tuple[RowGroupRead, ...]
     most_bytes: int
+    reporter: Reporter | None
+    """Callback of the process that wants the rows, to which outages of the store are reported."""
 
     @property
     def peak_bytes(self) -> int:
@@ -295,7 +301,8 @@ class _Task:
 
     def __call__(self) -> Iterable[pa.Table]:
         try:
-            yield from tables(self.reads, self.most_bytes)
+            with waits_reported_to(self.reporter):
+                yield from tables(self.reads, self.most_bytes)
         except Exception as error:
             raise ReadTaskError("".join(format_exception(error)), error) from error
 

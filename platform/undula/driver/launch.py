@@ -120,7 +120,7 @@ def launch(
             trainer = ray_trainer(worker, spec.workers, store, on_event)
         case "undula":
             horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
-            prepare = partial(prepare_worker, spec.job)
+            prepare = partial(prepare_worker, spec.job, publish)
             trainer = elastic_trainer(worker, horovod, spec.workers, spec.work, store, on_event, prepare=prepare)
         case _:
             assert_never(trainer_name)

@@ -21,8 +21,10 @@ from undula.plan.plan import Plan
 from undula.recovery.progress import LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
+from undula.storage import waits_reported_to
 from undula.telemetry.hub import TeeToDriver
 from undula.telemetry.messages import Publisher
+from undula.telemetry.waits import WaitPublisher
 from undula.train.job import Job
 from undula.train.randomness import compute_deterministically
 from undula.train.run import Run
@@ -43,7 +45,7 @@ class JobWorker:
         worker = worker_state()
         worker.is_run = True
         _leave_batch_scheduling()
-        with TeeToDriver(sys.stdout, self.publish, rank):
+        with TeeToDriver(sys.stdout, self.publish, rank), waits_reported_to(WaitPublisher(self.publish)):
             device, local_rank = ray.train.torch.get_device(), context.get_local_rank()
             run: Run | None = None
             try:
@@ -67,11 +69,12 @@ class JobWorker:
                     run.free()
 
 
-def prepare_worker(job: Job) -> None:
+def prepare_worker(job: Job, publish: Publisher) -> None:
     """Prepare a worker's process for a job before it computes anything."""
     if job.deterministic:
         compute_deterministically()
-    open_data(job)
+    with waits_reported_to(WaitPublisher(publish)):
+        open_data(job)
 
 
 def open_data(job: Job) -> None:

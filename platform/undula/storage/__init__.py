@@ -5,7 +5,7 @@ variables of AWS configure (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AW
 """
 
 from undula.storage.named_errors import ChangedError, MissingError, named_errors
-from undula.storage.retries import Wait, temporary_problem, waits_reported_to, waits_reporter
+from undula.storage.retries import Outages, Reporter, Wait, temporary_problem, waits_reported_to, waits_reporter
 from undula.storage.s3_requests import MOST_PARTS, PART_BYTES, Bucket, Object, part_size
 from undula.storage.store import Entry, Store, open_store
 
@@ -17,6 +17,8 @@ __all__ = [
     "Entry",
     "MissingError",
     "Object",
+    "Outages",
+    "Reporter",
     "Store",
     "Wait",
     "named_errors",

@@ -8,10 +8,11 @@ from typing import Any, TextIO
 import ray
 
 from undula.errors import RunError
-from undula.state.events import Event
+from undula.state.events import Event, StorageEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
+from undula.telemetry.waits import OutageRecorder
 
 UNRECORDED: dict[str, Any] = {"enable_task_events": False}
 """Options for actors that are called several times a second, so that Ray's head does not store up to 100,000 of these calls."""
@@ -21,14 +22,21 @@ KEPT_MESSAGES = 10_000
 
 
 class Hub:
-    """Keeps messages in the order of their arrival. Runs as an actor."""
+    """Keeps messages in the order of their arrival, and records outages of the storage. Runs as an actor.
 
-    def __init__(self) -> None:
+    Args:
+        store: Run directory.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._outages = OutageRecorder(store)
         self._messages: deque[tuple[int, Message]] = deque(maxlen=KEPT_MESSAGES)
         self._count = 0
 
     def publish(self, message: Message) -> None:
-        """Add a message."""
+        """Add a message, unless it is about an outage that is known already."""
+        if isinstance(message, StorageEvent) and not self._outages.record(message):
+            return
         self._messages.append((self._count, message))
         self._count += 1
 
@@ -74,7 +82,7 @@ def start_hub(store: Store) -> Any:
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node}, **UNRECORDED)(Hub)
     try:
-        return actor.options(name=f"hub {store.path()}", namespace=NAMESPACE).remote()
+        return actor.options(name=f"hub {store.path()}", namespace=NAMESPACE).remote(store)
     except ValueError:
         raise RunError(
             f"{store.url} is being trained by another job on this cluster; wait for it, stop it, or use another name"

@@ -163,7 +163,7 @@ def test_cublas_is_deterministic_before_a_worker_multiplies_for_the_first_time(
     monkeypatch.setattr(worker, "open_data", lambda job: None)
     threads = torch.get_num_threads()
     try:
-        (found,) = prepared(partial(prepare_worker, job(deterministic)))
+        (found,) = prepared(partial(prepare_worker, job(deterministic), lambda message: None))
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)

@@ -1,10 +1,12 @@
 """Tests that the follower of a hub hands on every message once and in order. The hub is a local object, without Ray."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from undula.storage import Store
 from undula.telemetry import follower
 from undula.telemetry.follower import HubFollower
 from undula.telemetry.hub import Hub
@@ -22,9 +24,9 @@ class LocalHub(Hub):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> LocalHub:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalHub:
     monkeypatch.setattr(follower.ray, "get", lambda value: value)
-    return LocalHub()
+    return LocalHub(Store(str(tmp_path)))
 
 
 def test_messages_are_handed_on_while_the_block_runs(hub: LocalHub) -> None:

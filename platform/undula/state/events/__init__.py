@@ -22,6 +22,7 @@ from undula.state.events.training import (
     SnapshotEvent,
     StartEvent,
     StopEvent,
+    StorageEvent,
     ValidationEvent,
     WarningCode,
     WarningEvent,
@@ -66,6 +67,7 @@ __all__ = [
     "SnapshotEvent",
     "StartEvent",
     "StopEvent",
+    "StorageEvent",
     "ValidationEvent",
     "WaitedFor",
     "WaitingEvent",
@@ -78,7 +80,7 @@ __all__ = [
 EVENT_TYPES: tuple[type[Event], ...] = (
     *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, SnapshotEvent),
     *(CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent, OverdueEvent),
-    *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StopEvent, EndEvent, WarningEvent),
+    *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, StopEvent, EndEvent, WarningEvent),
 )
 _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 

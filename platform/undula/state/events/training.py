@@ -176,6 +176,24 @@ class EndEvent(Event):
         return "The run is finished." if self.step is None else f"The run finished after {counted(self.step, 'step')}."
 
 
+@dataclass(frozen=True)
+class StorageEvent(Event):
+    """Requests to a store fail and are repeated. There is one event for an outage, whichever processes of the run it meets."""
+
+    KIND = "storage"
+    place: str
+    """URL of the bucket."""
+    problem: str
+    """Failure of one of the requests."""
+    limit_s: float
+    """Time in seconds after which such a request is given up."""
+
+    @property
+    def message(self) -> str:
+        problem = self.problem.rstrip(".")
+        return f"The run waits for {self.place}, and repeats each request for up to {self.limit_s:.0f} s: {problem}."
+
+
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_room_for_state", "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "no_finite_gradients", "node_refused",
