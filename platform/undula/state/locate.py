@@ -31,9 +31,10 @@ def locate_study(study: str, runs: str | None = None) -> Store:
 
 
 def _locate(kind: str, given: str, runs: str | None, files: tuple[str, ...]) -> Store:
-    here, below = open_store(given), open_store(f"{(runs or DEFAULT_RUNS).rstrip('/')}/{given}")
+    here = open_store(given)
     if "://" in given or given.startswith(("/", "~")):
         return here
+    below = open_store(f"{(runs or DEFAULT_RUNS).rstrip('/')}/{given}")
     order = (here, below) if runs is None else (below, here)
     for store in order:
         if any(store.exists(file) for file in files):

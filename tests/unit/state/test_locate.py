@@ -8,6 +8,7 @@ from undula.errors import RunError
 from undula.state.defaults import DEFAULT_RUNS
 from undula.state.locate import locate_run, locate_study
 from undula.storage import Store
+from undula.storage.s3 import forget_clients
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_the_directory_of_a_study_has_a_study(home: Path) -> None:
 def test_a_path_is_used_unchanged(home: Path) -> None:
     assert locate_run(f"{home}/none").url == f"{home}/none"
     assert locate_run("~/none").url == f"{home}/home/none"
+
+
+def test_a_url_is_used_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    forget_clients()
+    assert locate_run("s3://bucket/runs/rates").url == "s3://bucket/runs/rates"
+    assert locate_study("s3://bucket/runs/rates", "s3://bucket/other").url == "s3://bucket/runs/rates"
 
 
 def test_the_searched_folders_are_named(home: Path) -> None:

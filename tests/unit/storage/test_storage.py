@@ -1,5 +1,6 @@
 """Tests of files at a URL, both on a disk and on an S3 server."""
 
+import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,24 @@ def test_several_can_delete_a_folder_at_the_same_time(tmp_path: Path) -> None:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(delete, [str(number)] * 4))
         assert not store.exists(str(number))
+
+
+def test_a_folder_that_is_deleted_while_it_is_listed_has_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    for name in ("gone/file", "kept/file"):
+        store.write(name, b"")
+    scan = os.scandir
+
+    def scan_too_late(path: str) -> object:
+        if Path(path).name == "gone":
+            Path(path).rename(tmp_path / "elsewhere")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_too_late)
+    assert [entry.name for entry in store.list()] == ["kept/file"]
+    assert (tmp_path / "elsewhere").exists()
 
 
 def test_a_missing_file_is_named(store: Store) -> None:
