@@ -38,6 +38,8 @@ from undula.plan.plan import Plan
 
 CHUNK_WINDOWS = 1024
 """Maximum number of windows in one execution of Ray Data. An execution is only planned when the previous one ends."""
+HEAD_WINDOWS = 1024
+"""Maximum number of windows that a worker reads itself. If files are tiny, it would take seconds to list all windows of the head."""
 CLOSE_WITHIN_S = 10.0
 """Maximum time in seconds to wait for the read-ahead thread to end."""
 T = TypeVar("T")
@@ -243,7 +245,7 @@ class _ReadAhead(Generic[T]):
 
 
 def _split(needs: Iterator[_Need], num_bytes: int) -> tuple[list[_Need], Iterator[_Need]]:
-    """Split reads into those at the front, until they exceed `num_bytes` of memory, and the rest.
+    """Split reads into those at the front, until they exceed `num_bytes` of memory or HEAD_WINDOWS, and the rest.
 
     The front also has the reads that only continue its last row group, so that it is not decoded again.
     """
@@ -252,7 +254,7 @@ def _split(needs: Iterator[_Need], num_bytes: int) -> tuple[list[_Need], Iterato
     for need in needs:
         ranges = need.read.ranges
         new = ranges[1:] if last and last.continues_in(ranges[0]) else ranges
-        if new and num_bytes <= 0:
+        if new and (num_bytes <= 0 or len(front) >= HEAD_WINDOWS):
             return front, itertools.chain([need], needs)
         front.append(need)
         num_bytes -= sum(rows.row_group_bytes for rows in new)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from undula.data import rank_stream as rank_stream_module
 from undula.data.manifest import Manifest
 from undula.data.rank_stream import RankStream
+from undula.data.read import WindowRead
 from undula.data.rows import Samples
 from undula.data.shards import Shard
 from undula.data.spec import DataSpec
@@ -140,3 +143,22 @@ def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Mani
     assert set.union(*of_rank) == set(range(len(manifest.row_counts)))
     shared = [of_rank[one] & of_rank[other] for one in range(3) for other in range(one)]
     assert sum(len(groups) for groups in shared) <= 2
+
+
+def test_the_first_samples_of_tiny_files_do_not_wait_for_a_list_of_all_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"value": np.arange(1000, 1400)})
+    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 400, num_shards=1, row_group_bytes=8)
+    plan = Plan(PlanSpec(global_batch=4, virtual_workers=2, epochs=1000, window=1), 400)
+    listed, window_read = [], rank_stream_module.window_read
+
+    def counted(*arguments: Any) -> WindowRead:
+        listed.append(arguments)
+        return window_read(*arguments)
+
+    monkeypatch.setattr(rank_stream_module, "window_read", counted)
+    (stream,) = streams_from(manifest, plan, world_size=1, start=0)
+    assert samples_of_step([stream], plan, 0).ids.tolist() == next(uninterrupted(manifest, plan))
+    stream.close()
+    assert len(listed) <= rank_stream_module.HEAD_WINDOWS + 1
