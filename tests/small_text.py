@@ -16,12 +16,18 @@ MODULES = (
 )
 
 
-def write_text(folder: Path) -> str:
-    """Write a corpus of a few standard-library files, with several shards and row groups, and return its URL."""
+def write_text(folder: Path, url: str | None = None) -> str:
+    """Write a corpus of a few standard-library files, with several shards and row groups, and return its URL.
+
+    Args:
+        folder: Folder for the files, and for the corpus if it has no URL of its own.
+        url: URL of the corpus.
+    """
+    url = url or str(folder / "text")
     source = folder / "source"
     source.mkdir()
     library = Path(os.__file__).parent
     for name in MODULES.split():
         (source / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
-    stdlib_text(context=CONTEXT, root=source).write(str(folder / "text"), num_shards=3, row_group_bytes=16 * 1024)
-    return str(folder / "text")
+    stdlib_text(context=CONTEXT, root=source).write(url, num_shards=3, row_group_bytes=16 * 1024)
+    return url

@@ -179,17 +179,28 @@ class Running:
 
 @contextmanager
 def running(
-    spot: Nodes, text: str, folder: Path, num_nodes: int, *settings: str, pace_s: float = PACE_S, hook: str = ""
+    spot: Nodes,
+    text: str,
+    folder: Path,
+    num_nodes: int,
+    *settings: str,
+    pace_s: float = PACE_S,
+    hook: str = "",
+    runs: str | None = None,
 ) -> Iterator[Running]:
-    """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block."""
+    """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block.
+
+    Its script is below `folder`, and its run directory too unless `runs` is another URL.
+    """
+    runs = runs or str(folder)
     while len(spot.nodes) > num_nodes:
         spot.kill(spot.nodes[0])
     while len(spot.nodes) < num_nodes:
         spot.add()
     spot.await_all()
-    _, *script = command(text, str(folder), "run", *STEPS_ALONE, *settings, script=wrapped(folder, hook, pace_s))
+    _, *script = command(text, runs, "run", *STEPS_ALONE, *settings, script=wrapped(folder, hook, pace_s))
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
-    job = Running(driver, open_store(f"{folder}/run"))
+    job = Running(driver, open_store(f"{runs}/run"))
     try:
         job.wait_for(lambda: len(job.of(StartEvent)) > 0)
         yield job

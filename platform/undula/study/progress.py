@@ -1,6 +1,7 @@
 """Progress of a study: the records of its trials, read from its directory and updated while it runs."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
 
@@ -9,6 +10,9 @@ from undula.study.records import TRIALS, read_record
 from undula.study.search import wanted
 from undula.study.spec import StudySpec
 from undula.study.trials import Trial, TrialRecord
+
+READERS = 8
+"""Maximum number of trials whose records are read at once."""
 
 
 @dataclass
@@ -52,7 +56,12 @@ def read_progress(study: Store, spec: StudySpec) -> StudyProgress:
         study: Directory of the study.
         spec: The study.
     """
+
+    def read(trial: Trial) -> TrialRecord:
+        return read_record(study / TRIALS / trial.name, spec, trial)
+
     progress = StudyProgress(spec)
-    while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
-        progress.records |= {trial: read_record(study / TRIALS / trial.name, spec, trial) for trial in todo}
+    with ThreadPoolExecutor(READERS, thread_name_prefix="undula-progress") as threads:
+        while todo := [trial for trial in progress.wanted() if trial not in progress.records]:
+            progress.records |= zip(todo, threads.map(read, todo), strict=True)
     return progress

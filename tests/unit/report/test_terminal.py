@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from rich.console import Console
 from undula.errors import RunError
 from undula.report.data.cost import Cost
 from undula.report.data.goodput import CLASSES
+from undula.report.data.run_record import RecordedRun
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary
+from undula.report.render import terminal
 from undula.report.render.plots import plot, strip
 from undula.report.render.terminal import print_run, print_runs, run_tables
 from undula.report.text import duration
@@ -114,6 +117,20 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert "elsewhere" not in text
     assert f"rates is a study; use `undula study status {tmp_path}/rates`" in text
     assert "\x1b" not in text
+
+
+def test_several_runs_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, together, read = Store(str(tmp_path)), threading.Barrier(terminal.READERS, timeout=60), terminal.read_run
+    for number in range(terminal.READERS):
+        write_run(store / f"run-{number}", "run", steps=2)
+
+    def read_with_others(run: Store) -> RecordedRun:
+        together.wait()
+        return read(run)
+
+    monkeypatch.setattr(terminal, "read_run", read_with_others)
+    text = shown(120, print_runs, store)
+    assert all(f"run-{number} " in text for number in range(terminal.READERS))
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from math import inf, nan
@@ -18,7 +19,7 @@ from undula.state.events import CheckpointEvent, LossEvent, StartEvent, Validati
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
-from undula.study import heartbeat
+from undula.study import heartbeat, progress
 from undula.study.heartbeat import (
     HEARTBEAT_FILE,
     SILENCE_S,
@@ -53,6 +54,20 @@ def test_the_target_is_reached_by_linear_interpolation_between_measurements() ->
     assert record(3, 2, 1.5).steps_to(1) == inf
     assert reached(curve(0.5), 1) == 0
     assert reached(curve(nan, 0.5), 1) == 10
+
+
+def test_the_records_of_several_trials_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(SPEC, base_lrs=tuple(0.1 * (1 + number) for number in range(progress.READERS // 2)))
+    together, read = threading.Barrier(progress.READERS, timeout=60), progress.read_record
+
+    def read_with_others(store: Store, spec: StudySpec, trial: Trial) -> TrialRecord:
+        together.wait()
+        return read(store, spec, trial)
+
+    monkeypatch.setattr(progress, "read_record", read_with_others)
+    found = progress.read_progress(Store(str(tmp_path)), spec).records
+    assert [record.trial for record in found.values()] == list(found)
+    assert {record.state for record in found.values()} == {"waiting"}
 
 
 def test_a_trial_that_diverged_has_no_steps_to_a_target() -> None:

@@ -3,6 +3,7 @@
 import json as json_format
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 from rich import box
@@ -24,6 +25,8 @@ from undula.state.events import Event
 from undula.state.ledger_files import LEDGER
 from undula.storage import Entry, Store
 
+READERS = 8
+"""Maximum number of runs that are read at once."""
 EVENTS_SHOWN = 12
 """Maximum number of events in `undula show`."""
 ROUTINE_KINDS = ("checkpoint", "validation", "loss", "snapshot")
@@ -65,12 +68,15 @@ def print_runs(
     reasons: dict[str, str] = {}
     entries = store_of_runs.list()
     studies = _folders_with(entries, STUDY_FILE)
-    for folder in _folders_with(entries, JOB_FILE, LEDGER):
-        try:
-            run = read_run(store_of_runs / folder)
-            summaries[folder] = summarize(run.ledger, run.job, now)
-        except UndulaError as error:
-            reasons[folder] = str(error)
+    folders = _folders_with(entries, JOB_FILE, LEDGER)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="undula-runs") as threads:
+        for folder, found in zip(
+            folders, threads.map(lambda folder: _summary_of(store_of_runs / folder, now), folders), strict=True
+        ):
+            if isinstance(found, RunSummary):
+                summaries[folder] = found
+            else:
+                reasons[folder] = str(found)
     newest_first = sorted(summaries, key=lambda folder: -(summaries[folder].latest or 0.0))
     if json:
         rows = [{"run": folder, **summaries[folder].as_json()} for folder in newest_first]
@@ -90,6 +96,15 @@ def print_runs(
         console.print(Text(f"{printable(folder)} is a study; use `undula study status {url}`"), soft_wrap=True)
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
+
+
+def _summary_of(store: Store, now: float) -> RunSummary | UndulaError:
+    """Return the summary of a run, or the error with which reading it failed."""
+    try:
+        run = read_run(store)
+    except UndulaError as error:
+        return error
+    return summarize(run.ledger, run.job, now)
 
 
 def print_run(
