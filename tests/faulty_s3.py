@@ -42,6 +42,7 @@ class FaultyS3(Proxy):
         ranges: (first, last) byte of each requested range.
         signed: Whether each request had credentials.
         slow_s: Delay in seconds before the first byte of a "slow" response.
+        is_down: Whether all range requests are refused.
     """
 
     def __init__(self, upstream: str, port: int = 0):
@@ -50,6 +51,7 @@ class FaultyS3(Proxy):
         self.ranges: list[tuple[int, int]] = []
         self.signed: list[bool] = []
         self.slow_s = 3.0
+        self.is_down = False
 
 
 @contextmanager
@@ -125,6 +127,8 @@ class _Faulty(PassOn):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             self.server.ranges.append((int(first), int(last)))
             fault = self.server.faults.popleft() if self.server.faults else None
+        if asked and self.server.is_down:
+            fault = "slow down"
         if fault in ("503", "slow down"):
             self.answer(503, [("Content-Type", "application/xml")], _BUSY if fault == "slow down" else b"")
             return

@@ -1,9 +1,13 @@
 """Tests of a job with its data and run directory on S3, over real HTTP."""
 
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from faulty_s3 import FaultyS3, faulty_s3
 from forking.drivers import with_forked_drivers
 from jobs_kit import STREAMED, Jobs
 from study_kit import Studies
@@ -11,25 +15,40 @@ from study_kit import Studies
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data.corpora import stdlib_text
 from undula.state.commit import find_commits
+from undula.state.directory import JOB_FILE
+from undula.state.events import StorageEvent
+from undula.state.ledger import events_of, read_ledger
 from undula.storage import open_store
 from undula.study.progress import read_progress
 from undula.study.records import REPORT, read_spec
 
 
 @pytest.fixture(scope="module")
-def s3_cluster(s3_env: dict[str, str], forking_python: str) -> Iterator[LocalCluster]:
-    """Cluster whose processes find the S3 server."""
-    with local_cluster(num_cpus=4, env=s3_env, python=forking_python) as cluster:
+def proxy(s3_endpoint: str) -> Iterator[FaultyS3]:
+    with faulty_s3(s3_endpoint) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3_cluster(s3_env: dict[str, str], proxy: FaultyS3, forking_python: str) -> Iterator[LocalCluster]:
+    """Cluster whose processes find the S3 server through the proxy."""
+    env = {**s3_env, "AWS_ENDPOINT_URL": proxy.url}
+    with local_cluster(num_cpus=4, env=env, python=forking_python) as cluster:
         yield with_forked_drivers(cluster)
 
 
-def test_data_and_run_directory_can_be_on_s3(s3, s3_cluster: LocalCluster, tmp_path: Path) -> None:
+def small_jobs(s3: Any, s3_cluster: LocalCluster, tmp_path: Path) -> Jobs:
+    """Return jobs whose data and runs are in an empty bucket."""
     source = tmp_path / "source"
     source.mkdir()
     for number in range(20):
         (source / f"{number}.py").write_text(f"text of file {number}\n" * 400)
     stdlib_text(context=32, root=source).write(s3.url("text"), num_shards=2, row_group_bytes=8192)
-    jobs = Jobs(s3_cluster, s3.url("text"), s3.url("runs"))
+    return Jobs(s3_cluster, s3.url("text"), s3.url("runs"))
+
+
+def test_data_and_run_directory_can_be_on_s3(s3: Any, s3_cluster: LocalCluster, tmp_path: Path) -> None:
+    jobs = small_jobs(s3, s3_cluster, tmp_path)
     settings = (*STREAMED, "workers.max=2", "checkpoint.every_steps=10")
     done = jobs.run("on-s3", *settings, "plan.max_steps=20")
     assert done.status == 0, done.err
@@ -40,6 +59,36 @@ def test_data_and_run_directory_can_be_on_s3(s3, s3_cluster: LocalCluster, tmp_p
     assert [commit.step for commit in find_commits(done.store)[0]] == [20, 10]
     assert jobs.run("on-s3", *settings, "plan.max_steps=20").out.count("is finished") == 1
     assert s3.env["AWS_SECRET_ACCESS_KEY"] not in done.out + done.err
+
+
+def test_a_run_waits_for_a_busy_store_and_says_so_once(
+    s3: Any, s3_cluster: LocalCluster, proxy: FaultyS3, tmp_path: Path
+) -> None:
+    """The store refuses to send data to any process, from before the workers start until the run has reported it."""
+    jobs = small_jobs(s3, s3_cluster, tmp_path)
+    store = open_store(s3.url("runs/busy"))
+    process = jobs.start("busy", *STREAMED, "workers.max=2", "plan.max_steps=5")
+    try:
+        until(lambda: store.exists(JOB_FILE), process)
+        proxy.is_down = True
+        until(lambda: bool(events_of(read_ledger(store).events, StorageEvent)), process)
+    finally:
+        proxy.is_down = False
+    done = jobs.finish(process, "busy")
+    assert done.status == 0, done.err
+    assert done.column("step") == list(range(5))
+    (event,) = events_of(done.ledger.events, StorageEvent)
+    assert event.place == f"s3://{s3.bucket}"
+    assert event.problem == "503 SlowDown (GetObject)"
+    assert done.out.count(event.message) == 1
+
+
+def until(is_so: Callable[[], bool], process: "subprocess.Popen[str]", limit_s: float = 180.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # limits the polling rate
 
 
 def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(

@@ -109,17 +109,19 @@ def retried(request: Callable[[], T], place: str, limit_s: float | None = None) 
         limit_s: Time in seconds after which the last error is raised; RETRY_FOR_S by default.
     """
     limit_s = RETRY_FOR_S if limit_s is None else limit_s
-    began, wait_s = time.monotonic(), FIRST_WAIT_S
+    failing_since, wait_s = None, FIRST_WAIT_S
     while True:
         try:
             return request()
         except Exception as error:
+            now = time.monotonic()
+            failing_since = now if failing_since is None else failing_since
             problem = temporary_problem(error)
-            if problem is None or time.monotonic() - began + wait_s > limit_s:
+            if problem is None or now - failing_since + wait_s > limit_s:
                 raise
             if _lacks_credentials(error):
                 forget_clients()  # a client that has found none never looks for them again
-        if time.monotonic() - began >= REPORT_AFTER_S:
+        if now - failing_since >= REPORT_AFTER_S:
             _reports.failed(Wait(place, problem, limit_s))
         time.sleep(random.uniform(0, wait_s))  # full jitter, so that the ranks of a run do not retry at the same time
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
