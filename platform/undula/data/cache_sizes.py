@@ -22,10 +22,13 @@ FILL_AFTER_EVICTION = 0.9
 """Fraction of the limit that is filled after an eviction. It is below 1, so that not every write has to evict entries."""
 MOST_ROUNDS = 8
 """Number of samples from which one write evicts. A cache that is far too large, because its limit was lowered, shrinks over many writes."""
+COUNTED_FOLDERS = 8
+"""Number of folders of unknown size that one write lists, if the cache has no file of sizes yet."""
 LOCK_WITHIN_S = 1.0
 """Maximum time in seconds to wait for another process that evicts entries or was stopped."""
 
 _BYTES = 8 * (FOLDERS + 1)
+_UNKNOWN = -1
 _NEXT = FOLDERS  # place of the number of the folder that the next eviction lists first
 Sizes = NDArray[np.int64]
 
@@ -55,16 +58,19 @@ class CacheSizes:
         with self._locked() as file:
             if file is None:
                 return False
-            sizes = self._read(file)
-            if sizes[:FOLDERS].sum() + num_bytes > self.max_bytes:
-                try:
+            sizes = _read(file)
+            if sizes.min() > _UNKNOWN and _total(sizes) + num_bytes <= self.max_bytes:
+                os.pwrite(file, (sizes[number] + num_bytes).tobytes(), 8 * number)
+                return True
+            try:
+                self._count(sizes, number)
+                if _total(sizes) + num_bytes > self.max_bytes:
                     self._evict(sizes, num_bytes)
-                finally:
-                    os.pwrite(file, sizes.tobytes(), 0)
-            if sizes[:FOLDERS].sum() + num_bytes > self.max_bytes:
-                return False
-            os.pwrite(file, (sizes[number] + num_bytes).tobytes(), 8 * number)
-        return True
+                has_room = _total(sizes) + num_bytes <= self.max_bytes
+                sizes[number] += num_bytes if has_room else 0
+                return has_room
+            finally:
+                os.pwrite(file, sizes.tobytes(), 0)
 
     @contextmanager
     def _locked(self) -> Iterator[int | None]:
@@ -87,42 +93,37 @@ class CacheSizes:
             self.folder.mkdir(parents=True, exist_ok=True)
             return os.open(path, flags, 0o666)
 
-    def _read(self, file: int) -> Sizes:
-        data = os.pread(file, _BYTES, 0)
-        if len(data) == _BYTES:
-            return np.frombuffer(data, np.int64).copy()
-        # The cache is new, or an older version without this file has filled it.
-        sizes = np.zeros(FOLDERS + 1, np.int64)
-        for number in range(FOLDERS):
-            sizes[number] = sum(size for _, size, _ in self._entries(number))
-        os.pwrite(file, sizes.tobytes(), 0)
-        return sizes
+    def _count(self, sizes: Sizes, number: int) -> None:
+        """Count the entries of some folders of unknown size, and of folder `number` if its size is unknown."""
+        unknown = [int(folder) for folder in np.flatnonzero(sizes[:FOLDERS] == _UNKNOWN)]
+        for folder in sorted(unknown, key=lambda folder: folder != number)[:COUNTED_FOLDERS]:
+            sizes[folder] = sum(size for _, size, _ in self._entries(folder))
 
     def _evict(self, sizes: Sizes, num_bytes: int) -> None:
         """Evict the least recently used entries of samples until `num_bytes` more fit, or MOST_ROUNDS have passed."""
         goal = self.max_bytes * FILL_AFTER_EVICTION
         for _ in range(MOST_ROUNDS):
             entries, is_all = self._sample(sizes)
-            total = int(sizes[:FOLDERS].sum()) + num_bytes
+            total = _total(sizes) + num_bytes
             if total <= self.max_bytes:
                 return  # the sizes were too large
-            for _, size, file, number in sorted(entries)[: None if is_all else int(len(entries) * EVICTED_SHARE) + 1]:
+            for _, size, path, number in sorted(entries)[: None if is_all else int(len(entries) * EVICTED_SHARE) + 1]:
                 if total <= goal:
                     return
                 with suppress(FileNotFoundError):
-                    file.unlink()
+                    Path(path).unlink()
                 sizes[number] -= size
                 total -= size
             if total <= self.max_bytes:
                 return
 
-    def _sample(self, sizes: Sizes) -> tuple[list[tuple[int, int, Path, int]], bool]:
+    def _sample(self, sizes: Sizes) -> tuple[list[tuple[int, int, str, int]], bool]:
         """List folders until they have SAMPLE_ENTRIES, and correct their sizes.
 
         Returns:
-            The entries (time of the last use, size, file, folder) and whether they are all of the cache.
+            The entries (time of the last use, size, path, folder) and whether they are all of the cache.
         """
-        entries: list[tuple[int, int, Path, int]] = []
+        entries: list[tuple[int, int, str, int]] = []
         for _ in range(FOLDERS):
             number = int(sizes[_NEXT]) % FOLDERS
             found = list(self._entries(number))
@@ -133,13 +134,26 @@ class CacheSizes:
                 return entries, False
         return entries, True
 
-    def _entries(self, number: int) -> Iterator[tuple[int, int, Path]]:
-        """Yield the entries of a folder as (time of the last use in ns, size in bytes, file)."""
+    def _entries(self, number: int) -> Iterator[tuple[int, int, str]]:
+        """Yield the entries of a folder as (time of the last use in ns, size in bytes, path)."""
         with suppress(FileNotFoundError), os.scandir(self.folder / f"{number:02x}") as files:
             for file in files:
                 with suppress(FileNotFoundError):  # a damaged entry that another process has just deleted
                     stat = file.stat()
-                    yield stat.st_mtime_ns, stat.st_size, Path(file.path)
+                    yield stat.st_mtime_ns, stat.st_size, file.path
+
+
+def _read(file: int) -> Sizes:
+    data = os.pread(file, _BYTES, 0)
+    if len(data) == _BYTES:
+        return np.frombuffer(data, np.int64).copy()
+    sizes = np.full(FOLDERS + 1, _UNKNOWN, np.int64)  # an older version may have filled the cache
+    sizes[_NEXT] = 0
+    return sizes
+
+
+def _total(sizes: Sizes) -> int:
+    return int(np.maximum(sizes[:FOLDERS], 0).sum())
 
 
 def _has_locked(file: int) -> bool:

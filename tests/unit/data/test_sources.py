@@ -15,9 +15,10 @@ from source_files import ROWS, TABLE, add, arrow, saved_to_disk
 from undula.data import formats
 from undula.data.sources import open_source
 from undula.errors import ManifestError
+from undula.storage import open_store
 
 
-def rows(url: Path, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+def rows(url: Path | str, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
     source = open_source(str(url), columns)
     table = pa.concat_tables(source.tables())
     assert table.num_rows == source.num_rows
@@ -30,7 +31,7 @@ def parquet(file: Path, **columns: Any) -> None:
     pq.write_table(pa.table(columns), file)
 
 
-def refusal(url: Path, columns: tuple[str, ...] | None = None) -> str:
+def refusal(url: Path | str, columns: tuple[str, ...] | None = None) -> str:
     with pytest.raises(ManifestError) as refused:
         rows(url, columns)
     return str(refused.value)
@@ -284,6 +285,7 @@ def test_a_null_struct_is_refused(tmp_path: Path) -> None:
 
 
 def tar(file: Path, *members: tuple[str, bytes]) -> None:
+    file.parent.mkdir(exist_ok=True)
     with tarfile.open(file, "w") as archive:
         for name, data in members:
             add(archive, name, data)
@@ -320,6 +322,22 @@ def test_a_tar_that_was_cut_is_refused(tmp_path: Path) -> None:
     data = (tmp_path / "a.tar").read_bytes()
     (tmp_path / "a.tar").write_bytes(data[:8000])
     assert "a.tar is not an intact tar archive" in refusal(tmp_path)
+
+
+def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
+    saved_to_disk(tmp_path / "saved")
+    arrow(tmp_path / "saved" / "cache-1.arrow", TABLE)
+    parquet(tmp_path / "hive" / "label=3" / "a.parquet", n=[1])
+    tar(tmp_path / "tars" / "a.tar", ("0.cls", b"7"))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"n\n5\n"))
+    bucket = open_store(s3.url("data"))
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        bucket.write(file.relative_to(tmp_path).as_posix(), file.read_bytes())
+    assert rows(s3.url("data/saved")) == TABLE.to_pylist()
+    assert rows(s3.url("data/hive")) == [{"n": 1, "label": 3}]
+    assert rows(s3.url("data/tars/a.tar")) == [{"cls": 7, "key": "0"}]
+    assert rows(s3.url("data/a.csv.gz")) == [{"n": 5}]
+    assert "data/b.csv does not exist" in refusal(s3.url("data/b.csv"))
 
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
