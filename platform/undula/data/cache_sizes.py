@@ -22,7 +22,7 @@ FILL_AFTER_EVICTION = 0.9
 """Fraction of the limit that is filled after an eviction. It is below 1, so that not every write has to evict entries."""
 MOST_ROUNDS = 8
 """Number of samples from which one write evicts. A cache that is far too large, because its limit was lowered, shrinks over many writes."""
-COUNTED_FOLDERS = 8
+COUNTED_FOLDERS = 2
 """Number of folders of unknown size that one write lists, if the cache has no file of sizes yet."""
 LOCK_WITHIN_S = 1.0
 """Maximum time in seconds to wait for another process that evicts entries or was stopped."""
