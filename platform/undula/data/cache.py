@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import socket
+import threading
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,8 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from undula.data.cache_sizes import CacheSizes
+from undula.storage import LostCache, report_lost_cache
 
 _CRC_BYTES = 4
+_losing = threading.Lock()
 _problems: dict[str, str] = {}
 """Reason for which this process writes no more entries, by folder of the cache."""
 
@@ -65,7 +69,14 @@ class DiskCache:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             if not isinstance(error, FileNotFoundError):  # which means that someone deletes the folder at this moment
-                _problems[self.folder] = error.strerror or str(error)
+                self._lose(error.strerror or str(error))
+
+    def _lose(self, problem: str) -> None:
+        with _losing:  # several threads can fail at the same time
+            is_first = self.folder not in _problems
+            _problems.setdefault(self.folder, problem)
+        if is_first:
+            report_lost_cache(LostCache(self.folder, socket.gethostname(), problem))
 
     @property
     def problem(self) -> str | None:

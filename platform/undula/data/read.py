@@ -293,7 +293,7 @@ class _Task:
     reads: tuple[RowGroupRead, ...]
     most_bytes: int
     reporter: Reporter | None
-    """Callback of the process that wants the rows, to which outages of the store are reported."""
+    """Callback of the process that wants the rows, to which outages of the store and lost caches are reported."""
 
     @property
     def peak_bytes(self) -> int:

@@ -5,7 +5,16 @@ variables of AWS configure (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, AW
 """
 
 from undula.storage.named_errors import ChangedError, MissingError, named_errors
-from undula.storage.retries import Outages, Reporter, Wait, temporary_problem, waits_reported_to, waits_reporter
+from undula.storage.retries import (
+    LostCache,
+    Outages,
+    Reporter,
+    Wait,
+    report_lost_cache,
+    temporary_problem,
+    waits_reported_to,
+    waits_reporter,
+)
 from undula.storage.s3_requests import MOST_PARTS, PART_BYTES, Bucket, Object, part_size
 from undula.storage.store import Entry, Store, open_store
 
@@ -15,6 +24,7 @@ __all__ = [
     "Bucket",
     "ChangedError",
     "Entry",
+    "LostCache",
     "MissingError",
     "Object",
     "Outages",
@@ -24,6 +34,7 @@ __all__ = [
     "named_errors",
     "open_store",
     "part_size",
+    "report_lost_cache",
     "temporary_problem",
     "waits_reported_to",
     "waits_reporter",

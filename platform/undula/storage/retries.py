@@ -41,7 +41,17 @@ class Wait:
     """Time in seconds after which a request that fails is given up."""
 
 
-Reporter: TypeAlias = Callable[[Wait], None]
+@dataclass(frozen=True)
+class LostCache:
+    """Cache of a store's data on a disk that takes no more data."""
+
+    folder: str
+    host: str
+    problem: str
+    """Failure of the last write, in one line."""
+
+
+Reporter: TypeAlias = Callable[[Wait | LostCache], None]
 
 
 @dataclass
@@ -84,14 +94,20 @@ class _Reports:
 _reports = _Reports()
 
 
+def report_lost_cache(lost: LostCache) -> None:
+    """Report that a cache takes no more data from this process."""
+    if reporter := _reports.reporter:
+        reporter(lost)
+
+
 def waits_reporter() -> Reporter | None:
-    """Return the callback to which this process reports outages. It can be sent to other processes that read for this one."""
+    """Return the callback for reports of this process. It can be sent to other processes that read for this one."""
     return _reports.reporter
 
 
 @contextmanager
 def waits_reported_to(reporter: Reporter | None) -> Iterator[None]:
-    """Report the outages for which requests of any thread wait during this block, each once.
+    """Report the outages for which requests of any thread wait during this block, and the caches that are lost, each once.
 
     Args:
         reporter: Callback, which must neither wait nor fail; None for no reports.

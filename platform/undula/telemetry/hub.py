@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import ray
 
 from undula.errors import RunError
-from undula.state.events import Event, StorageEvent
+from undula.state.events import CacheEvent, Event, StorageEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
@@ -22,7 +22,7 @@ KEPT_MESSAGES = 10_000
 
 
 class Hub:
-    """Keeps messages in the order of their arrival, and records outages of the storage. Runs as an actor.
+    """Keeps messages in the order of their arrival, and records outages of the storage and lost caches. Runs as an actor.
 
     Args:
         store: Run directory.
@@ -34,8 +34,8 @@ class Hub:
         self._count = 0
 
     def publish(self, message: Message) -> None:
-        """Add a message, unless it is about an outage that is known already."""
-        if isinstance(message, StorageEvent) and not self._outages.record(message):
+        """Add a message, unless it is about an outage or a lost cache that is known already."""
+        if isinstance(message, StorageEvent | CacheEvent) and not self._outages.record(message):
             return
         self._messages.append((self._count, message))
         self._count += 1

@@ -1,15 +1,16 @@
-"""Outages of a store in the ledger: one event for each, although all processes of a run meet it at the same time."""
+"""Outages of a store and lost caches in the ledger: one event for each, although all processes of a run meet it at the same time."""
 
 import threading
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import assert_never
 
 from undula.errors import StorageError
-from undula.state.events import StorageEvent
+from undula.state.events import CacheEvent, StorageEvent
 from undula.state.ledger import RowWriter
 from undula.state.ledger_files import EVENTS
-from undula.storage import Outages, Store, Wait
+from undula.storage import LostCache, Outages, Store, Wait
 from undula.telemetry.messages import Publisher
 
 RETRY_INTERVAL_S = 5.0
@@ -18,16 +19,22 @@ RETRY_INTERVAL_S = 5.0
 
 @dataclass(frozen=True)
 class WaitPublisher:
-    """Callback for `undula.storage.waits_reported_to` that sends outages to the hub. It can be sent to other processes."""
+    """Callback for `undula.storage.waits_reported_to` that sends outages and lost caches to the hub. It can be sent to other processes."""
 
     publish: Publisher
 
-    def __call__(self, wait: Wait) -> None:
-        self.publish(StorageEvent(wait.place, wait.problem, wait.limit_s))
+    def __call__(self, found: Wait | LostCache) -> None:
+        match found:
+            case Wait(place, problem, limit_s):
+                self.publish(StorageEvent(place, problem, limit_s))
+            case LostCache(folder, host, problem):
+                self.publish(CacheEvent(folder, host, problem))
+            case _:
+                assert_never(found)
 
 
 class OutageRecorder:
-    """Writer of outages to the ledger of a run. A thread writes them, so that `record` does not wait for the store.
+    """Writer of outages and lost caches to the ledger of a run. A thread writes them, so that `record` does not wait for the store.
 
     Args:
         store: Run directory.
@@ -36,18 +43,26 @@ class OutageRecorder:
     def __init__(self, store: Store):
         self._rows = RowWriter(store, EVENTS, "storage")
         self._outages = Outages()
-        self._queue: SimpleQueue[StorageEvent] = SimpleQueue()
+        self._lost_caches: set[str] = set()
+        self._queue: SimpleQueue[StorageEvent | CacheEvent] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def record(self, event: StorageEvent) -> bool:
-        """Write the event of an outage, unless the outage has one already. Returns whether the event is new."""
-        if not self._outages.begins(event.place, event.time):
+    def record(self, event: StorageEvent | CacheEvent) -> bool:
+        """Write the event of an outage or a lost cache, unless that has one already. Returns whether the event is new."""
+        if not self._is_new(event):
             return False
         self._queue.put(event)
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="undula-outages", daemon=True)
             self._thread.start()
         return True
+
+    def _is_new(self, event: StorageEvent | CacheEvent) -> bool:
+        if isinstance(event, StorageEvent):
+            return self._outages.begins(event.place, event.time)
+        is_new = event.folder not in self._lost_caches
+        self._lost_caches.add(event.folder)
+        return is_new
 
     def _write(self) -> None:
         while True:

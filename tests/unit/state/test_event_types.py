@@ -10,6 +10,7 @@ import pytest
 from undula.state.events import (
     EVENT_TYPES,
     BatchEvent,
+    CacheEvent,
     CheckpointEvent,
     CrashCause,
     CrashEvent,
@@ -83,6 +84,7 @@ EVENTS: tuple[Event, ...] = (
     IdleEvent("4f1c2d3e5a", 1, 60.0, 4),
     FaultEvent("sigkill worker 0", step=9),
     StorageEvent("s3://bucket", "503 SlowDown (GetObject)", 120.0),
+    CacheEvent("/mnt/cache", "ip-10-0-0-1", "No space left on device"),
     StopEvent(),
     EndEvent(step=400),
     EndEvent(),

@@ -14,6 +14,7 @@ from undula.state.events.base import Event, RecordedEvent
 from undula.state.events.fleet import FleetEvent, IdleEvent, OverdueEvent, RefusalEvent, ReleaseEvent
 from undula.state.events.training import (
     BatchEvent,
+    CacheEvent,
     CheckpointEvent,
     EndEvent,
     LossEvent,
@@ -44,6 +45,7 @@ from undula.state.events.workers import (
 __all__ = [
     "EVENT_TYPES",
     "BatchEvent",
+    "CacheEvent",
     "CheckpointEvent",
     "CrashCause",
     "CrashEvent",
@@ -80,7 +82,7 @@ __all__ = [
 EVENT_TYPES: tuple[type[Event], ...] = (
     *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, SnapshotEvent),
     *(CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent, OverdueEvent),
-    *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, StopEvent, EndEvent, WarningEvent),
+    *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, CacheEvent, StopEvent, EndEvent, WarningEvent),
 )
 _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 

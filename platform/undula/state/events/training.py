@@ -194,6 +194,24 @@ class StorageEvent(Event):
         return f"The run waits for {self.place}, and repeats each request for up to {self.limit_s:.0f} s: {problem}."
 
 
+@dataclass(frozen=True)
+class CacheEvent(Event):
+    """The cache of data on a node's disk takes no more data. There is one event for a run and a folder, whichever nodes it meets."""
+
+    KIND = "no_cache"
+    folder: str
+    host: str
+    problem: str
+    """Failure of a write."""
+
+    @property
+    def message(self) -> str:
+        return (
+            f"Nothing more is added to the cache in {self.folder} on {self.host}, and the run continues without it: "
+            f"{self.problem.rstrip('.')}; make room there, or correct data.cache.folder."
+        )
+
+
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_room_for_state", "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "no_finite_gradients", "node_refused",
