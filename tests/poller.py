@@ -78,16 +78,17 @@ def polled(runs: str, name: str, env: Mapping[str, str] | None = None, processes
 
 def _poll(runs: str, name: str, env: dict[str, str], ends: Any, queue: Any) -> None:
     os.environ.update(env)
-    steps = 0
+    recorded = 0
     while not ends.is_set():
         for command in COMMANDS:
             began = time.monotonic()
             status, out, err = _undula(command, runs if command == "ls" else f"{runs}/{name}", "--json")
-            failure, attempts = f"{command}: {status} {out} {err}" if status else "", 0
+            failure, steps, attempts = f"{command}: {status} {out} {err}" if status else "", 0, 0
             if command == "show" and not status:
                 shown = json.loads(out)
-                failure = f"show: {steps} steps became {shown['steps']}" if shown["steps"] < steps else ""
-                steps, attempts = shown["steps"], shown["attempts"]
+                steps, attempts, former = shown["steps"], shown["attempts"], recorded
+                recorded = steps + shown["replayed_steps"]
+                failure = f"show: {former} rows became {recorded}" if recorded < former else ""
             if command == "ls" and not status and "error" in out:
                 failure = f"ls: {out}"
             queue.put((command, failure, steps, attempts))
