@@ -203,14 +203,14 @@ def test_virtual_workers_that_share_row_groups_decode_each_of_them_once(
     tmp_path: Path, decodes: list[tuple[str, int]], shuffle: str
 ) -> None:
     table = pa.table({"value": range(640)})
-    manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 640, 1, row_group_bytes=160 * 8)
+    manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 640, 1, row_group_bytes=130 * 8)
     epoch = EpochOrder(
         Plan(PlanSpec(global_batch=64, virtual_workers=64, shuffle=shuffle), 640), manifest.row_counts, epoch=0
     )
     windows = [window_read(manifest, manifest.columns, window) for v in range(64) for window in epoch.windows(v)]
     rows = list(tables(row_group_reads(windows), ahead_bytes=2**20))
-    assert len(windows) == 64
-    assert len(decodes) == len(set(decodes)) == len(manifest.row_counts) == 4
+    assert len(windows) >= 64
+    assert len(decodes) == len(set(decodes)) == len(manifest.row_counts) == 5
     assert np.concatenate([part[ID_COLUMN] for part in rows]).tolist() == [int(i) for w in windows for i in w.ids()]
     assert sum(read.num_bytes for read in windows) == pytest.approx(sum(manifest.files[0].row_group_bytes), rel=0.05)
 
