@@ -15,13 +15,15 @@ from undula.data.shards import Shard
 
 
 def fixed_bytes(columns: tuple[Column, ...], num_rows: int) -> int:
-    """Return the size in bytes of decoded rows, without the columns of text. Arrow stores booleans as bits."""
-    bits = [
-        num_rows * prod(column.shape) * pa.type_for_alias(column.type).bit_width
-        for column in columns
-        if column.type not in TEXT_TYPES
-    ]
-    return sum(-(-size // 8) for size in bits)
+    """Return the size in bytes of decoded rows, without the columns of text."""
+    return -(-num_rows * _row_bits(columns) // 8)
+
+
+@lru_cache(maxsize=64)
+def _row_bits(columns: tuple[Column, ...]) -> int:
+    """Return the size in bits of a row, without its text. Arrow stores booleans as bits."""
+    numbers = [column for column in columns if column.type not in TEXT_TYPES]
+    return sum(prod(column.shape) * int(pa.type_for_alias(column.type).bit_width) for column in numbers)
 
 
 class RowSizes:
