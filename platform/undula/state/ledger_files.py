@@ -37,8 +37,9 @@ STEP_SCHEMA = pa.schema(
         ("cells", pa.int32()),
         ("loss", pa.float64()),  # mean over the step's samples
         ("lr", pa.float64()),
-        # duration of the step by class, in seconds, mean over the ranks; the four classes add up to the step
+        # duration of the step by class, in seconds, mean over the ranks; the five classes add up to the step
         ("data_s", pa.float64()),
+        ("transfer_s", pa.float64()),  # seconds for which the device waited for copies of samples; 0 on CPUs
         ("compute_s", pa.float64()),
         ("communication_s", pa.float64()),
         ("other_s", pa.float64()),

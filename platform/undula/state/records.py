@@ -24,6 +24,7 @@ class StepRow:
     logged: str = "{}"
     weights_digest: int | None = None
     blocked_s: float = 0.0
+    transfer_s: float = 0.0
     merged_steps: int = 1
     grad_norm: float | None = None
     applied: bool = True
@@ -37,4 +38,4 @@ class StepRow:
     @property
     def seconds(self) -> float:
         """Duration of the step in seconds."""
-        return self.data_s + self.compute_s + self.communication_s + self.other_s
+        return self.data_s + self.transfer_s + self.compute_s + self.communication_s + self.other_s

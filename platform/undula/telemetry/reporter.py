@@ -69,7 +69,7 @@ class Telemetry:
         """Report a committed step."""
         self._ledger.step(row)
         self._losses.append((row.loss, row.step_samples))
-        seconds = row.data_s + row.compute_s + row.communication_s + row.other_s
+        seconds = row.seconds
         smooth = 0.9 if self._seconds_per_step else 0.0
         self._seconds_per_step = smooth * self._seconds_per_step + (1 - smooth) * seconds
         self._samples_per_s = smooth * self._samples_per_s + (1 - smooth) * row.step_samples / max(seconds, 1e-9)

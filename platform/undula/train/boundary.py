@@ -230,7 +230,7 @@ class StepBoundary:
             context.telemetry.close()
         elif context.telemetry:
             _in_thread(context.telemetry.close)
-        context.stream = context.snapshots = context.telemetry = None
+        context.stream = context.batches = context.snapshots = context.telemetry = None
 
 
 def _reason(error: BaseException) -> str:

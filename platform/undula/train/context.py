@@ -27,6 +27,7 @@ from undula.storage import Store, open_store
 from undula.telemetry.messages import Publisher
 from undula.telemetry.reporter import Telemetry
 from undula.train.buffers import BufferMean
+from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, Rate
 from undula.train.loss_scale import LossScale
@@ -116,6 +117,8 @@ class TrainContext:
     open_stream: Callable[[int], SampleStream]
     """Function that opens the stream of this rank's samples at a step."""
     stream: SampleStream | None = None
+    batches: DeviceBatches | None = None
+    """Micro-batches from `stream`, on the device."""
     snapshots: RankSnapshots | None = None
     telemetry: Telemetry | None = None
     """Destination of rank 0's reports; None on other ranks."""

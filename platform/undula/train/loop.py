@@ -20,6 +20,7 @@ from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, arithmetic_of, difference
 from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
+from undula.train.device_batches import DeviceBatches
 from undula.train.learning_rate import rate_for
 from undula.train.step import Step
 from undula.train.step_reduction import exact_mean
@@ -81,6 +82,7 @@ class TrainingLoop:
 
         def begin(step: int) -> None:
             context.stream = context.open_stream(step)
+            context.batches = DeviceBatches(context.stream, setup.layout.device)
 
         restorer = Restorer(
             context.live,

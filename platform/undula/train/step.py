@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from undula.train.loss_scale import LONG_SKIPPED_STEPS
 from undula.train.randomness import seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
-STEP_SECONDS = ("data_s", "compute_s", "communication_s")
+STEP_SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s")
 DIGEST_EVERY = 10
 """Number of steps between digests of the weights in the ledger of a deterministic run."""
 
@@ -49,6 +50,8 @@ class Step:
         self._local = LocalStep()
         self._kinds: set[Kind] = set()
         self._micro_batch: MicroBatch | None = None
+        self._following: Iterator[MicroBatch] = iter(())
+        """For each micro-batch whose backward pass is to come, the one that will be read after it."""
         self._in_micro_batch: Mark | None = None
         self._has_begun = self._has_ended = self._is_last = False
         plan = context.setup.plan
@@ -74,6 +77,7 @@ class Step:
         engine = context.engine
         context.buffers.begin_step()
         engine.begin_step(len(work))
+        self._following = self._after(work)
         context.noise.begin_step(self.index, self.merged_steps, engine.trainable)
         for place, each in enumerate(work):
             batch = self._next_batch(each.virtual_worker, each.samples)
@@ -106,6 +110,13 @@ class Step:
         rounds = setup.layout.rounds(setup.plan, steps) if equal else 1
         return work + [MicroBatch(self.index, setup.virtual_workers[0], 0, 0)] * (rounds - len(work))
 
+    def _after(self, work: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Return the micro-batch that follows each of this step's, the last of which belongs to the next step."""
+        setup = self._context.setup
+        later = self.index + self.merged_steps
+        steps = range(later, later + setup.plan.merged_steps(later, setup.layout.num_cells))
+        return chain(work[1:], setup.plan.work(steps, setup.virtual_workers)[:1])
+
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of the current batch, and accumulate its gradient.
 
@@ -137,6 +148,10 @@ class Step:
         if micro_batch.samples:  # the loss of no samples may be NaN, even if it is multiplied by 0
             self._losses.append((loss.detach().reshape(()), micro_batch.samples))
         context.buffers.end_micro_batch(micro_batch.samples)
+        following = next(self._following, None)
+        if following and context.batches and context.batches.reads_ahead:
+            context.setup.worker.enter(DATA)
+            context.batches.begin_next(following.virtual_worker, following.samples)
 
     def log(self, **values: float | Tensor) -> None:
         """Record values in the ledger, averaged over the step's samples.
@@ -188,19 +203,16 @@ class Step:
         self._context.setup.worker.enter(phase.unless_known(self._kinds <= self._context.known_kinds))
 
     def _next_batch(self, virtual_worker: int, size: int) -> Batch:
-        setup, stream = self._context.setup, self._context.stream
-        assert stream is not None
+        setup, batches = self._context.setup, self._context.batches
+        assert batches is not None
         setup.worker.enter(DATA)
-        began = time.perf_counter()
-        samples = stream.take(virtual_worker, size) if size else stream.any_rows(2)
+        placed = batches.take(virtual_worker, size)
         if size and setup.layout.leads_cell:
-            self._local.sample_digest += multiset_digest(samples.ids)
-        batch = {
-            name: value.to(setup.layout.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in samples.batch.items()
-        }
-        self._data_s += time.perf_counter() - began
-        return batch
+            # What was only read ahead does not count: another group may consume it.
+            self._local.sample_digest += multiset_digest(placed.samples.ids)
+        self._data_s += placed.data_s
+        self._intervals.append(("transfer_s", *placed.waits))
+        return placed.samples.batch
 
     def _reduced(self, norm: Tensor, overflows: Tensor) -> StepTotals:
         """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""

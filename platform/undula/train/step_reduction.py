@@ -14,7 +14,7 @@ import torch.distributed as dist
 from undula.parallel.reduce.exact import exact_total, total_value
 from undula.plan.noise import StepNorms
 
-SECONDS = ("data_s", "compute_s", "communication_s", "other_s", "blocked_s")
+SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s", "other_s", "blocked_s")
 _LIMB_BITS = 16  # a float64 sum of 16-bit limbs is exact for up to 2^37 ranks
 _DIGEST_LIMBS, _EXACT_LIMBS = 4, 8
 Local = TypeVar("Local")

@@ -30,7 +30,8 @@ def recorded(
     values = {
         "attempt": np.ones(steps), "step": index, "epoch": index * 0, "samples": (index + 1) * 8, "step_samples": index * 0 + 8,
         "world_size": index * 0 + 2, "loss": loss, "lr": 1e-3 * (1 - index / max(steps, 1)), "data_s": loss * 0 + 0.1,
-        "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3, "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
+        "transfer_s": loss * 0, "compute_s": loss * 0 + 0.5, "communication_s": loss * 0 + 0.3,
+        "other_s": loss * 0 + 0.1, "sample_digest": index * 0,
         "time": index + 1.0, "logged": [json.dumps(logged or {})] * steps, "weights_digest": [None] * steps, "blocked_s": loss * 0,
         "merged_steps": index * 0 + 1, "cells": index * 0 + 2, "grad_norm": loss, "applied": [True] * steps,
     }  # fmt: skip

@@ -98,7 +98,9 @@ def test_figures_agree_with_the_ledger() -> None:
     assert (summary.began, summary.latest, summary.wall_s) == (-1, 31, 32)
     assert (summary.attempts, summary.crashes, summary.resizes, summary.checkpoints) == (2, 1, 1, 1)
     assert summary.world_sizes == (1, 2)
-    assert summary.seconds == pytest.approx({"compute": 15.0, "communication": 9.0, "data": 3.0, "other": 3.0})
+    assert summary.seconds == pytest.approx(
+        {"compute": 15.0, "communication": 9.0, "data": 3.0, "transfer": 0.0, "other": 3.0}
+    )
 
 
 def test_a_loss_that_is_not_finite_is_shown_but_is_never_the_best() -> None:

@@ -193,20 +193,20 @@ LARGE = st.integers(0, 10**12)
 
 
 @given(
-    st.sampled_from([80, 100, 110, 140]), LARGE, LARGE, st.lists(st.floats(0, 1e9), min_size=11, max_size=11),
+    st.sampled_from([80, 100, 110, 140]), LARGE, LARGE, st.lists(st.floats(0, 1e9), min_size=12, max_size=12),
     st.sampled_from(["running", "finished", "stopped"]), st.floats(0, 1e7),
 )  # fmt: skip
 def test_the_largest_figures_fit_the_terminal_and_no_word_is_truncated(
     width: int, steps: int, samples: int, amounts: list[float], state: str, spent: float
 ) -> None:
     """The run has every figure, with any value."""
-    seconds = dict(zip(SECONDS_CLASSES, amounts[:4], strict=True))
-    rank_seconds = dict(zip(CLASSES, amounts[4:10], strict=True))
+    seconds = dict(zip(SECONDS_CLASSES, amounts[:5], strict=True))
+    rank_seconds = dict(zip(CLASSES, amounts[5:11], strict=True))
     summary = RunSummary(
         name="run", state=state, steps=steps, total_steps=steps, samples=samples, total_samples=samples,  # type: ignore[arg-type]
         first_validation_loss=amounts[0], last_validation_loss=amounts[1], best_validation_loss=amounts[2],
-        best_validation_step=steps, training_loss=amounts[3], samples_per_s=amounts[10], began=0.0, latest=amounts[0],
-        wall_s=amounts[10], replayed_steps=steps, skipped_steps=steps, attempts=steps, crashes=steps, resizes=steps, checkpoints=steps,
+        best_validation_step=steps, training_loss=amounts[3], samples_per_s=amounts[11], began=0.0, latest=amounts[0],
+        wall_s=amounts[11], replayed_steps=steps, skipped_steps=steps, attempts=steps, crashes=steps, resizes=steps, checkpoints=steps,
         world_sizes=(1, 2, 512), seconds=seconds, rank_seconds=rank_seconds, goodput=0.5,
     )  # fmt: skip
     dollars_by_class = dict.fromkeys(CLASSES, spent / 6)

@@ -111,7 +111,8 @@ def _rows(ledger: Ledger) -> dict[str, Floats]:
         name: np.concatenate([_column(table, name) for table, _ in parts]) for name in ("time", "data_s", "blocked_s")
     }
     step_s = [
-        sum(_column(table, f"{name}_s") for name in ("data", "compute", "communication", "other")) for table, _ in parts
+        sum(_column(table, f"{name}_s") for name in ("data", "transfer", "compute", "communication", "other"))
+        for table, _ in parts
     ]
     columns["step_s"] = np.concatenate([np.asarray(values, dtype=np.float64) for values in step_s])
     columns["is_replayed"] = np.concatenate([np.full(len(table), is_replayed) for table, is_replayed in parts])

@@ -17,7 +17,7 @@ RUNNING_WITHIN_S = 60.0
 """Maximum age in seconds of the newest ledger entry of a run that counts as running."""
 TRAINING_LOSS_STEPS = 20
 """Number of steps over which the training loss is averaged."""
-SECONDS_CLASSES = ("compute", "communication", "data", "other")
+SECONDS_CLASSES = ("compute", "communication", "data", "transfer", "other")
 """Classes in which the ledger divides the seconds of a step."""
 
 State = Literal["finished", "running", "stopped"]
@@ -121,7 +121,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
         resizes=kinds.count("resize"),
         checkpoints=kinds.count("checkpoint"),
         world_sizes=tuple(sorted(int(size) for size in sizes)),
-        seconds={name: float(column(steps, f"{name}_s").sum()) for name in SECONDS_CLASSES},
+        seconds={name: float(np.nansum(column(steps, f"{name}_s"))) for name in SECONDS_CLASSES},
         rank_seconds=spent.seconds,
         goodput=spent.share,
     )
@@ -145,7 +145,7 @@ def column(table: pa.Table, name: str) -> Floats:
 
 def throughput(steps: pa.Table) -> Floats:
     """Return the samples per second of each step; shape [steps]."""
-    seconds = np.sum([column(steps, f"{name}_s") for name in SECONDS_CLASSES], axis=0)
+    seconds = np.nansum([column(steps, f"{name}_s") for name in SECONDS_CLASSES], axis=0)
     rate: Floats = column(steps, "step_samples") / np.maximum(seconds, 1e-9)
     return rate
 

@@ -48,7 +48,7 @@ _KIND_STYLE = {
     "end": "green",
     "start": "cyan",
 }
-_CLASS_STYLE = {"compute": "blue", "communication": "magenta", "data": "yellow", "other": "white"}
+_CLASS_STYLE = {"compute": "blue", "communication": "magenta", "data": "yellow", "transfer": "cyan", "other": "white"}
 _SPENT_STYLE = {
     "useful": "green",
     "replayed": "red",

@@ -1,0 +1,101 @@
+"""Micro-batches of a rank on its device. On a GPU, the next one is read and copied while the current one still computes."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undula.data.rows import Batch, Samples
+from undula.data.streams import SampleStream
+from undula.parallel.device_clock import Mark, mark_on
+
+
+@dataclass(frozen=True)
+class PlacedSamples:
+    """Samples of a micro-batch on the device, and the time that they took."""
+
+    samples: Samples
+    data_s: float
+    """Seconds for which the rank waited for the samples in host memory."""
+    waits: tuple[Mark, Mark]
+    """Points of the device's work between which it waited for the copy."""
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """Samples whose copy to the device has begun."""
+
+    samples: Samples
+    data_s: float
+    copied: torch.cuda.Event | None
+
+
+class DeviceBatches:
+    """Takes micro-batches from a stream of samples, and copies them to the device.
+
+    Copies to a GPU go from pinned memory and on a stream of their own, so that they run beside the kernels of the model.
+
+    Args:
+        stream: Stream of the rank's samples.
+        device: Device of the rank.
+        reads_ahead: Whether micro-batches are read before they are needed; by default on a GPU only, because a CPU that computes has no
+            time for it.
+    """
+
+    def __init__(self, stream: SampleStream, device: torch.device, reads_ahead: bool | None = None):
+        self._stream = stream
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.reads_ahead = device.type == "cuda" if reads_ahead is None else reads_ahead
+        self._next: tuple[tuple[int, int], _Copying | Exception] | None = None
+        """Micro-batch that was begun, by virtual worker and size, or the error with which this failed."""
+
+    def begin_next(self, virtual_worker: int, size: int) -> None:
+        """Read the micro-batch that `take` will ask for next, and begin to copy it.
+
+        An error is raised by `take`, so that it does not prevent the commit of the current step.
+        """
+        if not size:
+            return
+        assert self._next is None, "a micro-batch was begun but not taken"
+        try:
+            self._next = (virtual_worker, size), self._begin(virtual_worker, size)
+        except Exception as error:
+            self._next = (virtual_worker, size), error
+
+    def take(self, virtual_worker: int, size: int) -> PlacedSamples:
+        """Return the next `size` samples of a virtual worker, or two arbitrary rows if the size is 0."""
+        (key, begun), self._next = self._next or (None, None), None
+        if begun is None:
+            begun = self._begin(virtual_worker, size)
+        else:
+            assert key == (virtual_worker, size), f"micro-batch {key} was begun, and {(virtual_worker, size)} was taken"
+        if isinstance(begun, Exception):
+            raise begun
+        before = after = mark_on(self._device)
+        if begun.copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(begun.copied)
+            for value in begun.samples.batch.values():
+                if isinstance(value, Tensor):
+                    value.record_stream(current)  # keeps the memory from being reused before the kernels have read it
+            after = mark_on(self._device)
+        return PlacedSamples(begun.samples, begun.data_s, (before, after))
+
+    def _begin(self, virtual_worker: int, size: int) -> _Copying:
+        began = time.perf_counter()
+        samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
+        data_s = time.perf_counter() - began
+        if self._copies is None:
+            return _Copying(Samples(samples.ids, self._placed(samples.batch)), data_s, None)
+        with torch.cuda.stream(self._copies):
+            placed = Samples(samples.ids, self._placed(samples.batch))
+            return _Copying(placed, data_s, self._copies.record_event())
+
+    def _placed(self, batch: Batch) -> Batch:
+        return {name: self._copy_of(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+    def _copy_of(self, value: Tensor) -> Tensor:
+        source = value.pin_memory() if self._copies else value
+        return source.to(self._device, non_blocking=True)
