@@ -60,6 +60,7 @@ def _session() -> Any:
     from botocore.session import Session
 
     session = Session()
+    session.register_component("data_loader", _data_loader())
     # botocore reads AWS_DEFAULT_REGION and the profile's region, but not AWS_REGION. STS needs the region too.
     region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or DEFAULT_REGION
     session.set_config_variable("region", region)
@@ -70,6 +71,14 @@ def _session() -> Any:
 
 def _as_is(value: Any) -> Any:
     return value
+
+
+@cache
+def _data_loader() -> Any:
+    """Return botocore's loader of the models of services, which keeps them in memory. Parsing them takes most of the time for a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 @cache
