@@ -1,10 +1,10 @@
 """Indexing of existing Parquet files: it lists them once, reads their footers many at a time, and writes the manifest."""
 
+from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 
 import pyarrow as pa
@@ -18,6 +18,8 @@ from undula.storage import Entry, Store, open_store
 
 PARALLEL_FOOTERS = 32
 """Number of footers that are read at the same time."""
+FOOTERS_AHEAD = 4 * PARALLEL_FOOTERS
+"""Maximum number of footers that are read or wait to be read before the first of them is taken."""
 _TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
 
 
@@ -91,8 +93,14 @@ class _Footer:
 def _footers(listing: Listing) -> Generator[_Footer, None, None]:
     """Read the footers of all files at the same time, and yield them in the order of the files."""
     pool = ThreadPoolExecutor(PARALLEL_FOOTERS, thread_name_prefix="undula-index")
+    ahead: deque[Future[_Footer]] = deque()
     try:
-        yield from pool.map(partial(_footer, listing.store), listing.files)
+        for entry in listing.files:
+            if len(ahead) == FOOTERS_AHEAD:
+                yield ahead.popleft().result()
+            ahead.append(pool.submit(_footer, listing.store, entry))
+        while ahead:
+            yield ahead.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)  # after an error, the other files are not of interest
 
@@ -107,7 +115,8 @@ def _footer(store: Store, entry: Entry) -> _Footer:
         detail = " ".join(str(error).split())
         raise ManifestError(f"{where} is not an intact Parquet file: {detail}") from error
     columns = tuple(column_of(field, where) for field in schema)
-    if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
+    if len(set(schema.names)) < len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
         raise ManifestError(f"{where} has two columns named {twice!r}; rename one of them")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     file = ManifestFile(

@@ -58,6 +58,11 @@ class Shard:
             StorageError: The file cannot be read for another reason.
         """
         try:
+            if (
+                self.store.is_s3 and self.bytes <= FOOTER_BYTES
+            ):  # one request instead of one for the footer and one for the rows
+                file = pq.ParquetFile(pa.BufferReader(_read(self, 0, self.bytes)))
+                return file.read_row_group(number, columns=list(columns), use_threads=False)
             metadata = _footers.of(self)
             source = self._source(_ranges(metadata, number, columns))
             file = pq.ParquetFile(source, metadata=metadata)

@@ -146,3 +146,27 @@ def test_many_footers_are_read_at_once_and_kept_in_order(folder: Store, monkeypa
 
     monkeypatch.setattr(indexing, "read_footer", meet)
     assert index(folder.url).row_counts.tolist() == list(range(1, 17))
+
+
+def test_an_error_ends_the_reading_of_the_other_footers(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(100):
+        folder.write(f"{number:03}.parquet", parquet() if number else b"not Parquet")
+    read, read_footer = [], indexing.read_footer
+
+    def counted(shard: shards.Shard) -> bytes:
+        read.append(shard.name)
+        return read_footer(shard)
+
+    monkeypatch.setattr(indexing, "FOOTERS_AHEAD", 10)
+    monkeypatch.setattr(indexing, "read_footer", counted)
+    with pytest.raises(ManifestError, match=r"000.parquet is not an intact Parquet file"):
+        index(folder.url)
+    assert len(read) <= 10
+
+
+def test_the_rows_of_a_small_object_take_one_request(bucket: Store, proxy: FaultyS3) -> None:
+    bucket.write("a.parquet", parquet())
+    (file,) = index(bucket.url).files
+    proxy.ranges.clear()
+    assert shards.Shard(bucket, file.name, file.bytes, file.version).row_group(0, ["column 0"]).num_rows == 3
+    assert len(proxy.ranges) == 1

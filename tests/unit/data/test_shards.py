@@ -35,6 +35,7 @@ def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
         monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
         monkeypatch.setattr(clients, "READ_TIMEOUT_S", 1.0)
         clients.forget_clients()
+        monkeypatch.setattr(shards, "FOOTER_BYTES", 2**13)  # smaller than the files, which are not read whole then
         yield server
 
 
