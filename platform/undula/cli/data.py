@@ -108,6 +108,7 @@ def index(url: str, out: str | None, anonymous: bool) -> None:
 
     Files are left out if their name, or that of a folder below URL, begins with `_` or `.`.
     """
+    from undula.data.formats import partitions_of
     from undula.data.index import index_files, list_to_index
 
     listing = list_to_index(url, out, anonymous)
@@ -116,6 +117,9 @@ def index(url: str, out: str | None, anonymous: bool) -> None:
     _print_data_set(manifest)
     if listing.num_hidden:
         click.echo(f"  skipped {counted(listing.num_hidden, 'Parquet file')} with _ or . at the beginning of a name")
+    partitions = dict.fromkeys(key for file in manifest.files for key in partitions_of(file.name))
+    if missing := [key for key in partitions if key not in [column.name for column in manifest.columns]]:
+        click.echo(f"  the folders {missing[0]}=... do not become a column; `undula data convert` makes one of them")
 
 
 @data.command(short_help="Write a data set from files of another format.")

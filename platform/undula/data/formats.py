@@ -63,7 +63,7 @@ class TableFiles:
     def tables(self) -> Iterator[pa.Table]:
         """Yield the rows of all files in tables with the schema."""
         for name in self.names:
-            values = _partitions(name)
+            values = partitions_of(name)
             with self._errors(name):
                 own, batches = self.open(self.store, name, None if self.columns is None else self.schema.names)
                 for batch in batches:
@@ -88,7 +88,7 @@ class TableFiles:
             ) from error
 
     def _with_partitions(self, schemas: list[pa.Schema]) -> list[pa.Schema]:
-        partitions = [_partitions(name) for name in self.names]
+        partitions = [partitions_of(name) for name in self.names]
         types = {}
         for key in dict.fromkeys(key for values in partitions for key in values):
             values = pa.array([values[key] for values in partitions if values.get(key, NO_PARTITION) != NO_PARTITION])
@@ -143,6 +143,12 @@ def open_arrow(store: Store, name: str, columns: Sequence[str] | None) -> tuple[
     return stream.schema, iter(stream)
 
 
+def partitions_of(name: str) -> dict[str, str]:
+    """Return the Hive partitions of a file: the folders of its name with the form `key=value`."""
+    pairs = (folder.split("=", 1) for folder in name.split("/")[:-1] if "=" in folder)
+    return {key: unquote(value) for key, value in pairs}
+
+
 def _common_schema(
     url: str, names: Sequence[str], schemas: Sequence[pa.Schema], columns: Sequence[str] | None
 ) -> pa.Schema:
@@ -195,12 +201,6 @@ def _is_text(kind: pa.DataType) -> bool:
 def _decoded(kind: pa.DataType) -> pa.DataType:
     """Return the type of the values of a column, without the dictionary that encodes them."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _partitions(name: str) -> dict[str, str]:
-    """Return the Hive partitions of a file: the folders of its name with the form `key=value`."""
-    pairs = (folder.split("=", 1) for folder in name.split("/")[:-1] if "=" in folder)
-    return {key: unquote(value) for key, value in pairs}
 
 
 def _are_int32(values: pa.Array) -> bool:

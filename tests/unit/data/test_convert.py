@@ -180,3 +180,13 @@ def test_a_member_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch
 def test_a_member_that_does_not_match_its_ending_is_named(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"content of .*000000\.cls does not match its file extension"):
         open_source(tar(tmp_path, [{"cls": b"cat"}]))
+
+
+def test_indexing_says_which_partitions_are_no_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "label=3").mkdir()
+    parquet(tmp_path / "label=3")
+    main_ok("data", "index", str(tmp_path))
+    assert (
+        "the folders label=... do not become a column; `undula data convert` makes one of them"
+        in capsys.readouterr().out
+    )

@@ -74,7 +74,7 @@ def test_several_saved_data_sets_in_a_folder_are_refused(tmp_path: Path) -> None
     ],
 )
 def test_an_old_data_set_that_selects_rows_of_its_files_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
-    """Versions of datasets before 1.3 write the whole files and the numbers of the selected rows."""
+    """Version 1.2.1 of datasets writes the whole files and the numbers of the selected rows."""
     saved_to_disk(tmp_path, **state)
     assert "state.json selects or reorders the rows of its files; load it and write it again" in refusal(tmp_path)
 
