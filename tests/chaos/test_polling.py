@@ -103,4 +103,4 @@ def test_a_run_on_s3_is_whole_during_minutes_of_polls(
             print({**polls.refresh().counts, "steps": polls.steps, "attempts": polls.attempts}, flush=True)
         assert rounds >= 2
         assert has_merged(job.store)
-    assert_whole(job)
+        assert_whole(job)

@@ -53,24 +53,24 @@ class RowWriter:
             self._rows.append(row)
 
     def flush(self) -> None:
-        """Write all rows to storage.
+        """Write the rows so far to storage.
 
         Raises:
             StorageError: The storage cannot be written to.
         """
         with self._flushing:
-            while rows := self._unwritten or self._take():
-                self._unwritten = rows
-                content = to_bytes(pa.Table.from_pylist(rows, schema=self._kind.schema))
-                self._store.write(f"{self._prefix}-{self.files:08d}.parquet", content)
-                self._unwritten = []
-                self.files += 1
-                self.last_flushed = rows[-1]
+            if self._unwritten:
+                self._write()
+            with self._lock:  # released before the write: `append` is called by training and must not wait for storage
+                self._unwritten, self._rows = self._rows, []
+            if self._unwritten:
+                self._write()
 
-    def _take(self) -> list[dict[str, Any]]:
-        with self._lock:  # released before the write: `append` is called by training and must not wait for storage
-            rows, self._rows = self._rows, []
-        return rows
+    def _write(self) -> None:
+        content = to_bytes(pa.Table.from_pylist(self._unwritten, schema=self._kind.schema))
+        self._store.write(f"{self._prefix}-{self.files:08d}.parquet", content)
+        self.last_flushed, self._unwritten = self._unwritten[-1], []
+        self.files += 1
 
 
 class LedgerWriter:

@@ -61,6 +61,19 @@ def test_a_file_is_written_once(tmp_path: Path) -> None:
     assert read_ledger(store).steps["step"].to_pylist() == list(range(3))
 
 
+def test_a_flush_ends_although_rows_are_added_meanwhile(tmp_path: Path) -> None:
+    class Training(Store):
+        def write(self, name: str, data: bytes) -> None:
+            super().write(name, data)
+            writer.append(asdict(row(1, writer.files + 1)))
+
+    writer = module.RowWriter(Training(str(tmp_path)), STEPS, "000001")
+    writer.append(asdict(row(1, 0)))
+    for flushes in range(1, 3):
+        writer.flush()
+        assert read_ledger(Store(str(tmp_path))).steps["step"].to_pylist() == list(range(flushes))
+
+
 def test_an_event_is_stored_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     writer = LedgerWriter(store, 1)
