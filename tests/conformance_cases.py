@@ -1,5 +1,6 @@
 """Models and optimizers as users have them, for the conformance suite. Everything is at the top of the module, as ranks import it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -110,6 +111,14 @@ def freeze_and_unfreeze(step: int, model: nn.Module, optimizer: torch.optim.Opti
     model.first.requires_grad_(step == 1)  # type: ignore[union-attr]
 
 
+def overflow_in_some_steps(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One element of the gradient is infinite in the steps 1 and 4."""
+    if not hasattr(model, "overflows"):
+        infinite = torch.tensor([math.inf, *[1.0] * 4])
+        model.first.bias.register_hook(lambda gradient: gradient * infinite if model.overflows else gradient)  # type: ignore[union-attr,operator]
+    model.overflows = step in (1, 4)  # type: ignore[assignment]
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer for cases about models."""
     return torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -199,6 +208,9 @@ def count_on_the_second_rank(step: int, model: nn.Module, optimizer: torch.optim
     if dist.is_initialized() and dist.get_rank() == 1:
         model.steps += 1  # type: ignore[operator]
 
+
+OVERFLOWING = Training(Plain, adamw, on_numbers, overflow_in_some_steps)
+"""A training that skips some steps with `precision.compute=fp16`."""
 
 UNSOUND_ON_THE_SECOND_RANK = Training(Counting, adamw, on_numbers, count_on_the_second_rank)
 """A training of which only rank 1 does not resume exactly."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conformance_cases import ALL, MODELS, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
+from conformance_cases import ALL, MODELS, OVERFLOWING, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
 
 from undula.errors import ConformanceError, SpecError, UsageError
 from undula.testing.conformance import check, check_on_ranks
@@ -78,6 +78,10 @@ def test_lost_ranks_do_not_change_a_run_whose_activations_are_recomputed(job: st
 )
 def test_lost_ranks_do_not_change_a_run(name: str, job: str) -> None:
     check_on_ranks(ALL[name], job)
+
+
+def test_lost_ranks_and_another_world_size_do_not_change_a_run_in_fp16_with_overflows(job: str) -> None:
+    check_on_ranks(OVERFLOWING, job, "deterministic=true", "precision.compute=fp16")
 
 
 def test_state_that_only_one_rank_loses_is_found(job: str) -> None:
