@@ -76,9 +76,10 @@ def test_the_loss_scale_goes_through_growth_and_the_loss_of_a_node(spot: Nodes, 
     assert [row["step"] for row in rows] == list(range(len(rows)))
     found = [(json.loads(row["logged"])["loss_scale"], row["applied"]) for row in rows]
     assert found == torch_scales(len(rows))
-    assert {event.step for event in job.of(SkipEvent)} >= {
-        row["step"] + 1 for row in rows[:-PERIOD] if not row["applied"]
-    }
+    skipped = {row["step"] + 1 for row in rows if not row["applied"]}
+    marked = {event.step for event in job.of(SkipEvent) if event.step <= len(rows)}
+    assert marked <= skipped
+    assert len(marked) >= len(skipped) - 1  # the worker that reports events can be killed just after a commit
 
 
 @pytest.mark.soak
