@@ -161,7 +161,7 @@ def test_scales_and_skipped_steps_are_those_of_torch_at_any_world_size(tmp_path:
         pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
         job = replace(job, engine="horovod")
     expected = torch_scales()
-    for world_size in (1, 2, 3) if kind in ("data parallel", "fsdp") else (3,):
+    for world_size in (1, 2, 3) if kind == "data parallel" else (3,):
         its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
         start = on_horovod_ranks if kind == "horovod" else on_ranks
         for changed in start(world_size, _skips, its_own, kind == "fsdp"):
@@ -388,7 +388,7 @@ def test_bf16_keeps_a_third_less_for_the_backward_pass_of_the_main_job(monkeypat
     from gpt import GPT, GPTConfig
 
     model = GPT(GPTConfig())
-    text = torch.randint(256, (8, 257))  # the micro-batch of the main job
+    text = torch.randint(256, (2, 257))
     whole = saved_bytes(model, text)
     Autocast(model, torch.device("cpu"), torch.bfloat16)
     assert saved_bytes(model, text) <= 0.65 * whole
