@@ -80,6 +80,7 @@ def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
         config=loaded.config,
         engine=spec.engine,
         activations=spec.activations,
+        compile=spec.compile,
     )
 
 

@@ -28,6 +28,7 @@ class Job:
     precision: PrecisionSpec = FP32
     engine: EngineName = "torch"
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
+    compile: bool = False
     run_id: str = ""
     """Identity that distinguishes this run from an earlier run in the same directory."""
     submission: str = ""
