@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
+from urllib.parse import urlsplit
 
 from faulty_s3 import PassOn, Proxy, serving
 
@@ -18,11 +19,13 @@ class StrictS3(Proxy):
         conditions: Values of If-Match of the requests so far.
         authorizations: Values of Authorization of the requests so far.
         region: Region of all buckets. Requests that are signed for another one are refused with a redirection to it; None accepts any.
+        regions: Regions of single buckets, which come before `region`.
     """
 
     def __init__(self, upstream: str, takes: Takes = "quoted", region: str | None = None):
         super().__init__(upstream, _Strict)
         self.takes, self.region = takes, region
+        self.regions: dict[str, str] = {}
         self.conditions: list[str] = []
         self.authorizations: list[str] = []
 
@@ -38,7 +41,8 @@ class _Strict(PassOn):
     server: StrictS3
 
     def pass_on(self) -> None:
-        region, signature = self.server.region, self.headers.get("Authorization", "")
+        bucket = urlsplit(self.path).path.split("/")[1]
+        region, signature = self.server.regions.get(bucket, self.server.region), self.headers.get("Authorization", "")
         self.server.authorizations.append(signature)
         if region and signature and f"/{region}/s3/" not in signature:
             self._refuse(301, "PermanentRedirect", [("x-amz-bucket-region", region)])

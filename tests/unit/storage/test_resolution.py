@@ -147,6 +147,20 @@ def test_a_region_is_found_out_once_per_bucket(store: Store, elsewhere: StrictS3
     assert 1 <= len(wrong) <= 2  # the first request, and perhaps a question for the region
 
 
+def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: StrictS3) -> None:
+    """Neither region is the configured one. Requests to the two buckets alternate."""
+    other = f"{store.path().partition('/')[0]}-runs"
+    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=other)
+    elsewhere.regions[other] = "ap-south-1"
+    runs = open_store(f"s3://{other}/runs")
+    for number in range(3):
+        assert pq.read_table(store.open("a.parquet")).equals(TABLE)
+        runs.write(f"{number}", b"1")
+    assert runs.names("") == {"0", "1", "2"}
+    used = [each for each in ("us-east-1", "eu-west-1", "ap-south-1") if f"/{each}/s3/" in elsewhere.authorizations[-1]]
+    assert used == ["ap-south-1"]
+
+
 def test_the_region_of_aws_region_comes_first(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
