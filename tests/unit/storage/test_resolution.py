@@ -147,10 +147,10 @@ def test_a_region_is_found_out_once_per_bucket(store: Store, elsewhere: StrictS3
     assert 1 <= len(wrong) <= 2  # the first request, and perhaps a question for the region
 
 
-def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: StrictS3) -> None:
+def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: StrictS3, s3_endpoint: str) -> None:
     """Neither region is the configured one. Requests to the two buckets alternate."""
     other = f"{store.path().partition('/')[0]}-runs"
-    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=other)
+    boto3.client("s3", region_name="us-east-1", endpoint_url=s3_endpoint).create_bucket(Bucket=other)
     elsewhere.regions[other] = "ap-south-1"
     runs = open_store(f"s3://{other}/runs")
     for number in range(3):
