@@ -63,7 +63,6 @@ def assert_whole(job: Running) -> None:
     assert certificate.holds, certificate.difference
 
 
-@pytest.mark.soak
 def test_a_run_is_whole_whenever_somebody_looks(spot: Nodes, text: str, tmp_path: Path) -> None:
     with running(spot, text, tmp_path, 1, "workers.max=2", hook=OFTEN) as job:
         job.wait_for(lambda: len(job.rows()) > 0)

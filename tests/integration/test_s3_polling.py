@@ -35,7 +35,7 @@ from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
 LIMIT_S = 120.0
-POLLED = 5
+POLLED = 3
 """Minimum number of polls of each command while an attempt trains."""
 
 
@@ -110,7 +110,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def merges(store: Store) -> int:
