@@ -33,6 +33,7 @@ def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with faulty_s3(s3_endpoint) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.1)
         monkeypatch.setattr(clients, "READ_TIMEOUT_S", 1.0)
         clients.forget_clients()
         monkeypatch.setattr(shards, "FOOTER_BYTES", 2**13)  # smaller than the files, which are not read whole then

@@ -154,7 +154,7 @@ def test_a_state_that_does_not_fit_beside_that_of_the_former_attempt_leaves_it_u
     former.step(1)
     former.step(2)
     former.end()
-    group = Group(node, 2, ranks=2, pages=26)
+    group = Group(node, 2, ranks=2, pages=32)
     group.step(3)
     group.step(4)
     assert len(group.warnings) == 2
