@@ -32,8 +32,11 @@ def forks() -> ForkServerContext:
     return context
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call function(rank, world_size, *arguments) in one process per rank and return the results by rank."""
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 60) -> list[Any]:
+    """Call function(rank, world_size, *arguments) in one process per rank and return the results by rank.
+
+    The first result, and each later one, must come within `limit_s` seconds.
+    """
     context = forks()
     queue = context.Queue()
     results = {}
@@ -46,7 +49,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         for process in processes:
             process.start()
         while len(results) < world_size:
-            rank, result, error = queue.get(timeout=60)
+            rank, result, error = queue.get(timeout=limit_s)
             results[rank] = result
             if error:
                 for process in processes:

@@ -169,8 +169,8 @@ class Running:
         """Wait until a group of `size` workers, of a later attempt than `after`, has made `steps` steps."""
         self.wait_for(lambda: sum(row["attempt"] > after and row["world_size"] == size for row in self.rows()) > steps)
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+    def wait_for(self, condition: Callable[[], bool], limit_s: float = 120) -> None:
+        deadline = time.monotonic() + limit_s
         while not condition():
             assert self.driver.process.poll() is None, self.driver.lines[-5:]
             assert time.monotonic() < deadline, self.driver.lines[-5:]
@@ -187,6 +187,7 @@ def running(
     pace_s: float = PACE_S,
     hook: str = "",
     runs: str | None = None,
+    limit_s: float = 120,
 ) -> Iterator[Running]:
     """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block.
 
@@ -202,7 +203,7 @@ def running(
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
     job = Running(driver, open_store(f"{runs}/run"))
     try:
-        job.wait_for(lambda: len(job.of(StartEvent)) > 0)
+        job.wait_for(lambda: len(job.of(StartEvent)) > 0, limit_s)
         yield job
     finally:
         driver.stop()

@@ -51,6 +51,9 @@ class JobSpec:
     """Reduction and clipping of the gradient before the optimizer's step."""
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
     """Activations that the forward pass keeps for the backward pass, and where."""
+    compile: bool = False
+    """Whether torch.compile compiles the forward pass of the model, for each size of micro-batch of the plan. If activations are recomputed
+    or offloaded, or if the model is sharded, it compiles the units instead. Nodes need a C++ compiler."""
     validation: ValidationSpec = field(default_factory=ValidationSpec)
     """Interval and size of the validations."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
@@ -71,6 +74,11 @@ class JobSpec:
         self._refuse_idle_workers()
         self._refuse_combinations()
         self._refuse_unmeasurable_noise()
+        if self.compile and self.activations.keep == "selective":
+            raise ValueError(
+                "activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
+                "activations.keep=none, or remove one of them"
+            )
 
     def _refuse_idle_workers(self) -> None:
         if self.workers.max > self.plan.virtual_workers:

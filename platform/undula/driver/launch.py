@@ -15,7 +15,7 @@ from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
-from undula.elastic.worker import JobWorker, prepare_worker
+from undula.elastic.worker import JobWorker, preparation_s, prepare_worker
 from undula.plan.plan import Plan
 from undula.state.directory import JOB_FILE, identity, job_record
 from undula.storage import Store
@@ -80,6 +80,7 @@ def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
         config=loaded.config,
         engine=spec.engine,
         activations=spec.activations,
+        compile=spec.compile,
     )
 
 
@@ -121,7 +122,16 @@ def launch(
         case "undula":
             horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
             prepare = partial(prepare_worker, spec.job, publish)
-            trainer = elastic_trainer(worker, horovod, spec.workers, spec.work, store, on_event, prepare=prepare)
+            trainer = elastic_trainer(
+                worker,
+                horovod,
+                spec.workers,
+                spec.work,
+                store,
+                on_event,
+                prepare=prepare,
+                prepare_s=preparation_s(spec.job),
+            )
         case _:
             assert_never(trainer_name)
     trainer.fit()

@@ -15,6 +15,7 @@ from torch import nn
 
 from undula.config.job import LoadedSpec
 from undula.parallel.capabilities import Feature
+from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.select import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
@@ -71,7 +72,7 @@ class _ModelProbe:
 
     def __init__(self, loaded: LoadedSpec, plan: Plan):
         self.config = loaded.config
-        self._activations = loaded.spec.activations
+        self._spec = loaded.spec
         self.base_lr = loaded.spec.schedule.base_lr
         self.plan = plan
         self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
@@ -80,7 +81,11 @@ class _ModelProbe:
         """Do nothing, because the shapes of a model do not depend on the samples."""
 
     def model(self, module: nn.Module) -> nn.Module:
-        problem = None if self._activations.is_default else problem_of_units(module, self._activations.units)
+        activations, problem = self._spec.activations, None
+        if not activations.is_default:
+            problem = problem_of_units(module, activations.units)
+        if self._spec.compile and problem is None:
+            problem = problem_of_compilation(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
 
 

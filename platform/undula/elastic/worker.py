@@ -11,14 +11,17 @@ import psutil
 import ray
 import ray.train
 import ray.train.torch
+import torch
 
 from undula.data.mixture import load_data
 from undula.data.streams import rank_stream
 from undula.elastic.ray.actor import worker_state
-from undula.errors import StorageError, UndulaError
+from undula.elastic.ray.gpus import reserved_device
+from undula.errors import ClusterError, StorageError, UndulaError
+from undula.parallel.compile import compile_with_own_threads, problem_of_compiler
 from undula.parallel.layout import join_layout
 from undula.plan.plan import Plan
-from undula.recovery.progress import LEFT
+from undula.recovery.progress import COMPILE_S, LEFT
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.storage import waits_reported_to
@@ -27,6 +30,7 @@ from undula.telemetry.messages import Publisher
 from undula.telemetry.waits import WaitPublisher
 from undula.train.job import Job
 from undula.train.randomness import compute_deterministically
+from undula.train.rehearsal import rehearse
 from undula.train.run import Run
 from undula.train.tracebacks import is_of_collective, keep_traceback
 
@@ -38,6 +42,12 @@ class JobWorker:
     train: Callable[[Run], None]
     job: Job
     publish: Publisher
+
+    def rehearse(self, device: torch.device) -> bool:
+        """Let torch compile the model before this process joins a group. Return whether the job compiles its model."""
+        if self.job.compile:
+            rehearse(self.train, self.job, device)
+        return self.job.compile
 
     def __call__(self) -> None:
         context = ray.train.get_context()
@@ -73,8 +83,28 @@ def prepare_worker(job: Job, publish: Publisher) -> None:
     """Prepare a worker's process for a job before it computes anything."""
     if job.deterministic:
         compute_deterministically()
+    if job.compile:
+        _check_compiler()
     with waits_reported_to(WaitPublisher(publish)):
         open_data(job)
+
+
+def preparation_s(job: Job) -> float:
+    """Return the seconds for which a job's own preparation of a worker may take longer than a start."""
+    return COMPILE_S if job.compile else 0.0
+
+
+def _check_compiler() -> None:
+    """Check that torch can compile on this node.
+
+    Raises:
+        ClusterError: It cannot.
+    """
+    device = reserved_device()
+    if device.type == "cpu":
+        compile_with_own_threads()
+    if problem := problem_of_compiler(device):
+        raise ClusterError(problem)
 
 
 def open_data(job: Job) -> None:

@@ -238,6 +238,15 @@ class Plan:
         size = self.spec.micro_batch or max(share, 1)
         return tuple(min(size, share - start) for start in range(0, share, size))
 
+    def sizes(self) -> frozenset[int]:
+        """Return the sizes of all micro-batches of the run, among them 0 if a virtual worker has no share of some step."""
+        steps = {
+            0,
+            min(self.steps_per_epoch, self.total_steps) - 1,
+        }  # the other steps of an epoch are like the first one
+        works = [self.micro_batches(step, v) for step in steps for v in range(self.spec.virtual_workers)]
+        return frozenset(size for work in works for size in work or (0,))
+
     def work(self, steps: range, virtual_workers: range) -> list[MicroBatch]:
         """Return the micro-batches of some virtual workers in some steps, in order."""
         return [

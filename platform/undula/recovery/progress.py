@@ -26,6 +26,10 @@ class Phase:
         return replace(self, is_brief=self.is_brief and is_known)
 
 
+COMPILE_S = 3600.0
+"""Seconds for which a compilation may take longer than anything else before its rank counts as hung."""
+COMPILING = Phase("compiling")
+"""torch compiles the model."""
 STARTING = Phase("starting", may_wait=True)
 """The script builds the model, and the ranks restore the state together."""
 DATA = Phase("data")
@@ -77,6 +81,7 @@ class Progress:
     def __init__(self) -> None:
         self._step = self._began = -1
         self._entered: tuple[Phase, float, float] = (STARTING, time.monotonic(), 0.0)
+        self._interrupted = self._entered
         self._step_times: list[float] = []
 
     def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:
@@ -87,6 +92,16 @@ class Progress:
             allowed_s: Seconds by which its limit is longer, because of the bytes that it moves.
         """
         self._entered = (phase, time.monotonic(), allowed_s)
+
+    def begin_compiling(self) -> None:
+        """Record that torch compiles something in the current phase."""
+        self._interrupted = self._entered
+        self.enter(COMPILING, COMPILE_S)
+
+    def end_compiling(self) -> None:
+        """Record that the phase goes on that the compilation has interrupted. It begins anew."""
+        phase, _, allowed_s = self._interrupted
+        self.enter(phase, allowed_s)
 
     def begin(self, step: int) -> None:
         """Record that the loop starts with `step` committed steps."""

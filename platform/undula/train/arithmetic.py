@@ -16,14 +16,21 @@ VARIABLES = ("MKL_", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_
 """Beginnings of the names of environment variables that choose kernels."""
 
 
-def arithmetic_of(device: torch.device) -> Arithmetic:
-    """Return the properties of this process, which trains on a device."""
+def arithmetic_of(device: torch.device, compiled: str | None = None) -> Arithmetic:
+    """Return the properties of this process.
+
+    Args:
+        device: Device on which it trains.
+        compiled: Parts of the model that torch compiles; None for none.
+    """
     found = {
         "torch": str(torch.__version__),
         "the CPU": f"{_cpu()} ({torch.backends.cpu.get_cpu_capability()})",
         "the number of threads": str(torch.get_num_threads()),
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+    if compiled:
+        found["what torch compiles"] = compiled
     if device.type == "cuda":
         found["the GPU"] = torch.cuda.get_device_name(device)
     return found

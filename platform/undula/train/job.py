@@ -28,10 +28,16 @@ class Job:
     precision: PrecisionSpec = FP32
     engine: EngineName = "torch"
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
+    compile: bool = False
     run_id: str = ""
     """Identity that distinguishes this run from an earlier run in the same directory."""
     submission: str = ""
     """Identity of the submission, which stands in job.json until the run is submitted again; empty for none."""
+
+    @property
+    def compiled(self) -> str | None:
+        """Parts of the model that torch compiles; None for none. What it compiles together decides which bits it computes."""
+        return ("the model" if self.activations.is_default else "the units of the model") if self.compile else None
 
     @property
     def noise_every_steps(self) -> int:

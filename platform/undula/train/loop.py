@@ -142,7 +142,9 @@ class TrainingLoop:
         """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation."""
         layout = self._context.setup.layout
         known: list[Any] = [None] * layout.world_size
-        dist.all_gather_object(known, arithmetic_of(layout.device), group=layout.control)
+        dist.all_gather_object(
+            known, arithmetic_of(layout.device, self._context.setup.job.compiled), group=layout.control
+        )
         former = [restored.values[STATE]] if STATE in restored.values else []
         if found := difference([*former, *known]):
             self._context.report(WarningEvent("mixed_machines", found))

@@ -10,6 +10,7 @@ def train(run: undula.Run) -> None:
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from undula.data.maps import SampleFunction
 from undula.data.streams import SampleStream, rank_stream
 from undula.errors import UsageError
-from undula.parallel.activations import keep_activations
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.select import MakeEngine, make_engine
+from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
-from undula.parallel.precision import cpu_problem, dtype_of
+from undula.parallel.precision import cpu_problem
 from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
@@ -39,6 +39,7 @@ from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, rate_for
 from undula.train.loop import TrainingLoop
 from undula.train.loss_scale import LossScale
+from undula.train.model import engine_of, place_model, watch_compilation_of
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.step import Step
@@ -80,12 +81,13 @@ class Run:
         self.rank, self.world_size, self.device = layout.rank, layout.world_size, layout.device
         self._setup: RunSetup = RunSetup.of(job, layout, worker, publish, replicas)
         self.plan = self._setup.plan
-        self._make_engine = engine or self._selected_engine
+        self._make_engine = engine or partial(engine_of, job)
         self._engine: Engine | None = None
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._group_rates: GroupRates | None = None
-        self._restore_forwards: Callable[[], None] | None = None
+        self._undo: Callable[[], None] | None = None
+        self._stop_watching: Callable[[], None] | None = None
         self._map: SampleFunction | None = None
         self._validation_map: SampleFunction | None = None
         self._loop: TrainingLoop | None = None
@@ -114,14 +116,11 @@ class Run:
             raise UsageError(
                 f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
             )
-        compute, layout = self._setup.job.precision.compute, self._setup.layout
-        if layout.device.type == "cpu" and (problem := cpu_problem(compute)):
+        job, layout = self._setup.job, self._setup.layout
+        if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
             raise UsageError(problem)
         self._engine = self._make_engine(module, layout)
-        self._model = self._engine.place(module)
-        self._restore_forwards = keep_activations(module, self._setup.job.activations)
-        if dtype := dtype_of(compute):
-            self._engine.compute_in(dtype)
+        self._model, self._undo = place_model(module, self._engine, job, self.plan)
         return self._model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -180,6 +179,7 @@ class Run:
         assert self._model is not None
         check_step(self._optimizer)
         check_state(self._model, self._optimizer)
+        self._stop_watching = watch_compilation_of(self._setup.worker.progress)
         self._loop = TrainingLoop(self._context(), validate, self._validation_map)
         yield from self._loop.steps()
 
@@ -192,22 +192,12 @@ class Run:
         """Free the model and the optimizer. The next group makes new ones, and the device may not have memory for both."""
         if self._engine:
             self._engine.close()
-        if self._restore_forwards:
-            self._restore_forwards()
-        self._model = self._optimizer = self._engine = self._loop = self._group_rates = self._restore_forwards = None
-
-    def _selected_engine(self, module: nn.Module, layout: Layout) -> Engine:
-        job = self._setup.job
-        return make_engine(
-            module,
-            layout,
-            job.engine,
-            job.deterministic,
-            job.gradient,
-            measures_noise=job.noise_every_steps > 0,
-            virtual_workers=job.plan.virtual_workers,
-            compute=job.precision.compute,
-        )
+        if self._undo:
+            self._undo()
+        if self._stop_watching:
+            self._stop_watching()
+        self._model = self._optimizer = self._engine = self._loop = self._group_rates = self._undo = None
+        self._stop_watching = None
 
     def _context(self) -> TrainContext:
         setup = self._setup
@@ -216,7 +206,7 @@ class Run:
         assert self._model is not None
         assert self._optimizer is not None
         assert self._group_rates is not None
-        arithmetic = {STATE: arithmetic_of(layout.device)} if job.deterministic else {}
+        arithmetic = {STATE: arithmetic_of(layout.device, job.compiled)} if job.deterministic else {}
         noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
         loss_scale = LossScale(job.precision)
         rate, _ = rate_for(job.schedule, self.plan, layout.num_cells, 0, {})

@@ -240,6 +240,24 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
             "contain the loss scale would exceed the range of fp16; set gradient.compression=none or precision.compute=bf16",
         ),
         (
+            "activations: {keep: selective, offload: true}\n",
+            (),
+            "job.yaml:4: activations.offload=true cannot be combined with keep=selective, which keeps results of operations on the device; "
+            "set keep to all, none or sqrt",
+        ),
+        (
+            "activations: {units: [blocks.*]}\n",
+            (),
+            "job.yaml:4: activations.units has no effect if everything is kept; set keep or offload, or remove units",
+        ),
+        ("", ("activations.keep=every_0",), 'command line: activations.keep is "every_0": it should match pattern'),
+        (
+            "activations: {keep: selective}\n",
+            ("compile=true",),
+            "job.yaml:4: activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
+            "activations.keep=none, or remove one of them",
+        ),
+        (
             "config: {day: 2024-01-01}\n",
             (),
             "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it",

@@ -1,5 +1,6 @@
 """Tests of the worker actor: leaving a group, killing processes, and measuring the memory of its own."""
 
+import functools
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import torch
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from undula.elastic.ray import actor
-from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata, resident_memory
+from undula.elastic.ray.actor import ElasticWorker, WorkerMetadata, rehearse_steps, resident_memory
 from undula.elastic.ray.pool import PooledWorker, _that_see
 from undula.processes import ProcessIdentity, identity_of
 from undula.recovery.progress import HAND_OVER
@@ -138,6 +139,27 @@ def test_each_group_gets_a_copy_of_the_train_function_without_fetching_it(monkey
     for _ in range(2):
         worker.run_train_fn(Lost())
     assert [function() for function in received] == [1, 1]  # neither sees what the other has done
+
+
+def test_each_group_gets_a_rehearsed_train_function_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has compiled the code of its classes, and would compile that of a copy again."""
+    received: list[Any] = []
+    monkeypatch.setattr(RayTrainWorker, "run_train_fn", lambda self, reference: received.append(reference.get()))
+    worker, rehearsed = ElasticWorker.__new__(ElasticWorker), []
+
+    class Trainer:
+        def __call__(self) -> None: ...
+
+        def rehearse(self, device: torch.device) -> bool:
+            rehearsed.append(device)
+            return True
+
+    train_fn = functools.wraps(Trainer())(lambda: None)  # as Ray wraps the function of a trainer
+    monkeypatch.setattr("undula.elastic.ray.actor.reserved_device", lambda: torch.device("cpu"))
+    worker._keep(train_fn, rehearse_steps(train_fn))
+    worker.run_train_fn(Lost())
+    assert received == [train_fn]
+    assert rehearsed == [torch.device("cpu")]
 
 
 def test_a_train_function_that_cannot_be_pickled_is_fetched_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:

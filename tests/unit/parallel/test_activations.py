@@ -19,10 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from undula.errors import UsageError
-from undula.parallel.activations import keep_activations
+from undula.parallel.activations import _policy, keep_activations
 from undula.parallel.host_memory import InHostMemory
 from undula.parallel.recompute import Segment
 from undula.parallel.spec import ActivationsSpec
@@ -369,3 +370,11 @@ def test_units_that_match_nothing_are_refused(units: Any, message: str) -> None:
     module = Network() if units != "auto" else nn.Linear(1, 1)
     with pytest.raises(UsageError, match=message):
         keep_activations(module, ActivationsSpec("none", units))
+
+
+def test_selective_repeats_an_attention_that_draws_random_numbers() -> None:
+    """If it were kept, the dropout after it would draw other numbers in the recomputation."""
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    kept = [_policy(None, attention, None, None, None, None, True, dropout) for dropout in (0.0, 0.1)]
+    assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+    assert _policy(None, attention, None, None, None, None, True, dropout_p=0.1) == CheckpointPolicy.PREFER_RECOMPUTE

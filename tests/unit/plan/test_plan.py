@@ -99,6 +99,14 @@ def test_digest_depends_on_the_precision_but_that_of_fp32_is_the_one_of_older_ve
     assert digests[0].startswith("0449fdd25cb456e2")
 
 
+def test_sizes_are_those_of_all_micro_batches_of_the_run() -> None:
+    spec = PlanSpec(global_batch=20, virtual_workers=4, micro_batch=3)
+    assert Plan(spec, 48).sizes() == {3, 2}  # 5 = 3 + 2 in full steps, and 2 in the last step of 8 samples
+    assert Plan(spec, 42).sizes() == {3, 2, 1, 0}  # two virtual workers have no share of the last step of 2 samples
+    short = PlanSpec(global_batch=20, virtual_workers=4, micro_batch=3, max_steps=2)
+    assert Plan(short, 42).sizes() == {3, 2}
+
+
 def test_a_global_batch_that_is_no_multiple_is_refused_with_the_nearest_multiples() -> None:
     with pytest.raises(ValidationError, match=r"global_batch is 10, .* virtual_workers \(4\); set it to 8 or 12"):
         PlanSpec(global_batch=10, virtual_workers=4)

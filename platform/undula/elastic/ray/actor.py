@@ -1,6 +1,7 @@
 """Actor of a Ray Train worker, extended to outlive its worker group."""
 
 import gc
+import inspect
 import logging
 import signal
 from collections.abc import Callable
@@ -82,9 +83,11 @@ class KeptFunction:
     """Train function in the memory of this process, from which each group gets a new copy."""
 
     pickled: bytes
+    rehearsed: Callable[[], Any] | None = None
+    """The train function itself if this process has rehearsed it. A copy of a script's own classes would be compiled again."""
 
     def get(self) -> Any:
-        return cloudpickle.loads(self.pickled)
+        return self.rehearsed or cloudpickle.loads(self.pickled)
 
 
 class ElasticWorker(RayTrainWorker):
@@ -118,7 +121,8 @@ class ElasticWorker(RayTrainWorker):
             refuse_unseen_gpus()
             if prepare:  # before the script is imported, because it decides how torch computes
                 prepare()
-            self._keep(train_fn_ref.get())
+            train_fn = train_fn_ref.get()
+            self._keep(train_fn, rehearse_steps(train_fn))
         except ClusterError as error:
             raise ClusterError(f"no worker can train on node {name_of_node()}: {error}") from None
         warm_up(reserved_device())
@@ -126,7 +130,7 @@ class ElasticWorker(RayTrainWorker):
         gc.freeze()  # these objects stay alive, so collections at the start of a group can skip them
         return WorkerMetadata(**vars(self.get_metadata()), process=own_identity())
 
-    def _keep(self, train_fn: Callable[[], Any]) -> None:
+    def _keep(self, train_fn: Callable[[], Any], is_rehearsed: bool = False) -> None:
         """Keep the train function for later groups.
 
         Ray drops it from the memory of this node when the samples need the space. To fetch it again, Ray may first try a node that has
@@ -139,7 +143,7 @@ class ElasticWorker(RayTrainWorker):
             logging.getLogger("undula").info("each group fetches the train function; it cannot be pickled: %s", error)
             return
         if len(pickled) <= KEPT_FUNCTION_BYTES:
-            self._train_fn = KeptFunction(pickled)
+            self._train_fn = KeptFunction(pickled, train_fn if is_rehearsed else None)
 
     def run_train_fn(self, train_fn_ref: Any) -> None:
         kept: Any = self._train_fn
@@ -225,6 +229,12 @@ class ElasticWorker(RayTrainWorker):
         """
         if process := find_process(other):
             send_signal(process, signal.SIGKILL)
+
+
+def rehearse_steps(train_fn: Callable[[], Any]) -> bool:
+    """Rehearse a step if the trainer's own function, which Ray has wrapped, can do so and wants to. Return whether it did."""
+    rehearse = getattr(inspect.unwrap(train_fn), "rehearse", None)
+    return rehearse is not None and bool(rehearse(reserved_device()))
 
 
 def abort_collectives(state: WorkerState) -> None:

@@ -84,6 +84,8 @@ class WorkerPool:
     runtime_env: dict[str, Any]
     fleet: FleetManager
     on_event: Callable[[Event], None]
+    start_timeout_s: float = START_TIMEOUT_S
+    """Maximum seconds from the start of a worker until it is ready."""
     nodes: dict[str, Node] = field(default_factory=dict)
     notices: dict[str, float] = field(default_factory=dict)
     """Time at which the notice of each node was first observed, in seconds since the epoch."""
@@ -112,7 +114,7 @@ class WorkerPool:
             self.notices = {node: self.notices.get(node, time.time()) for node in noticed}
         self._collect_prepared()
         for worker in [worker for worker in self.workers.values() if not worker.in_group]:
-            is_late = worker.metadata is None and now - worker.started > START_TIMEOUT_S
+            is_late = worker.metadata is None and now - worker.started > self.start_timeout_s
             may_leave = worker.leaving is None and worker.node in self.notices and self._preserve_state(worker)
             if worker.node not in self.nodes or may_leave or is_late:
                 self.drop(worker.id)

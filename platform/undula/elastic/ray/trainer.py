@@ -31,7 +31,7 @@ from undula.elastic.ray.environment import variables_of_worker
 from undula.elastic.ray.events import ControllerEvents, EventSink, log_event
 from undula.elastic.ray.failures import RetryUnlessBug
 from undula.elastic.ray.horovod import HorovodConfig, check, import_horovod
-from undula.elastic.ray.pool import WorkerPool
+from undula.elastic.ray.pool import START_TIMEOUT_S, WorkerPool
 from undula.errors import SpecError
 from undula.plan.fleet import FleetSpec
 from undula.storage import Store
@@ -48,6 +48,7 @@ class ElasticTrainer(DataParallelTrainer):
         prepare: Function that each worker's process calls before it joins its first group, while other workers train.
         fleet: Policy for the nodes that the run requests, as in WorkersSpec. A deadline needs `work`.
         work: Size and start time of the job, which a deadline needs.
+        prepare_s: Seconds that a worker may need in addition until it is ready, for example because it compiles the model.
 
     Raises:
         SpecError: `fleet` has a deadline, and `work` is missing.
@@ -63,9 +64,11 @@ class ElasticTrainer(DataParallelTrainer):
         prepare: Callable[[], None] | None = None,
         fleet: FleetSpec | None = None,
         work: Work | None = None,
+        prepare_s: float = 0.0,
         **arguments: Any,
     ):
         super().__init__(train_loop_per_worker, **arguments)
+        self._start_timeout_s = START_TIMEOUT_S + prepare_s
         self._on_event = on_event
         self._grow = grow
         self._hang_limit_s = hang_limit_s
@@ -120,6 +123,7 @@ class ElasticTrainer(DataParallelTrainer):
                 Refusals(),
             ),
             on_event=self._on_event,
+            start_timeout_s=self._start_timeout_s,
         )
 
     def _unneeded_callbacks(self) -> tuple[type[RayTrainCallback], ...]:
@@ -235,6 +239,7 @@ def elastic_trainer(
     store: Store,
     on_event: EventSink,
     prepare: Callable[[], None],
+    prepare_s: float,
 ) -> ElasticTrainer:
     """Return the trainer of a job: an ElasticHorovodTrainer if `horovod_config` is given, otherwise an ElasticTorchTrainer."""
     settings: dict[str, Any] = {
@@ -244,6 +249,7 @@ def elastic_trainer(
         "grow": workers.grow,
         "hang_limit_s": workers.hang_limit_s,
         "prepare": prepare,
+        "prepare_s": prepare_s,
         "fleet": workers.fleet,
         "work": work,
     }

@@ -1,0 +1,59 @@
+"""Preparation of the script's model: its engine, what is compiled, the activations that it keeps, and its precision."""
+
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+from undula.parallel.activations import keep_activations
+from undula.parallel.compile import compile_forward, watch_compilation
+from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.select import make_engine
+from undula.parallel.layout import Layout
+from undula.parallel.precision import dtype_of
+from undula.plan.plan import Plan
+from undula.recovery.progress import Progress
+from undula.train.job import Job
+
+
+def engine_of(job: Job, module: nn.Module, layout: Layout) -> Engine:
+    """Return the engine that trains a module with a job's settings."""
+    return make_engine(
+        module,
+        layout,
+        job.engine,
+        job.deterministic,
+        job.gradient,
+        measures_noise=job.noise_every_steps > 0,
+        virtual_workers=job.plan.virtual_workers,
+        compute=job.precision.compute,
+    )
+
+
+def place_model(module: nn.Module, engine: Engine, job: Job, plan: Plan) -> tuple[nn.Module, Callable[[], None]]:
+    """Place a module on its device, and change its forward passes as a job's settings say.
+
+    Returns:
+        The module that the script calls, and a function that undoes the changes. Without it, the module can stay in memory although
+        nothing uses it.
+    """
+    model = engine.place(module)
+    # Training and validation have graphs of their own; a micro-batch without samples and one of a validation may have other sizes.
+    forget_compiled = compile_forward(module, job.activations, 4 * (len(plan.sizes()) + 1)) if job.compile else None
+    keep_all = keep_activations(module, job.activations)
+    if dtype := dtype_of(job.precision.compute):
+        engine.compute_in(dtype)
+
+    def undo() -> None:
+        keep_all()
+        if forget_compiled:
+            forget_compiled()
+
+    return model, undo
+
+
+def watch_compilation_of(progress: Progress) -> Callable[[], None] | None:
+    """Record in a rank's progress when torch compiles, also what the script itself lets it compile; return a function that ends this."""
+    if "torch._dynamo" not in sys.modules:  # nothing can be compiled then, and its import takes seconds
+        return None
+    return watch_compilation(progress.begin_compiling, progress.end_compiling)

@@ -1,0 +1,140 @@
+"""Rehearsal of a job's steps in a worker that has not joined a group yet, so that torch compiles the model while other workers train.
+
+The script's train function runs up to its steps, on this process alone and on arbitrary samples. It gets a step with one micro-batch of
+each size that the plan has, and nothing is committed. torch keeps what it has compiled in this process, and in the cache of the node.
+"""
+
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undula.data.manifest import load_manifest
+from undula.data.maps import SampleFunction
+from undula.data.mixture import Data, load_data
+from undula.data.rows import Batch
+from undula.data.streams import SampleStream, rank_stream
+from undula.parallel.engines.engine import Engine
+from undula.parallel.layout import Layout, join_layout
+from undula.plan.plan import MicroBatch, Plan
+from undula.train.job import Job
+from undula.train.model import engine_of, place_model
+from undula.train.randomness import seed_weights
+from undula.train.single_process import local_world
+from undula.train.validation import Loss, validation_plan
+
+
+def rehearse(train: Callable[[Any], None], job: Job, device: torch.device) -> None:
+    """Run a train function up to the end of a step that is not committed. What it prints is not shown.
+
+    If the script fails, the run will report this, so that it does not matter here.
+    """
+    with local_world(device), redirect_stdout(io.StringIO()):
+        run = RehearsedRun(job, join_layout(0, 1, device))
+        try:
+            train(run)
+        except _RehearsedError:
+            pass
+        except Exception as error:
+            logging.getLogger("undula").info("the rehearsal of a step failed: %s", error, exc_info=True)
+        finally:
+            run.free()
+
+
+class _RehearsedError(BaseException):
+    """Ends the train function after the rehearsal. A script's `except Exception` does not catch it."""
+
+
+class RehearsedRun:
+    """Stand-in for a Run that rehearses a step.
+
+    Its rank is that of a worker that joins another one, so that a script does not write what rank 0 should write.
+    """
+
+    def __init__(self, job: Job, layout: Layout):
+        self.config, self.base_lr = job.config, job.schedule.base_lr
+        self.rank, self.world_size, self.device = 1, 2, layout.device
+        self._job = replace(
+            job, engine="torch"
+        )  # the reduction of gradients is not compiled, and Horovod needs other ranks
+        self._layout = layout
+        self._data = load_data(job.data)
+        self.plan = Plan(job.plan, self._data.num_rows)
+        self._maps: tuple[SampleFunction | None, SampleFunction | None] = (None, None)
+        self._engine: Engine | None = None
+        self._undo: Callable[[], None] | None = None
+        seed_weights(job.plan.seed)
+
+    def model(self, module: nn.Module) -> nn.Module:
+        self._engine = engine_of(self._job, module, self._layout)
+        self._model, self._undo = place_model(module, self._engine, self._job, self.plan)
+        return self._model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        assert self._engine is not None
+        self._engine.prepare(self._model, optimizer)
+        return optimizer
+
+    def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
+        self._maps = function, validation or function
+
+    def steps(self, validate: Loss | None = None) -> Iterator["RehearsedStep"]:
+        """Yield a step, rehearse a validation, and end the train function."""
+        assert self._engine is not None
+        yield RehearsedStep(self._engine, self.plan, self._batches(self._data, self.plan, self._maps[0]), self.base_lr)
+        if validate is not None and (url := self._job.data.validation) is not None:
+            manifest = load_manifest(url)
+            self._model.eval()
+            with torch.no_grad():
+                for _, batch in self._batches(manifest, validation_plan(self._job, manifest), self._maps[1]):
+                    validate(batch)
+        raise _RehearsedError
+
+    def free(self) -> None:
+        if self._engine:
+            self._engine.close()
+        if self._undo:
+            self._undo()
+
+    def _batches(self, data: Data, plan: Plan, function: SampleFunction | None) -> list[tuple[int, Batch]]:
+        """Return a batch of each size of a plan, with the size. A micro-batch without samples has two rows."""
+        stream: SampleStream = rank_stream(data, plan, range(1), self._job.data, 0, function)
+        found = [(size, stream.any_rows(size or 2).batch) for size in sorted(plan.sizes(), reverse=True)]
+        stream.close()
+        return [(size, self._placed(batch)) for size, batch in found]
+
+    def _placed(self, batch: Batch) -> Batch:
+        return {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+class RehearsedStep:
+    """Stand-in for a Step that commits nothing."""
+
+    def __init__(self, engine: Engine, plan: Plan, batches: list[tuple[int, Batch]], lr: float):
+        self.index, self.samples, self.lr = 0, plan.step(0).samples, lr
+        self._engine = engine
+        self._batches = batches
+        self._micro_batch: MicroBatch | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        self._engine.begin_step(len(self._batches))
+        for place, (size, batch) in enumerate(self._batches):
+            self._is_last = place == len(self._batches) - 1
+            self._engine.before_forward(self._is_last)
+            self._micro_batch = MicroBatch(0, 0, place, size)
+            yield batch
+
+    def backward(self, loss: Tensor) -> None:
+        assert self._micro_batch is not None
+        self._engine.backward(loss, 1.0, self._micro_batch, self._is_last)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Do nothing, because the step is not recorded."""
+
+    def update(self) -> None:
+        self._engine.free_gradients()
