@@ -2,33 +2,19 @@
 
 import heapq
 import itertools
-import threading
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
 from dataclasses import dataclass
-from queue import Empty, Queue
-from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import ray.data
-from ray.exceptions import RayTaskError
 
 from undula.data.cache import DiskCache
+from undula.data.execution import Execution
 from undula.data.manifest import Manifest
 from undula.data.mapped import StreamMap
-from undula.data.read import (
-    RangeRead,
-    RateLimit,
-    ReadTaskError,
-    WindowDatasource,
-    WindowRead,
-    row_group_reads,
-    tables,
-    window_read,
-)
+from undula.data.read import RangeRead, WindowRead, row_group_reads, tables, window_read
+from undula.data.read_ahead import ReadAhead, TaskRows
 from undula.data.rows import Samples, WindowRows, concatenated
 from undula.data.sizes import RowSizes
 from undula.data.spec import DataSpec
@@ -40,9 +26,6 @@ CHUNK_WINDOWS = 1024
 """Maximum number of windows in one execution of Ray Data. An execution is only planned when the previous one ends."""
 HEAD_WINDOWS = 1024
 """Maximum number of windows that a worker reads itself. If files are tiny, it would take seconds to list all windows of the head."""
-CLOSE_WITHIN_S = 10.0
-"""Maximum time in seconds to wait for the read-ahead thread to end."""
-T = TypeVar("T")
 
 
 def disk_cache(spec: DataSpec) -> DiskCache | None:
@@ -76,7 +59,8 @@ class RankStream:
         self._map = sample_map
         self._cache = disk_cache(spec)
         self._sizes = RowSizes(manifest, self._columns, self._cache)
-        self._blocks: _ReadAhead[_Block] | None = None
+        self._blocks: ReadAhead[_Block] | None = None
+        self._tail: _TaskBlocks | None = None
         self._orders: dict[int, EpochOrder] = {}
         self._spare: WindowRows | None = None
         self._queues: dict[int, deque[_Block]] = {virtual_worker: deque() for virtual_worker in positions}
@@ -89,7 +73,7 @@ class RankStream:
     def open(self) -> None:
         """Start reading ahead, so that the first samples are ready when `take` is called."""
         if self._blocks is None:
-            self._blocks = _ReadAhead(self._windows_from(dict(self._places)))
+            self._blocks = ReadAhead(self._windows_from(dict(self._places)), self._end_tail)
 
     def take(self, virtual_worker: int, count: int) -> Samples:
         """Return the next `count` samples of a virtual worker."""
@@ -121,6 +105,7 @@ class RankStream:
         """Stop reading ahead."""
         if self._blocks:
             self._blocks.close()
+        self._tail = None
         self._blocks, self._queues = None, {virtual_worker: deque() for virtual_worker in self._places}
 
     def _current(self, virtual_worker: int) -> tuple[WindowRows, int]:
@@ -146,19 +131,20 @@ class RankStream:
         )
         head_bytes = self._spec.head_mib * 2**20
         head, todo = _split(todo, head_bytes)
-        tail: _ReadAhead[_Block] | None = None
         try:
             rows = tables(row_group_reads(need.read for need in head), head_bytes)
             for place, block in enumerate(_blocks(head, rows)):
                 if place == len(head) // 2:
-                    tail = _ReadAhead(_by_tasks(todo, self._spec))
+                    self._tail = _TaskBlocks(todo, self._spec)
                 yield block
-            tail = tail or _ReadAhead(_by_tasks(todo, self._spec))
-            while True:
-                yield next(tail)
+            self._tail = self._tail or _TaskBlocks(todo, self._spec)
+            yield from self._tail
         finally:
-            if tail:
-                tail.close()
+            self._end_tail()
+
+    def _end_tail(self) -> None:
+        if self._tail:
+            self._tail.close()
 
     def _needed(self, virtual_worker: int, epoch: int, position: int) -> Iterator[tuple[int, int, int, Window]]:
         """Yield a virtual worker's windows to the end of the run, as (steps until the window is needed, virtual worker, epoch, window)."""
@@ -204,44 +190,32 @@ class _Need:
         return _Block(self.virtual_worker, self.epoch, WindowRows(self.read, tables))
 
 
-class _ReadAhead(Generic[T]):
-    """Iterator that runs a generator in a thread, one item ahead of the consumer."""
+class _TaskBlocks:
+    """Blocks that Ray Data's tasks read, in order. The tasks start at once."""
 
-    def __init__(self, items: Generator[T, None, None]):
-        self._items = items
-        self._ready: Queue[T | BaseException] = Queue(maxsize=1)
-        self._failure: BaseException | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="undula-read-ahead", daemon=True)
-        self._thread.start()
+    def __init__(self, needs: Iterator[_Need], spec: DataSpec):
+        self._needs = needs
+        self._spec = spec
+        self._rows: TaskRows | None = None
+        self._chunk = self._begin()
 
-    def __next__(self) -> T:
-        item = self._failure or self._ready.get()
-        if isinstance(item, BaseException):
-            self._failure = item  # raised again by every later call
-            raise item
-        return item
+    def __iter__(self) -> Iterator[_Block]:
+        while self._rows:
+            while self._chunk:
+                need = self._chunk.popleft()
+                yield need.block(self._rows.take(need.read))
+            self.close()
+            self._chunk = self._begin()
 
     def close(self) -> None:
-        """End the thread. A thread that is still blocked after CLOSE_WITHIN_S is abandoned."""
-        self._closed.set()
-        deadline = time.monotonic() + CLOSE_WITHIN_S
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            with suppress(Empty):  # unblocks a thread that waits for space in the queue
-                self._ready.get_nowait()
-            self._thread.join(timeout=0.05)
-        if not self._thread.is_alive():
-            self._items.close()
+        """Cancel the tasks."""
+        if self._rows:
+            self._rows.close()
 
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                self._ready.put(item)
-                if self._closed.is_set():
-                    return
-            self._ready.put(AssertionError("the consumer took more items than the generator has"))
-        except BaseException as error:
-            self._ready.put(error)
+    def _begin(self) -> deque[_Need]:
+        chunk = deque(itertools.islice(self._needs, CHUNK_WINDOWS))
+        self._rows = TaskRows(Execution([need.read for need in chunk], self._spec)) if chunk else None
+        return chunk
 
 
 def _split(needs: Iterator[_Need], num_bytes: int) -> tuple[list[_Need], Iterator[_Need]]:
@@ -274,35 +248,3 @@ def _blocks(needs: Iterable[_Need], rows: Iterator[pa.Table]) -> Iterator[_Block
             missing -= parts[-1].num_rows
             rest = rest.slice(parts[-1].num_rows)
         yield need.block(parts)
-
-
-def _by_tasks(needs: Iterator[_Need], spec: DataSpec) -> Generator[_Block, None, None]:
-    """Read the windows with Ray Data tasks and yield them in order."""
-    while chunk := list(itertools.islice(needs, CHUNK_WINDOWS)):
-        with closing(_tables([need.read for need in chunk], spec)) as rows:
-            yield from _blocks(chunk, rows)
-
-
-def _tables(reads: list[WindowRead], spec: DataSpec) -> Generator[pa.Table, None, None]:
-    """Yield the rows of the reads in order, read by Ray Data tasks."""
-    prefetch_bytes = spec.prefetch_mib * 2**20
-    # Together, the running tasks take at most half of the prefetch limit, or one of them runs alone.
-    running_bytes = prefetch_bytes // 2
-    source = WindowDatasource(reads, running_bytes // spec.read_tasks)
-    dataset = ray.data.read_datasource(
-        source,
-        override_num_blocks=source.num_tasks,
-        concurrency=min(spec.read_tasks, source.concurrency(running_bytes)),
-        num_cpus=spec.read_cpus,
-    )
-    options = dataset.context.execution_options
-    options.preserve_order = True
-    options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
-    dataset.context.enable_progress_bars = False
-    dataset.context.custom_execution_callback_classes = [RateLimit]
-    try:
-        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-    except RayTaskError as error:
-        if isinstance(error.cause, ReadTaskError):
-            raise error.cause.original from error.cause
-        raise

@@ -1,6 +1,5 @@
 """Read tasks of Ray Data. Each task reads the rows of some shuffle windows in stored order. Their processes do not need torch."""
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +23,6 @@ from undula.storage import Reporter, waits_reported_to, waits_reporter
 
 LOCAL_READS, REMOTE_READS = 2, 4
 """Number of row groups that a task reads concurrently from a disk and from S3. Some of them are fetched while another is decoded."""
-STEP_INTERVAL_S = 0.05
-"""Minimum time in seconds between two steps of Ray Data's scheduling loop."""
 
 
 @dataclass(frozen=True)
@@ -251,29 +248,6 @@ class WindowDatasource(Datasource):
             )
             for task in self._tasks
         ]
-
-
-class RateLimit:
-    """Callback that limits Ray Data's scheduling loop to twenty steps per second.
-
-    The loop only blocks while tasks run. When all rows are read and wait for training to take them, no task runs, and the loop would
-    take a whole core of the training process (Ray 2.60, StreamingExecutor.run). The methods are those of Ray Data's
-    `ExecutionCallback`; this class does not derive from it because it is private. Ray Data sends the class to
-    the read tasks, which import this module.
-    """
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def before_execution_starts(self, executor: object) -> None: ...
-
-    def on_execution_step(self, executor: object) -> None:
-        time.sleep(max(STEP_INTERVAL_S - (time.monotonic() - self._last), 0.0))
-        self._last = time.monotonic()
-
-    def after_execution_succeeds(self, executor: object) -> None: ...
-
-    def after_execution_fails(self, executor: object, error: Exception) -> None: ...
 
 
 def _copied(table: pa.Table) -> pa.Table:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from ray import cloudpickle
 
+from undula.data.execution import Pacing
 from undula.data.manifest import Column, Manifest
 from undula.data.maps import Sample, SampleMap
 from undula.data.read import (
     ID_COLUMN,
     LOCAL_READS,
-    RateLimit,
     WindowDatasource,
     WindowRead,
     row_group_reads,
@@ -311,6 +311,6 @@ tasks, _ = pickle.load(sys.stdin.buffer)
 assert sum(table.num_rows for task in tasks for table in task()) > 0
 assert "torch" not in sys.modules
 """
-    sent = cloudpickle.dumps((tasks, RateLimit))
+    sent = cloudpickle.dumps((tasks, Pacing))
     done = subprocess.run([sys.executable, "-c", script], input=sent, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()

@@ -1,0 +1,143 @@
+"""Execution of Ray Data that reads windows in order, and its pace. It can be closed from any thread and leaves nothing behind."""
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Protocol
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.exceptions import RayTaskError
+
+from undula.data.read import ReadTaskError, WindowDatasource, WindowRead
+from undula.data.spec import DataSpec
+
+NODE_LABEL = "ray.io/node-id"
+"""Label that Ray gives each node."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+"""Shortest and longest pause in seconds between two steps of Ray Data's scheduling loop that had nothing to wait for."""
+WAITING_STEP_S = 0.02
+"""Minimum duration in seconds of a step of Ray Data's scheduling loop that waited for tasks."""
+
+
+class Executor(Protocol):
+    """Part of Ray Data's executor that its callbacks may use."""
+
+    def shutdown(self, force: bool) -> None: ...
+
+
+class Execution:
+    """Reads of windows by Ray Data's tasks.
+
+    Args:
+        reads: Reads of the windows, in order.
+        spec: Limits of reading ahead.
+    """
+
+    def __init__(self, reads: list[WindowRead], spec: DataSpec):
+        self._reads = reads
+        self._spec = spec
+        self._executors: list[Executor] = []
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def tables(self) -> Generator[pa.Table, None, None]:
+        """Yield the rows of the reads in order, in tables that do not align with windows."""
+        try:
+            with _collected(self):
+                yield from self._batches()
+        except RayTaskError as error:
+            if isinstance(error.cause, ReadTaskError):
+                raise error.cause.original from error.cause
+            raise
+        finally:
+            self.close()
+
+    def started(self, executor: Executor) -> None:
+        """Note the executor that runs the tasks, to end it at `close`."""
+        with self._closing:
+            self._executors.append(executor)
+            is_late = self._closed
+        if is_late:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel the tasks. `tables` ends, also if it is waiting for a task in another thread."""
+        with self._closing:
+            self._closed = True
+            executors, self._executors = self._executors, []
+        for executor in executors:
+            executor.shutdown(force=True)
+
+    def _batches(self) -> Iterable[pa.Table]:
+        prefetch_bytes = self._spec.prefetch_mib * 2**20
+        # Together, the running tasks take at most half of the prefetch limit, or one of them runs alone.
+        running_bytes = prefetch_bytes // 2
+        source = WindowDatasource(self._reads, running_bytes // self._spec.read_tasks)
+        # Rows on another node can be lost with it, and reading them again takes seconds. Tasks that reserve CPUs go where CPUs are free.
+        here = {NODE_LABEL: ray.get_runtime_context().get_node_id()} if self._spec.read_cpus == 0 else None
+        dataset = ray.data.read_datasource(
+            source,
+            override_num_blocks=source.num_tasks,
+            concurrency=min(self._spec.read_tasks, source.concurrency(running_bytes)),
+            num_cpus=self._spec.read_cpus,
+            memory=0,  # otherwise, Ray Data can reserve memory that no node has left
+            label_selector=here,
+            fallback_strategy=[{"label_selector": {}}] if here else None,
+        )
+        context = dataset.context
+        context.execution_options.preserve_order = True
+        context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
+        context.enable_progress_bars = False
+        context.issue_detectors_config.detectors = []  # they would log advice on Ray Data's own settings
+        context.custom_execution_callback_classes = [Pacing]
+        batches: Iterable[pa.Table] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+        return batches
+
+
+_current: ContextVar[Execution] = ContextVar("undula-execution")
+
+
+@contextmanager
+def _collected(execution: Execution) -> Iterator[None]:
+    """Let the callbacks of Ray Data's executors that start in this thread know their execution."""
+    token = _current.set(execution)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a generator can be closed by another thread
+            _current.reset(token)
+
+
+class Pacing:
+    """Callback that lets Ray Data's scheduling loop pause when it has nothing to do.
+
+    The loop only blocks while tasks run. When all rows are read and wait for training to take them, no task runs, and the loop would
+    take a whole core of the training process (Ray 2.60, StreamingExecutor.run). A pause while tasks run would delay their rows and
+    the next tasks, so the pauses become longer only as long as steps have nothing to wait for.
+
+    The methods are those of Ray Data's `ExecutionCallback`; this class does not derive from it because it is private. Ray Data
+    sends the class to the read tasks, which import this module.
+    """
+
+    def __init__(self) -> None:
+        self._pause_s = SHORTEST_PAUSE_S
+        self._began = time.monotonic()
+
+    def before_execution_starts(self, executor: Executor) -> None:
+        """Tell the execution of this thread its executor."""
+        _current.get().started(executor)
+
+    def on_execution_step(self, executor: object) -> None:
+        """Pause after a step."""
+        has_waited = time.monotonic() - self._began >= WAITING_STEP_S
+        self._pause_s = SHORTEST_PAUSE_S if has_waited else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        time.sleep(self._pause_s)
+        self._began = time.monotonic()
+
+    def after_execution_succeeds(self, executor: object) -> None: ...
+
+    def after_execution_fails(self, executor: object, error: Exception) -> None: ...
