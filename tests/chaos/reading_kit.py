@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from undula.cluster.local import LocalCluster
 from undula.data import stream
 from undula.data.write import write_shards
 from undula.plan.plan import PlanSpec
 from undula.storage import Store
-from undula.testing.nodes import Nodes
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
+"""Maximum time in seconds that a test waits for ranks."""
 DRIVER = """
 import json, logging, os, sys, time
 from pathlib import Path
@@ -87,7 +88,8 @@ def asked(method, number):
 lost, stored, begin = [], [], stored_mib()
 ranks = [
     Rank.options(
-        num_cpus=place["num_cpus"], scheduling_strategy=NodeAffinitySchedulingStrategy(place["node"], soft=False)
+        num_cpus=place["num_cpus"],
+        scheduling_strategy=NodeAffinitySchedulingStrategy(place["node"], soft=False) if place["node"] else None,
     ).remote(number, settings)
     for number, place in enumerate(settings["ranks"])
 ]
@@ -116,7 +118,8 @@ print("FOUND", json.dumps({"ranks": found, "stored_mib": stored}), flush=True)
 class Place:
     """Where a rank reads, and how."""
 
-    node: str
+    node: str | None
+    """Id of its node; None lets Ray choose."""
     num_cpus: float = 0.0
     """Number of CPUs that the rank holds."""
     slow_s: float = 0.0
@@ -181,6 +184,10 @@ class Readers:
         """Wait until a rank has made `count` steps."""
         self.wait_for(lambda: bool(self._progress) and (self._progress[rank] or 0) >= count)
 
+    def has_ended(self) -> bool:
+        """Return whether all ranks have read everything."""
+        return not self._thread.is_alive()
+
     def finish(self) -> list[RankFound | None]:
         """Wait until all ranks have read everything, and return what they have read; None for a rank whose node was lost."""
         self._thread.join(timeout=LIMIT_S)
@@ -202,13 +209,13 @@ class Readers:
 
 
 @contextmanager
-def readers(spot: Nodes, reading: Reading) -> Iterator[Readers]:
+def readers(cluster: LocalCluster, reading: Reading) -> Iterator[Readers]:
     """Start ranks that read, and end them after the block."""
     errors = Path(reading.folder) / "errors"
     with errors.open("w") as file:
         process = subprocess.Popen(
-            [spot.cluster.python, "-c", DRIVER, json.dumps(asdict(reading))],
-            env={**os.environ, **spot.cluster.env, "RAY_ADDRESS": spot.cluster.address},
+            [cluster.python, "-c", DRIVER, json.dumps(asdict(reading))],
+            env={**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address},
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,

@@ -305,3 +305,44 @@ def test_reading_ahead_takes_no_core_from_slow_training(cluster: LocalCluster, u
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("CPU"))
     assert float(line.split()[1]) < 0.3
+
+
+CLOSED = """
+import json, logging, sys, threading, time, warnings
+import ray
+from ray.util.annotations import RayDeprecationWarning
+from undula.data import stream
+from undula.plan.plan import PlanSpec
+warnings.simplefilter("error", RayDeprecationWarning)
+ray.init(log_to_driver=False, logging_level=logging.ERROR)
+
+def stored_mib():
+    size, free = (found().get("object_store_memory", 0) for found in (ray.cluster_resources, ray.available_resources))
+    return (size - free) / 2**20
+
+def reading():
+    return [each.name for each in threading.enumerate() if each.name.startswith(("undula-read-ahead", "StreamingExecutor"))]
+
+plan = PlanSpec(global_batch=96, virtual_workers=6, window=3, epochs=20)
+before = stored_mib()
+for steps in (0, 1, 3, 20, 1, 3):
+    batches = iter(stream(sys.argv[1], plan, head_mib=0, prefetch_mib=8))
+    for _ in range(steps):
+        next(batches)
+    batches.close()
+del batches
+deadline = time.monotonic() + 60
+while (stored_mib() > before + 0.1 or reading()) and time.monotonic() < deadline:
+    time.sleep(0.1)  # limits the polling rate
+print("LEFT", json.dumps([stored_mib() - before, reading()]))
+"""
+
+
+def test_closed_streams_leave_nothing_in_the_object_store(cluster: LocalCluster, url: str) -> None:
+    env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run([cluster.python, "-c", CLOSED, url], env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LEFT"))
+    left_mib, threads = json.loads(line.removeprefix("LEFT"))
+    assert left_mib < 0.1
+    assert threads == []
