@@ -55,8 +55,8 @@ class DataSpec:
     """Maximum amount of decoded rows in MiB that Ray Data reads ahead of a worker, in addition to the shuffle windows in use. Only a
     single row group that is larger than half of it can exceed it."""
     read_cpus: Annotated[float, Ge(0)] = 0.0
-    """Number of CPUs that Ray reserves for a read task. With 0, read tasks run on the worker's node, also if workers hold all CPUs. Otherwise,
-    they run on any node that has the CPUs left, and a worker that has waited 5 s for them reads the rows itself."""
+    """Number of CPUs that Ray reserves for a read task. With 0, read tasks run on the worker's node, also if workers hold all CPUs.
+    Otherwise, they run on any node that has the CPUs left, and a worker that has waited 5 s for them reads the rows itself."""
 
     def __post_init__(self) -> None:
         if (self.train is None) == (self.mix is None):
