@@ -1,6 +1,5 @@
 """Execution of Ray Data that reads windows in order, and its pace. It can be closed from any thread and leaves nothing behind."""
 
-import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,8 +40,6 @@ class Execution:
         self._reads = reads
         self._spec = spec
         self._executors: list[Executor] = []
-        self._closing = threading.Lock()
-        self._closed = False
 
     def tables(self) -> Generator[pa.Table, None, None]:
         """Yield the rows of the reads in order, in tables that do not align with windows."""
@@ -55,21 +52,18 @@ class Execution:
             raise
         finally:
             self.close()
+            self._executors.clear()  # they hold references to rows
 
     def started(self, executor: Executor) -> None:
         """Note the executor that runs the tasks, to end it at `close`."""
-        with self._closing:
-            self._executors.append(executor)
-            is_late = self._closed
-        if is_late:
-            self.close()
+        self._executors.append(executor)
 
     def close(self) -> None:
-        """Cancel the tasks. `tables` ends, also if it is waiting for a task in another thread."""
-        with self._closing:
-            self._closed = True
-            executors, self._executors = self._executors, []
-        for executor in executors:
+        """Cancel the tasks, so that `tables` ends, also if it is waiting for a task in another thread.
+
+        Tasks that start meanwhile are only cancelled by a later call.
+        """
+        for executor in tuple(self._executors):
             executor.shutdown(force=True)
 
     def _batches(self) -> Iterable[pa.Table]:
