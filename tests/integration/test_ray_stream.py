@@ -308,7 +308,7 @@ def test_reading_ahead_takes_no_core_from_slow_training(cluster: LocalCluster, u
 
 
 CLOSED = """
-import json, logging, sys, threading, time, warnings
+import gc, json, logging, sys, threading, time, warnings
 import ray
 from ray.util.annotations import RayDeprecationWarning
 from undula.data import stream
@@ -333,6 +333,7 @@ for steps in (0, 1, 3, 20, 1, 3):
 del batches
 deadline = time.monotonic() + 60
 while (stored_mib() > before + 0.1 or reading()) and time.monotonic() < deadline:
+    gc.collect()  # Ray Data's executors are in reference cycles
     time.sleep(0.1)  # limits the polling rate
 print("LEFT", json.dumps([stored_mib() - before, reading()]))
 """

@@ -61,10 +61,11 @@ class Execution:
     def close(self) -> None:
         """Cancel the tasks, so that `tables` ends, also if it is waiting for a task in another thread.
 
-        Tasks that start meanwhile are only cancelled by a later call.
+        Tasks that start meanwhile are only cancelled by a later call. The processes of the tasks are kept, because the next
+        execution would wait seconds for new ones.
         """
         for executor in tuple(self._executors):
-            executor.shutdown(force=True)
+            executor.shutdown(force=False)
 
     def _batches(self) -> Iterable[pa.Table]:
         prefetch_bytes = self._spec.prefetch_mib * 2**20
