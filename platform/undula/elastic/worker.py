@@ -72,6 +72,7 @@ class JobWorker:
                 if run is not None:
                     with suppress(Exception):  # the state cannot be copied from a GPU that has failed
                         run.hand_over()
+                worker.failure = error
                 traceback.clear_frames(error.__traceback__)  # the script's variables also keep the model in memory
                 raise
             finally:

@@ -94,6 +94,8 @@ class WorkerState:
     """Whether the last group ended for a reason outside this process, such as a lost rank, so that the process can join another group."""
     is_spent: bool = False
     """Whether this process cannot join another group."""
+    failure: BaseException | None = None
+    """Exception that the train function of the last group raised, set before that group's collectives are shut down."""
     has_ended: bool = False
     """Whether the group has ended. Its train function may still be running in this process."""
 
@@ -101,6 +103,7 @@ class WorkerState:
         """Reset the data of a single group. Called before each train function."""
         self.progress = Progress()
         self.is_run = self.is_sound = self.has_ended = False
+        self.failure = None
         self.request = Request()
 
     def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:

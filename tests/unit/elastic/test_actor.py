@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from undula.elastic.ray import actor
@@ -112,6 +113,20 @@ def test_the_time_to_leave_follows_the_bytes_that_a_worker_still_copies(monkeypa
 
     with leaving(monkeypatch, hand_over) as worker:
         assert [worker.leave_group(0.2) for _ in range(3)] == ["busy"] * 3
+
+
+def test_a_failure_is_reported_while_the_collectives_are_still_being_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hand_over(state: WorkerState, is_over: threading.Event) -> None:
+        state.is_run, state.failure = True, OSError("the disk is full")
+        is_over.wait()
+
+    monkeypatch.setattr(RayTrainWorker, "poll_status", lambda self: WorkerStatus(running=True))
+    with leaving(monkeypatch, hand_over) as worker:
+        status = worker.poll_status()
+        assert status.running
+        assert "the disk is full" in str(WorkerGroupPollStatus({0: status}).errors[0])
+        worker._state.is_sound = False
+        assert worker.leave_group(600) == "unusable"  # without waiting for the end of the train function
 
 
 def test_a_worker_that_makes_no_progress_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import ray
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
@@ -27,6 +28,7 @@ from undula.processes import ProcessIdentity, find_process, own_identity, send_s
 from undula.recovery.progress import LEFT, ProgressView
 from undula.recovery.snapshot import Age, packed
 from undula.recovery.worker_state import Request, WorkerState
+from undula.train.tracebacks import kept_traceback
 
 PROMPT_END_S = 0.3
 """Seconds within which a train function normally ends after it has left the group or a collective has failed."""
@@ -165,6 +167,8 @@ class ElasticWorker(RayTrainWorker):
         status.has_left = status.progress.phase == LEFT and not status.running and status.error is None
         if status.has_left:
             status.running = True  # otherwise the controller would consider the run finished
+        if status.error is None and (failure := self._state.failure):  # to shut down collectives can take seconds
+            status.error = UserExceptionWithTraceback(failure, kept_traceback(failure) or "")
         status.preemption_info = None  # the policy handles notices; Ray would train until the deadline
         return status
 
@@ -216,6 +220,8 @@ class ElasticWorker(RayTrainWorker):
             thread.join(PROMPT_END_S)
             if is_first:
                 abort_collectives(self._state)  # another rank may be waiting for this one
+            if self._state.failure is not None and not self._state.is_sound:
+                return "unusable"  # whatever is left of the function, such as the shutdown of Horovod, has no effect on others
             thread.join(max(wait_s, 0.0))
             if thread.is_alive():
                 return "busy" if self._state.progress.left_s(timeout_s) > 0 else "unusable"
