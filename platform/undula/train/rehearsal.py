@@ -59,9 +59,8 @@ class RehearsedRun:
     def __init__(self, job: Job, layout: Layout):
         self.config, self.base_lr = job.config, job.schedule.base_lr
         self.rank, self.world_size, self.device = 1, 2, layout.device
-        self._job = replace(
-            job, engine="torch"
-        )  # the reduction of gradients is not compiled, and Horovod needs other ranks
+        # The reduction of gradients is not compiled, and Horovod needs other ranks.
+        self._job = replace(job, engine="torch")
         self._layout = layout
         self._data = load_data(job.data)
         self.plan = Plan(job.plan, self._data.num_rows)
