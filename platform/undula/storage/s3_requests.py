@@ -103,20 +103,20 @@ class Bucket:
                 return
             more["ContinuationToken"] = page["NextContinuationToken"]
 
-    def find(self, prefix: str, keys: Sequence[str]) -> Iterator[Object]:
-        """Yield those of some keys that exist. All of them begin with `prefix`, and they are sorted.
+    def find(self, keys: Sequence[str]) -> Iterator[Object]:
+        """Yield those of some keys that exist. The keys are sorted.
 
         The keys say where each page of a listing begins, so that the pages can be requested at the same time.
         """
 
         def page(start: int) -> Sequence[Object]:
-            wanted = set(keys[start : start + _KEYS_OF_PAGE])
+            wanted = keys[start : start + _KEYS_OF_PAGE]
+            # A long prefix spares the server a look at the other keys. Prefixes of S3 do not end at slashes.
+            prefix = os.path.commonprefix((wanted[0], wanted[-1]))  # noqa: RUF071
             listed = self.list(prefix, after=keys[start - 1] if start else "")
             # The listing is lazy, so a page that has the last of the keys is not followed by another request.
-            upto = itertools.takewhile(
-                lambda found: found.key <= keys[min(start + _KEYS_OF_PAGE, len(keys)) - 1], listed
-            )
-            return [found for found in upto if found.key in wanted]
+            upto, known = itertools.takewhile(lambda found: found.key <= wanted[-1], listed), set(wanted)
+            return [found for found in upto if found.key in known]
 
         for objects in in_parallel(page, range(0, len(keys), _KEYS_OF_PAGE)):
             yield from objects

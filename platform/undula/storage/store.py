@@ -148,7 +148,7 @@ class Store:
                 return {name: _local_entry(name, state) for name, state in states if state}
             bucket, root = self.on_s3()
             root = f"{root}/" if root else ""
-            found = bucket.find(root, sorted(f"{root}{name}" for name in names))
+            found = bucket.find(sorted(f"{root}{name}" for name in names))
             return {entry.name: entry for entry in (_s3_entry(root, each) for each in found)}
 
     def names(self, folder: str) -> set[str]:
