@@ -28,21 +28,42 @@ class Executor(Protocol):
     def shutdown(self, force: bool) -> None: ...
 
 
-class Execution:
-    """Reads of windows by Ray Data's tasks.
+def executions(reads: list[WindowRead], spec: DataSpec) -> tuple[list[int], list["Execution"]]:
+    """Return the number of rows of each read task, and the executions that run the tasks in turn.
+
+    An execution runs one task at a time. Ray Data's scheduling loop waits up to 0.1 s for all running tasks of an execution together
+    before it takes the rows of one of them or starts the next one (Ray 2.60, process_completed_tasks).
 
     Args:
         reads: Reads of the windows, in order.
         spec: Limits of reading ahead.
     """
+    prefetch_bytes = spec.prefetch_mib * 2**20
+    # Together, the running tasks take at most half of the prefetch limit, or one of them runs alone.
+    running_bytes = prefetch_bytes // 2
+    source = WindowDatasource(reads, running_bytes // spec.read_tasks)
+    count = min(spec.read_tasks, source.concurrency(running_bytes))
+    parts = [Execution(part, prefetch_bytes // count, spec.read_cpus) for part in source.dealt(count)]
+    return source.task_rows, parts
 
-    def __init__(self, reads: list[WindowRead], spec: DataSpec):
-        self._reads = reads
-        self._spec = spec
+
+class Execution:
+    """Execution of Ray Data that runs read tasks one after another.
+
+    Args:
+        source: The tasks.
+        prefetch_bytes: Maximum number of bytes to read ahead.
+        cpus: Number of CPUs that Ray reserves for a task.
+    """
+
+    def __init__(self, source: WindowDatasource, prefetch_bytes: int, cpus: float):
+        self._source = source
+        self._prefetch_bytes = prefetch_bytes
+        self._cpus = cpus
         self._executors: list[Executor] = []
 
     def tables(self) -> Generator[pa.Table, None, None]:
-        """Yield the rows of the reads in order, in tables that do not align with windows."""
+        """Yield the rows of the tasks in order. A table has rows of one task."""
         try:
             with _collected(self):
                 yield from self._batches()
@@ -68,24 +89,22 @@ class Execution:
             executor.shutdown(force=False)
 
     def _batches(self) -> Iterable[pa.Table]:
-        prefetch_bytes = self._spec.prefetch_mib * 2**20
-        # Together, the running tasks take at most half of the prefetch limit, or one of them runs alone.
-        running_bytes = prefetch_bytes // 2
-        source = WindowDatasource(self._reads, running_bytes // self._spec.read_tasks)
         # Rows on another node can be lost with it, and reading them again takes seconds. Tasks that reserve CPUs go where CPUs are free.
-        here = {NODE_LABEL: ray.get_runtime_context().get_node_id()} if self._spec.read_cpus == 0 else None
+        here = {NODE_LABEL: ray.get_runtime_context().get_node_id()} if self._cpus == 0 else None
         dataset = ray.data.read_datasource(
-            source,
-            override_num_blocks=source.num_tasks,
-            concurrency=min(self._spec.read_tasks, source.concurrency(running_bytes)),
-            num_cpus=self._spec.read_cpus,
+            self._source,
+            override_num_blocks=self._source.num_tasks,
+            concurrency=1,
+            num_cpus=self._cpus,
             memory=0,  # otherwise, Ray Data can reserve memory that no node has left
             label_selector=here,
             fallback_strategy=[{"label_selector": {}}] if here else None,
         )
         context = dataset.context
         context.execution_options.preserve_order = True
-        context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=prefetch_bytes)
+        context.execution_options.resource_limits = ray.data.ExecutionResources(
+            object_store_memory=self._prefetch_bytes
+        )
         context.enable_progress_bars = False
         context.issue_detectors_config.detectors = []  # they would log advice on Ray Data's own settings
         context.custom_execution_callback_classes = [Pacing]

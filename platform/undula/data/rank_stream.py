@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from undula.data.cache import DiskCache
-from undula.data.execution import Execution
+from undula.data.execution import executions
 from undula.data.manifest import Manifest
 from undula.data.mapped import StreamMap
 from undula.data.read import RangeRead, WindowRead, row_group_reads, tables, window_read
@@ -214,7 +214,7 @@ class _TaskBlocks:
 
     def _begin(self) -> deque[_Need]:
         chunk = deque(itertools.islice(self._needs, CHUNK_WINDOWS))
-        self._rows = TaskRows(Execution([need.read for need in chunk], self._spec)) if chunk else None
+        self._rows = TaskRows(*executions([need.read for need in chunk], self._spec)) if chunk else None
         return chunk
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from traceback import format_exception
@@ -223,6 +224,18 @@ class WindowDatasource(Datasource):
     @property
     def num_tasks(self) -> int:
         return len(self._tasks)
+
+    @property
+    def task_rows(self) -> list[int]:
+        """Number of rows of each task."""
+        return [sum(read.rows.num_rows for read in task.reads) for task in self._tasks]
+
+    def dealt(self, count: int) -> list["WindowDatasource"]:
+        """Deal the tasks one by one to `count` sources."""
+        sources = [copy(self) for _ in range(count)]
+        for number, source in enumerate(sources):
+            source._tasks = self._tasks[number::count]
+        return sources
 
     def concurrency(self, num_bytes: int) -> int:
         """Return how many tasks can run at the same time within an amount of memory in bytes, but at least one."""

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import Generic, Protocol, TypeVar
@@ -78,10 +79,10 @@ class ReadAhead(Generic[T]):
 
 
 class Tasks(Protocol):
-    """Read tasks of windows."""
+    """Read tasks that run one after another."""
 
     def tables(self) -> Generator[pa.Table, None, None]:
-        """Yield the rows of the windows in order, in tables that do not align with windows."""
+        """Yield the rows of the tasks in order. A table has rows of one task."""
 
     def close(self) -> None:
         """Cancel the tasks; `tables` ends, also in another thread."""
@@ -92,10 +93,17 @@ class TaskRows:
 
     The tasks can wait for as long as the cluster is too full to run them, or until Ray has made up for a lost node. If they have delivered
     nothing for `patience_s` seconds, this process reads windows itself until the tasks, which go on with the same windows, have caught up.
+
+    Args:
+        task_rows: Number of rows of each task.
+        parts: Parts of the tasks that run at the same time. The tasks are dealt to them one by one.
+        patience_s: Time in seconds, by default PATIENCE_S.
     """
 
-    def __init__(self, tasks: Tasks, patience_s: float | None = None):
-        self._tables = ReadAhead(tasks.tables(), tasks.close)
+    def __init__(self, task_rows: Sequence[int], parts: Sequence[Tasks], patience_s: float | None = None):
+        self._parts = [ReadAhead(part.tables(), part.close) for part in parts]
+        self._turns = deque((number % len(parts), rows) for number, rows in enumerate(task_rows))
+        """Part and number of rows of each task that has not delivered all rows yet."""
         self._rest = pa.table({})
         self._lead = 0
         """Number of rows that this process has taken and the tasks have not delivered yet."""
@@ -118,7 +126,8 @@ class TaskRows:
 
     def close(self) -> None:
         """Cancel the tasks."""
-        self._tables.close()
+        for part in self._parts:
+            part.close()
 
     def _await_rows(self) -> None:
         """Wait for the next row, and drop rows that this process has read itself.
@@ -128,9 +137,17 @@ class TaskRows:
         """
         while not self._rest.num_rows or self._lead:
             if not self._rest.num_rows:
-                self._rest = self._tables.next_within(0.001 if self._lead else self._patience_s)
+                self._rest = self._next_table(0.001 if self._lead else self._patience_s)
             dropped = min(self._lead, self._rest.num_rows)
             self._rest = self._rest.slice(dropped)
             self._lead -= dropped
             if dropped and not self._lead:
                 self._patience_s *= 2  # the tasks were only slow, and reading twice would slow them further
+
+    def _next_table(self, limit_s: float) -> pa.Table:
+        number, missing = self._turns[0]
+        table = self._parts[number].next_within(limit_s)
+        self._turns[0] = (number, missing - table.num_rows)
+        if table.num_rows == missing:
+            self._turns.popleft()
+        return table

@@ -31,19 +31,18 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> list[WindowRead]:
 
 
 class Late:
-    """Tasks that deliver rows when the test says so, in tables of other sizes than windows."""
+    """Tasks that deliver tables when the test says so."""
 
-    def __init__(self, reads: list[WindowRead], table_rows: int):
+    def __init__(self, tables: list[pa.Table]):
         self.allowed: Queue[bool] = Queue()
         self.delivered = 0
-        self._rows = pa.concat_tables([read() for read in reads])
-        self._table_rows = table_rows
+        self._tables = tables
 
     def tables(self) -> Generator[pa.Table, None, None]:
-        for start in range(0, NUM_ROWS, self._table_rows):
+        for table in self._tables:
             if not self.allowed.get():
                 return
-            yield self._rows.slice(start, self._table_rows)
+            yield table
             self.delivered += 1
 
     def allow(self, tables: int) -> None:
@@ -52,6 +51,18 @@ class Late:
 
     def close(self) -> None:
         self.allowed.put(False)
+
+
+def late(reads: list[WindowRead], task_rows: list[int], parts: int, table_rows: int) -> list[Late]:
+    """Deal tasks to parts. Their tables have at most `table_rows` rows."""
+    rows = pa.concat_tables([read() for read in reads])
+    tables: list[list[pa.Table]] = [[] for _ in range(parts)]
+    start = 0
+    for number, count in enumerate(task_rows):
+        task = rows.slice(start, count)
+        tables[number % parts] += [task.slice(place, table_rows) for place in range(0, count, table_rows)]
+        start += count
+    return [Late(of_part) for of_part in tables]
 
 
 def ids(tables: list[pa.Table]) -> list[int]:
@@ -64,31 +75,36 @@ def taken(rows: TaskRows, reads: list[WindowRead]) -> Iterator[bool]:
         yield ids(rows.take(read)) == read.ids().tolist()
 
 
-@pytest.mark.parametrize("table_rows", [7, 20, 61, 90])
+@pytest.mark.parametrize("task_rows", [[90], [33, 7, 50], [20, 20, 20, 20, 10]])
+@pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("late_after", [0, 1, 2])
-def test_rows_are_exact_when_tasks_stop_and_catch_up(reads: list[WindowRead], table_rows: int, late_after: int) -> None:
-    """The tasks stop after `late_after` tables, and deliver the others after two windows without them."""
-    tasks = Late(reads, table_rows)
-    tasks.allow(late_after)
-    rows = TaskRows(tasks, patience_s=0.01)
+def test_rows_are_exact_when_tasks_stop_and_catch_up(
+    reads: list[WindowRead], task_rows: list[int], parts: int, late_after: int
+) -> None:
+    """Each part of the tasks stops after `late_after` tables, and delivers the others after two windows were taken."""
+    tasks = late(reads, task_rows, parts, table_rows=17)
+    for part in tasks:
+        part.allow(late_after)
+    rows = TaskRows(task_rows, tasks, patience_s=0.01)
     found = taken(rows, reads)
     assert next(found)
     assert next(found)
-    tasks.allow(NUM_ROWS)
+    for part in tasks:
+        part.allow(NUM_ROWS)
     assert all(found)
     rows.close()
 
 
 def test_rows_of_tasks_that_never_run_are_exact(reads: list[WindowRead]) -> None:
-    tasks = Late(reads, 20)
-    rows = TaskRows(tasks, patience_s=0.01)
+    tasks = late(reads, [45, 45], 2, table_rows=20)
+    rows = TaskRows([45, 45], tasks, patience_s=0.01)
     assert all(taken(rows, reads))
-    assert tasks.delivered == 0
+    assert [part.delivered for part in tasks] == [0, 0]
     rows.close()
 
 
 def test_a_wait_ends_when_another_thread_closes(reads: list[WindowRead]) -> None:
-    rows = TaskRows(Late(reads, 20), patience_s=3600)
+    rows = TaskRows([90], late(reads, [90], 1, table_rows=20), patience_s=3600)
     waiting = ReadAhead((rows.take(read) for read in reads), rows.close)
     closing = threading.Thread(target=waiting.close)
     closing.start()
