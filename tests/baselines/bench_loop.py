@@ -55,7 +55,7 @@ def ours(
 
 
 def theirs(
-    engine: str, options: tuple[str, ...], data: str, folder: str, name: str, steps: int, workers: int
+    engine: str, options: tuple[str, ...], data: str, folder: str, name: str, steps: int, workers: int, compute: str
 ) -> list[float]:
     """Return the duration of each measured step in seconds."""
     out = Path(folder) / f"{name}.json"
@@ -72,7 +72,7 @@ def theirs(
     command = [
         *(torchrun if engine == "torch" else horovodrun),
         *(str(ROOT / "tests" / "baselines" / "plain_loop.py"), f"--engine={engine}", f"--data={data}/train"),
-        *(f"--steps={steps}", f"--out={out}", f"--global-batch={GLOBAL_BATCH}"),
+        *(f"--steps={steps}", f"--out={out}", f"--global-batch={GLOBAL_BATCH}", f"--compute={compute}"),
     ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     return differences(json.loads(out.read_text()))
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--engine", choices=["torch", "horovod"], default="torch")
+    parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32", help="bf16 compares with torch.amp")
     parser.add_argument("overrides", nargs="*", help="overrides of the job")
     options = parser.parse_args()
     rounds = []
@@ -98,12 +99,14 @@ def main() -> None:
         for number in range(options.rounds):
             # Ray is not there while the other runs: its daemons are part of what ours costs.
             name = f"round-{number}"
-            overrides = [f"engine={options.engine}", *options.overrides]
+            overrides = [f"engine={options.engine}", f"precision.compute={options.compute}", *options.overrides]
             with local_cluster(num_cpus=2) as cluster:
                 our = ours(cluster, data, f"{folder}/runs", name, options.steps, options.workers, overrides)
             figures = {"undula, samples/s": GLOBAL_BATCH / statistics.median(our)}
             for baseline, extra in BASELINES[options.engine].items():
-                their = theirs(options.engine, extra, data, folder, name, options.steps, options.workers)
+                their = theirs(
+                    options.engine, extra, data, folder, name, options.steps, options.workers, options.compute
+                )
                 figures[f"{baseline}, samples/s"] = GLOBAL_BATCH / statistics.median(their)
                 figures[f"ratio to {baseline}"] = statistics.median(their) / statistics.median(our)
             rounds.append(figures)
@@ -112,6 +115,7 @@ def main() -> None:
                 flush=True,
             )
     name = "loop" if options.engine == "torch" else f"loop-{options.engine}"
+    name = name if options.compute == "fp32" else f"{name}-{options.compute}"
     print_and_write(name if options.workers == 2 else f"{name}-{options.workers}", rounds)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
@@ -99,10 +101,12 @@ def main() -> None:
     batch_size = options.global_batch // engine.world_size
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=True)
 
+    is_mixed = options.compute == "bf16"
     times = []
     for step, (batch,) in zip(range(options.steps), loader, strict=False):
         text = batch.long()
-        loss = F.cross_entropy(engine.model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        with torch.autocast("cpu", torch.bfloat16) if is_mixed else nullcontext():
+            loss = F.cross_entropy(engine.model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         loss.backward()
         for group in engine.optimizer.param_groups:
             warmup = min((step + 1) / 30, 1)

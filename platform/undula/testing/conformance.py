@@ -17,6 +17,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from secrets import token_hex
@@ -85,7 +86,9 @@ def check(train: Train, job: str | Path, *overrides: str, config: type | None = 
                 _train_here(train, legs, comparison, until=done, saves=source == CHECKPOINT)
 
 
-def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type | None = None) -> None:
+def check_on_ranks(
+    train: Train, job: str | Path, *overrides: str, config: type | None = None, device: torch.device | None = None
+) -> None:
     """Check that a run on ranks in separate processes is unchanged by two SIGKILLs, departures, growth and a resubmission.
 
     With `deterministic=true`, the number of ranks changes between 1 and 2, and the comparison is a run on one rank. Otherwise the
@@ -94,6 +97,8 @@ def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type 
     Args:
         train: The script's train function. A new Python process must be able to import it by name.
         job, overrides, config: As for `check`, but that the run needs at least 6 steps.
+        device: Device that all ranks share, over gloo. By default, each rank has a GPU of its own if this process sees enough of them,
+            and otherwise all ranks train on the CPU.
 
     Raises:
         ConformanceError: A tensor or a value of the last state differs from that of the uninterrupted run.
@@ -103,7 +108,8 @@ def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type 
         settings = ["checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1", *overrides]
         loaded = _loaded(train, job, settings, folder, config)
         fewest = 1 if loaded.spec.deterministic else 2
-        expected = _last(_group(train, _new_job(loaded, "whole"), _Group(fewest)))
+        run_group = partial(_group, train, device)
+        expected = _last(run_group(_new_job(loaded, "whole"), _Group(fewest)))
         interrupted = _new_job(loaded, "interrupted")
         for group in (
             _Group(2, until=1, victim=1),
@@ -112,11 +118,11 @@ def check_on_ranks(train: Train, job: str | Path, *overrides: str, config: type 
             _Group(2, until=4, leaves=True, saves=True),
             _Group(fewest, until=5, leaves=True, saves=True),
         ):
-            _group(train, interrupted, group)
+            run_group(interrupted, group)
         plan, newest = _plan_of(loaded), find_commits(open_store(interrupted.run_url))[0][0]
         check_model(train, loaded, plan, newest)
         resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
-        found = _last(_group(train, resubmitted, _Group(2)))
+        found = _last(run_group(resubmitted, _Group(2)))
         for rank, (one, other) in enumerate(
             zip(found, expected, strict=False)
         ):  # the uninterrupted run can have one rank
@@ -238,7 +244,7 @@ def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None, 
     process()
 
 
-def _group(train: Train, job: Job, group: _Group) -> list[Record | UndulaError | None]:
+def _group(train: Train, device: torch.device | None, job: Job, group: _Group) -> list[Record | UndulaError | None]:
     """Train on a group of ranks, each in a process of its own.
 
     Returns:
@@ -249,7 +255,7 @@ def _group(train: Train, job: Job, group: _Group) -> list[Record | UndulaError |
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(group.world_size)]
         ranks = [
-            context.Process(target=_rank, args=(train, job, group, rank, f"{folder}/store", pipes[rank][1]))
+            context.Process(target=_rank, args=(train, device, job, group, rank, f"{folder}/store", pipes[rank][1]))
             for rank in range(group.world_size)
         ]
         for rank in ranks:
@@ -283,7 +289,15 @@ def _received(receiver: Connection) -> Record | UndulaError | None:
         return None
 
 
-def _rank(train: Train, job: Job, group: _Group, rank: int, rendezvous: str, sender: Connection) -> None:
+def _rank(
+    train: Train,
+    device: torch.device | None,
+    job: Job,
+    group: _Group,
+    rank: int,
+    rendezvous: str,
+    sender: Connection,
+) -> None:
     torch.set_num_threads(1)
     last: dict[str, tuple[str, bytes]] = {}
 
@@ -295,9 +309,8 @@ def _rank(train: Train, job: Job, group: _Group, rank: int, rendezvous: str, sen
         last.clear()
         last.update(record_of(model, optimizer))
 
-    device = local_device(
-        rank, MOST_RANKS
-    )  # the same kind of device in all groups, because other kinds compute other bits
+    # The same kind of device in all groups, because other kinds compute other bits.
+    device = device or local_device(rank, MOST_RANKS)
     watched = _watched(train, visit)
     process = SingleProcess(watched, job, lambda message: None, rank, group.world_size, rendezvous, device)
     try:

@@ -81,10 +81,13 @@ def local_device(rank: int, world_size: int) -> torch.device:
 def local_world(
     device: torch.device, rank: int = 0, world_size: int = 1, rendezvous: str | None = None
 ) -> Iterator[None]:
-    """Make a default process group of this process alone, or of all processes that have the same rendezvous file."""
+    """Make a default process group of this process alone, or of all processes that have the same rendezvous file.
+
+    NCCL needs a GPU for each rank, so ranks that have fewer use gloo.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= world_size else "gloo"
     store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
