@@ -1,7 +1,7 @@
 """Execution of Ray Data that reads windows in order, and its pace. It can be closed from any thread and leaves nothing behind."""
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Protocol
@@ -66,7 +66,7 @@ class Execution:
         """Yield the rows of the tasks in order. A table has rows of one task."""
         try:
             with _collected(self):
-                yield from self._batches()
+                yield from self._blocks()
         except RayTaskError as error:
             if isinstance(error.cause, ReadTaskError):
                 raise error.cause.original from error.cause
@@ -88,7 +88,7 @@ class Execution:
         for executor in tuple(self._executors):
             executor.shutdown(force=False)
 
-    def _batches(self) -> Iterable[pa.Table]:
+    def _blocks(self) -> Iterator[pa.Table]:
         # Rows on another node can be lost with it, and reading them again takes seconds. Tasks that reserve CPUs go where CPUs are free.
         here = {NODE_LABEL: ray.get_runtime_context().get_node_id()} if self._cpus == 0 else None
         dataset = ray.data.read_datasource(
@@ -108,8 +108,10 @@ class Execution:
         context.enable_progress_bars = False
         context.issue_detectors_config.detectors = []  # they would log advice on Ray Data's own settings
         context.custom_execution_callback_classes = [Pacing]
-        batches: Iterable[pa.Table] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-        return batches
+        # Dataset.iter_batches has a thread that keeps references to rows if it is closed early (Ray 2.60, WaitBlockPrefetcher).
+        for bundle in dataset.iter_internal_ref_bundles():
+            for block in bundle.block_refs:
+                yield ray.get(block)
 
 
 _current: ContextVar[Execution] = ContextVar("undula-execution")
