@@ -81,7 +81,7 @@ class Studies:
         """Return the row of every trial, without measured times."""
         store = self.store(name)
         spec = read_spec(store)
-        rows = [trial_row(record, spec.target) for record in read_progress(store, spec).records.values()]
+        rows = [trial_row(spec, record) for record in read_progress(store, spec).records.values()]
         return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
 
     def outcomes(self, name: str) -> dict[str, int]:

@@ -24,9 +24,11 @@ from undula.study.rates import (
     groups_of,
     is_open,
     loss_at,
+    over_common_seeds,
     tune,
     tunings_of,
 )
+from undula.study.seeds import common_seeds
 from undula.study.spec import CLASSES, StudySpec
 from undula.study.trials import TrialRecord
 
@@ -243,7 +245,8 @@ def _tuning(
 def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | None, str]:
     """Return the hyperbola of steps and samples, or the reason why there is none.
 
-    It is fitted to one point for each batch, which is the mean over seeds of the log steps at the rate with the fewest steps. Seeds are not
+    It is fitted to one point for each batch, which is the mean of the log steps at the rate with the fewest steps, over the seeds that the
+    batches have in common. Seeds are not
     points of their own: no batch lies exactly on the hyperbola, so more seeds of one batch would narrow the interval about a wrong value.
     A rate at the end of its range is a bound and is left out. A rate next to one that diverged is used, because the best rate is at most
     one step of the grid away.
@@ -254,6 +257,8 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
         return None, f"the study has one batch ({spec.batches[0]:,}), but a critical batch needs three or more"
     reached = [(each.batch, each.fewest) for each in batches if each.fewest]
     used = [(batch, fewest) for batch, fewest in reached if not is_open(fewest)]
+    seeds = common_seeds(fewest.seeds for _, fewest in used)
+    used = [(batch, fewest) for batch, fewest in used if set(seeds) <= set(fewest.seeds)]
     records = [record for each in batches for point in each.points for record in point.records]
     if not reached and any(record.samples_to(spec.target) == 0 for record in records):
         return None, f"trials are at the target of {spec.target:g} before their first step; lower target"
@@ -261,7 +266,7 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
         return None, "every trial diverged" if _all_diverged(records) else "no trial is complete"
     if not reached:
         return None, f"no trial reached the target of {spec.target:g}; train for more samples, or raise target"
-    steps = [float(np.exp(np.mean(np.log(fewest.steps)))) for _, fewest in used]
+    steps = [float(np.exp(np.mean(np.log(fewest.steps_of(seeds))))) for _, fewest in used]
     try:
         fit = fit_pareto([batch for batch, _ in used], steps)
         if fit.interval.low <= 0 and not isfinite(fit.interval.high):
@@ -271,7 +276,7 @@ def _pareto(spec: StudySpec, batches: Sequence[AtBatch]) -> tuple[ParetoFit | No
             )
         return fit, ""
     except ValueError as error:
-        at_end = [f"{batch:,}" for batch, fewest in reached if (batch, fewest) not in used]
+        at_end = [f"{batch:,}" for batch, fewest in reached if is_open(fewest)]
         if not at_end:
             return None, str(error)
         return None, (
@@ -321,13 +326,15 @@ def _predict(rule: RuleName, at_base: AtBatch, own: AtBatch, tuned: AtBatch | No
         own: Learning rates at the other batch, under the rule.
         tuned: Learning rates at the other batch that show the free optimum, if there are any.
     """
-    base, best = at_base.optimum, tuned.lowest if tuned else None
+    base, optimum = at_base.optimum, tuned.optimum if tuned else None
+    if tuned:
+        own, tuned = over_common_seeds([own, tuned])
+    best = tuned.lowest if tuned else None
     if RULES[rule].is_measured:
         rate, at_rate = _measured(at_base, own)
     else:
         rate = base.rate * factor_of(rule, own.batch / at_base.batch) if base else None
         at_rate = loss_at(own.points, rate) if base and rate and base.interior else LossAt()
-    optimum = tuned.optimum if tuned else None
     return Prediction(
         rule,
         own.batch,

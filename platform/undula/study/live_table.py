@@ -3,7 +3,7 @@
 import io
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from statistics import fmean
 from typing import Any, TextIO
@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from undula.study.seeds import common_seeds
 from undula.study.spec import StudySpec
 from undula.study.trials import State, Trial, TrialRecord
 from undula.telemetry.messages import clock
@@ -22,8 +23,6 @@ MIN_WIDTH, MAX_WIDTH = 80, 200
 """Minimum and maximum width of the table in characters."""
 MAX_ROWS = 24
 """Maximum number of rows of the table."""
-COMPARED: tuple[State, ...] = ("complete", "stopped", "diverged")
-"""States of the trials by which learning rates are compared."""
 LOST: tuple[State, ...] = ("stopped", "diverged", "failed")
 """States that have their own column if a trial is in them."""
 _BAR_WIDTH = 8
@@ -119,24 +118,37 @@ def _row(spec: StudySpec, group: Sequence[TrialRecord], shown_states: Sequence[S
 
 
 def best_of(group: Iterable[TrialRecord]) -> tuple[float, float] | None:
-    """Return the learning rate with the lowest mean loss over seeds, and that loss, or None if no rate has lowered its loss."""
+    """Return the learning rate with the lowest mean loss over seeds, and that loss, or None if no rate has lowered its loss.
+
+    Rates are compared over the seeds that they have in common. A rate of which a trial diverged or was stopped has no mean.
+    """
     means = []
-    for records in _by_rate(group):
-        ended = [each for each in records if each.state in COMPARED and each.curve]
-        losses = [inf if each.state == "stopped" else each.loss for each in ended]
-        if ended and fmean(losses) < fmean(each.curve[0].loss for each in ended):
-            means.append((fmean(each.lr for each in ended), fmean(losses)))
+    for records in _over_common_seeds(group, ("diverged", "stopped"), lambda each: each.state == "complete"):
+        loss = fmean(each.loss for each in records)
+        if loss < fmean(each.curve[0].loss for each in records if each.curve):
+            means.append((fmean(each.lr for each in records), loss))
     return min(means, key=lambda each: each[1], default=None)
 
 
 def fewest_steps(group: Iterable[TrialRecord], target: float) -> float | None:
-    """Return the fewest mean steps to the target of all learning rates, or None if no rate has reached it with all seeds that ended."""
-    means = []
-    for records in _by_rate(group):
-        judged = [each for each in records if each.state in COMPARED or each.samples_to(target) < inf]
-        steps = [each.steps_to(target) for each in judged]
-        means += [fmean(steps)] if steps and max(steps) < inf else []
-    return min(means, default=None)
+    """Return the fewest mean steps to the target of all learning rates, or None if none has reached it with all compared seeds."""
+
+    def is_judged(record: TrialRecord) -> bool:
+        return record.state in ("complete", "stopped") or record.samples_to(target) < inf
+
+    found = _over_common_seeds(group, ("diverged",), is_judged)
+    means = [fmean(each.steps_to(target) for each in records) for records in found]
+    return min((mean for mean in means if mean < inf), default=None)
+
+
+def _over_common_seeds(
+    group: Iterable[TrialRecord], excluded: Sequence[State], is_judged: Callable[[TrialRecord], bool]
+) -> list[list[TrialRecord]]:
+    """Return the judged trials of each learning rate with the seeds that the rates have in common, without rates with an excluded trial."""
+    by_rate = [records for records in _by_rate(group) if not any(each.state in excluded for each in records)]
+    judged = [{each.trial.seed: each for each in records if is_judged(each)} for records in by_rate]
+    seeds = common_seeds(judged)
+    return [[found[seed] for seed in seeds] for found in judged if seeds and set(seeds) <= set(found)]
 
 
 def _by_rate(group: Iterable[TrialRecord]) -> list[list[TrialRecord]]:

@@ -1,10 +1,11 @@
 """Learning rates of a study at each batch: their losses, the best rate, and the rate that reached the target first. Pure.
 
-Trials that differ only in their seed are one point, whose loss is their mean. A trial is stopped if its loss is higher than that of others
-after as many samples; its rate bounds the optimum, but is not the optimum itself. The loss of a trial that diverged or failed is not used.
+Trials that differ only in their seed are one point, whose loss is their mean. The points of a batch are compared over the same seeds. A
+trial is stopped if its loss is higher than that of others after as many samples; its rate bounds the optimum, but is not the optimum
+itself. The loss of a trial that diverged or failed is not used.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, log, log2, sqrt
 from typing import Literal, assert_never
@@ -14,6 +15,7 @@ from scipy.special import ndtri, stdtrit
 
 from undula.plan.rules import RULES, RuleName, changes_rate_alone
 from undula.study.fits import Edge, Floats, Interval, Optimum, PowerLaw, about_lowest, best_rate, fit_power_law
+from undula.study.seeds import common_seeds
 from undula.study.spec import Optimizer, StudySpec
 from undula.study.trials import TrialRecord
 
@@ -62,7 +64,7 @@ class RatePoint:
     """Learning rate before scaling by the rule."""
     outcome: Outcome
     losses: Mapping[int, float]
-    """Last losses of the complete trials, by seed."""
+    """Last losses of the complete trials by seed; in an AtBatch, only those of the compared seeds."""
     records: tuple[TrialRecord, ...]
 
     @property
@@ -96,8 +98,14 @@ class Fewest:
     """Steps to the target, one value for each seed."""
     samples: tuple[float, ...]
     """Samples to the target, one value for each seed."""
+    seeds: tuple[int, ...]
     edge: Edge | None
     """Reason why an untried rate may take fewer steps; None if the tried rates bracket this one."""
+
+    def steps_of(self, seeds: Iterable[int]) -> list[float]:
+        """Return the steps to the target with the given seeds."""
+        by_seed = dict(zip(self.seeds, self.steps, strict=True))
+        return [by_seed[seed] for seed in seeds]
 
     @property
     def mean_steps(self) -> float:
@@ -121,6 +129,8 @@ class AtBatch:
     """Reason why there is no optimum, or why it is only a bound; empty otherwise."""
     fewest: Fewest | None
     """Rate with the fewest steps to the target; None without a target, or if no trial reached it."""
+    left_out: tuple[int, ...] = ()
+    """Seeds with which some rates are complete, but not all of those that are compared."""
 
     @property
     def lowest(self) -> RatePoint | None:
@@ -136,6 +146,7 @@ class AtBatch:
 
     @property
     def seeds(self) -> tuple[int, ...]:
+        """Seeds over which the rates are compared. Every complete point has all of them."""
         return tuple(sorted({seed for point in self.points for seed in point.losses}))
 
     def rates_by_seed(self) -> tuple[float, ...]:
@@ -196,10 +207,34 @@ def rate_points(records: Iterable[TrialRecord], base: int) -> tuple[RatePoint, .
 
 
 def at_batch(batch: int, points: tuple[RatePoint, ...], target: float | None) -> AtBatch:
-    """Return the optimum of a batch and its problem, computed from its points."""
-    optimum = optimum_of(batch, points)
+    """Return the optimum of a batch and its problem, computed from its points over the seeds that they have in common."""
+    complete = [point.losses for point in points if point.outcome == "complete"]
+    seeds = common_seeds(complete)
     fewest = _fewest(points, target) if target is not None else None
-    return AtBatch(batch, points, optimum, _problem(batch, points, optimum), fewest)
+    points = over_seeds(points, seeds)
+    optimum = optimum_of(batch, points)
+    left_out = tuple(sorted({seed for losses in complete for seed in losses} - set(seeds)))
+    return AtBatch(batch, points, optimum, _problem(batch, points, optimum), fewest, left_out)
+
+
+def over_seeds(points: Sequence[RatePoint], seeds: Collection[int]) -> tuple[RatePoint, ...]:
+    """Return the points with the losses of the given seeds only. A complete point that lacks one of these seeds has no loss."""
+    return tuple(_over_seeds(point, seeds) for point in points)
+
+
+def _over_seeds(point: RatePoint, seeds: Collection[int]) -> RatePoint:
+    if point.outcome != "complete":
+        return replace(point, losses={})
+    if any(seed not in point.losses for seed in seeds):
+        return replace(point, losses={}, outcome=_outcome_without_loss(point.records))
+    kept = tuple(record for record in point.records if record.trial.seed in seeds)
+    return replace(point, losses={seed: point.losses[seed] for seed in seeds}, records=kept)
+
+
+def over_common_seeds(batches: Sequence[AtBatch]) -> list[AtBatch]:
+    """Return the points over the seeds that all of `batches` have in common, so that losses of one can be compared with those of others."""
+    seeds = common_seeds(each.seeds for each in batches)
+    return [each if each.seeds == seeds else replace(each, points=over_seeds(each.points, seeds)) for each in batches]
 
 
 def optimum_of(batch: float, points: Sequence[RatePoint]) -> Optimum | None:
@@ -293,13 +328,13 @@ def _exponents_of_draws(used: Sequence[AtBatch], seed: int = 0) -> Floats:
 
 
 def _with_seeds(points: Sequence[RatePoint], seeds: Sequence[int]) -> list[RatePoint]:
-    """Return the points with the losses of the given seeds only, which may repeat. Complete points without these seeds are left out."""
-    found = []
-    for point in points:
-        losses = [point.losses[seed] for seed in seeds if seed in point.losses]
-        if losses or point.outcome != "complete":
-            found.append(replace(point, losses=dict(enumerate(losses))))
-    return found
+    """Return the points of an AtBatch with the losses of the given seeds only, which may repeat."""
+    return [
+        replace(point, losses=dict(enumerate(point.losses[seed] for seed in seeds)))
+        if point.outcome == "complete"
+        else point
+        for point in points
+    ]
 
 
 def _requested_rate(record: TrialRecord, base: int) -> float:
@@ -328,24 +363,37 @@ def _outcome(records: Sequence[TrialRecord], has_losses: bool) -> Outcome:
         return "diverged"
     if "stopped" in states:
         return "stopped"
-    if has_losses:
-        return "complete"
-    return "unfinished" if states & {"waiting", "running"} else "failed"
+    return "complete" if has_losses else _outcome_without_loss(records)
+
+
+def _outcome_without_loss(records: Sequence[TrialRecord]) -> Outcome:
+    """Return the outcome of a point of which no trial, or none with the compared seeds, is complete."""
+    states = {record.state for record in records}
+    return "failed" if "failed" in states and not states & {"waiting", "running"} else "unfinished"
 
 
 def _fewest(points: Sequence[RatePoint], target: float) -> Fewest | None:
-    """Return the rate with the fewest steps to the target, or None if no rate reached it after the first measurement."""
+    """Return the rate with the fewest steps to the target, or None if no rate reached it after the first measurement.
+
+    Rates are compared over the seeds with which all of them ended, and all of these seeds must reach the target.
+    """
     tried = [point for point in points if point.outcome in ENDED]
     rates, diverged = [point.rate for point in tried], [point.outcome == "diverged" for point in tried]
+    ended = [
+        {record.trial.seed: record for record in point.records if record.state in ("complete", "stopped")}
+        for point in tried
+    ]
+    seeds = common_seeds(found for found, is_diverged in zip(ended, diverged, strict=True) if not is_diverged)
     best: Fewest | None = None
-    for at, point in enumerate(tried):
-        ended = [record for record in point.records if record.state in ("complete", "stopped")]
-        steps = tuple(record.steps_to(target) for record in ended)
-        if point.outcome == "diverged" or not steps or not all(0 < each < inf for each in steps):
+    for at, (point, found) in enumerate(zip(tried, ended, strict=True)):
+        if point.outcome == "diverged" or not seeds or any(seed not in found for seed in seeds):
+            continue
+        steps = tuple(found[seed].steps_to(target) for seed in seeds)
+        if not all(0 < each < inf for each in steps):
             continue
         _about, edge = about_lowest(rates, at, diverged)
-        found = Fewest(point.rate, steps, tuple(record.samples_to(target) for record in ended), edge)
-        best = found if best is None or found.mean_steps < best.mean_steps else best
+        least = Fewest(point.rate, steps, tuple(found[seed].samples_to(target) for seed in seeds), seeds, edge)
+        best = least if best is None or least.mean_steps < best.mean_steps else best
     return best
 
 

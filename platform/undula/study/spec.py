@@ -120,6 +120,11 @@ class StudySpec:
             )
 
     @property
+    def share(self) -> float:
+        """Share of a worker's resources that each process of a trial reserves."""
+        return 1 / (self.packed or 1)
+
+    @property
     def rung(self) -> int | None:
         """Samples after which ASHA compares trainings for the first time; None without ASHA, or if the study does not set `samples`."""
         if self.scheduler != "asha" or self.samples is None:

@@ -39,7 +39,7 @@ class StudyStatus:
 
     def rows(self) -> list[Mapping[str, Any]]:
         """Return the trials as JSON objects."""
-        return [trial_row(record, self.spec.target) for record in self.records]
+        return [trial_row(self.spec, record) for record in self.records]
 
     def table(self) -> list[str]:
         """Return the table of the study as lines for a terminal."""

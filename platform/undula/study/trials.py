@@ -6,13 +6,16 @@ from math import ceil, inf, isfinite
 from typing import Any, Literal
 
 from undula.plan.rules import RuleName
-from undula.study.spec import Optimizer
+from undula.study.spec import Optimizer, StudySpec
 
 State = Literal["waiting", "running", "complete", "diverged", "stopped", "failed"]
 ENDED: tuple[State, ...] = ("complete", "diverged", "stopped", "failed")
 RISE = 0.5
 """Rise of the last loss above the first one from which a trial counts as diverged. It is relative to the first loss or, if that is
 larger, to the decrease in between. The last loss of a trial that learned nothing is close to the first one, above or below."""
+
+ROUNDING = 1e-6
+"""Fraction of a step by which an interpolated number of steps may exceed a whole number because of rounding."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class TrialRecord:
     seconds: float = 0.0
     """Wall time of training in seconds."""
     worker_seconds: float = 0.0
-    """Time of training in seconds, multiplied by the number of workers."""
+    """Time of training in seconds, multiplied by the number of processes, each of which holds `StudySpec.share` of a worker."""
     message: str = ""
     """Reason why the trial failed or diverged; empty otherwise."""
 
@@ -105,17 +108,23 @@ class TrialRecord:
 
         The result is infinite if the metric never reached the target, or if the trial diverged.
         """
-        return inf if self.state == "diverged" else reached(self.curve, target)
+        return self._reached(target)[0]
 
     def steps_to(self, target: float) -> float:
-        """Return the whole steps until the metric first reached the target, or infinity if it never did."""
-        samples = self.samples_to(target)
-        return float(ceil(samples / self.trial.batch)) if isfinite(samples) else inf
+        """Return the whole steps until the metric first reached the target, or infinity if it never did.
+
+        The steps are those of the measurements, not samples divided by the batch: an epoch can end with a short step.
+        """
+        steps = self._reached(target)[1]
+        return float(ceil(steps - ROUNDING)) if isfinite(steps) else inf
+
+    def _reached(self, target: float) -> tuple[float, float]:
+        return (inf, inf) if self.state == "diverged" else reached(self.curve, target)
 
 
-def trial_row(record: TrialRecord, target: float | None) -> dict[str, Any]:
+def trial_row(spec: StudySpec, record: TrialRecord) -> dict[str, Any]:
     """Return a trial as values that JSON can represent. A number that does not exist or is not finite is None."""
-    trial = record.trial
+    trial, target = record.trial, spec.target
     losses = [point.loss for point in record.curve if isfinite(point.loss)]
     steps = None if target is None else _finite(record.steps_to(target))
     return {
@@ -135,7 +144,7 @@ def trial_row(record: TrialRecord, target: float | None) -> dict[str, Any]:
         "samples_to_target": None if target is None else _finite(record.samples_to(target)),
         "steps_to_target": None if steps is None else int(steps),
         "seconds": record.seconds,
-        "worker_seconds": record.worker_seconds,
+        "worker_seconds": record.worker_seconds * spec.share,
         "message": record.message,
     }
 
@@ -144,14 +153,17 @@ def _finite(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
-def reached(curve: Sequence[Measurement], target: float) -> float:
-    """Return the samples at which a curve first reaches the target from above, or infinity if it never does."""
+def reached(curve: Sequence[Measurement], target: float) -> tuple[float, float]:
+    """Return the samples and the steps at which a curve first reaches the target from above, or infinity if it never does."""
     before: Measurement | None = None
     for point in curve:
         if point.loss <= target:
             if before is None or not isfinite(before.loss):
-                return float(point.samples)
+                return float(point.samples), float(point.step)
             share = (before.loss - target) / (before.loss - point.loss)
-            return before.samples + share * (point.samples - before.samples)
+            return (
+                before.samples + share * (point.samples - before.samples),
+                before.step + share * (point.step - before.step),
+            )
         before = point
-    return inf
+    return inf, inf

@@ -1,6 +1,7 @@
 """Verdicts of a study on the scaling rules as sentences, and a list of what was not tested. Pure."""
 
 from collections import Counter
+from collections.abc import Sequence
 from math import isfinite
 
 from undula.plan.rules import RULES
@@ -45,6 +46,7 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
         if each.problem
     )
     texts += [f"{text}." for text in problems]
+    texts += _seed_sentences(findings)
     if others := [rule for rule in RULES if rule not in spec.rules and rule not in RULE_EXPONENTS]:
         texts.append(f"The rules {', '.join(others)}: no trial used them.")
     if measured := [rule for rule in spec.rules if RULES[rule].is_measured]:
@@ -68,6 +70,26 @@ def untested_sentences(findings: Findings) -> tuple[str, ...]:
     if states["failed"]:
         texts.append(f"{counted(states['failed'], 'trial')} that failed.")
     return tuple(texts)
+
+
+def _seed_sentences(findings: Findings) -> list[str]:
+    """Return sentences on seeds whose results are not used, because only some of the compared learning rates have them."""
+    texts: dict[str, None] = {}
+    for found in findings.groups:
+        for place, tuning in enumerate(found.tunings):
+            title = f"{found.group.title}{'' if not place else ', ' + tuning.rules[0]}"
+            for each in tuning.batches:
+                if each.left_out:
+                    them = "it" if len(each.left_out) == 1 else "them"
+                    texts[
+                        f"{title}: {_seeds_text(each.left_out)} at batch {each.batch:,}, because not every learning rate has finished "
+                        f"with {them} there; losses are compared over {_seeds_text(each.seeds)} only."
+                    ] = None
+    return list(texts)
+
+
+def _seeds_text(seeds: Sequence[int]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
 def early_rung_warning(spec: StudySpec) -> str:

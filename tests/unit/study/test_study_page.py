@@ -21,8 +21,9 @@ from study_records import quadratic_records, valley
 from undula.storage import Store
 from undula.study.findings import find
 from undula.study.render.drawing import log_ticks, spread, tick_label
-from undula.study.render.page import verdict_lines, write_report
+from undula.study.render.page import render, verdict_lines, write_report
 from undula.study.render.rate_figures import draw_map
+from undula.study.render.report_tables import Cell, cost_table, trial_table
 from undula.study.spec import LogRange, StudySpec
 from undula.study.trials import TrialRecord
 
@@ -96,6 +97,18 @@ def test_csv_and_parquet_have_the_same_trials(report: Path) -> None:
     diverged = [row for row in rows if row["state"] == "diverged"]
     assert diverged
     assert {(row["last_loss"], row["best_loss"], row["steps_to_target"]) for row in diverged} == {(None, 5.0, None)}
+
+
+def test_packed_trials_pay_for_their_share_of_a_worker() -> None:
+    """Four trials share a worker that costs a dollar per hour, for one hour."""
+    spec = study(batches=(32,), rules=("none",), warmups=(), seeds=(0,), packed=4, worker_hour=1.0)
+    hour = [replace(each, seconds=3600.0, worker_seconds=3600.0) for each in quadratic_records(spec, WHOLE_SAMPLES)[:4]]
+    assert sum(trial_table(spec, hour)["dollars"].to_pylist()) == pytest.approx(1.0)
+    assert sum(trial_table(spec, hour)["worker_seconds"].to_pylist()) == pytest.approx(3600)
+    assert [row[-2:] for row in cost_table(find(spec, hour)).rows][-1] == (Cell("1 h 00 min", "n"), Cell("$1.00", "n"))
+    html = render(find(spec, hour), [()], ())
+    assert "$1.00" in html
+    assert "the 4 trials that share a worker" in html
 
 
 def test_untrusted_text_cannot_become_markup(report: Path) -> None:

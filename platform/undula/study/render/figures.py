@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from undula.study.findings import Findings, GroupFindings, best_record
 from undula.study.fits import ParetoFit
-from undula.study.rates import Fewest, is_open, optimizer_words
+from undula.study.rates import Fewest, is_open, optimizer_words, over_common_seeds
 from undula.study.render.drawing import (
     BAND,
     INK,
@@ -130,7 +130,7 @@ def _pareto_note(fit: ParetoFit | None) -> str:
 
 def warmup_figures(findings: Findings) -> Iterator[StudyFigure]:
     """Yield the figures of the warmup ablation, one for each optimizer."""
-    note = "The lowest loss over all learning rates at each batch, as the mean over seeds with its standard deviation."
+    note = "The lowest loss over all learning rates at each batch, as the mean over common seeds with its standard deviation."
     for optimizer in findings.spec.optimizers:
         title = f"Loss against batch by warmup: {optimizer_words(optimizer)}"
         yield _made(f"{optimizer}-warmup", title, note, title, partial(draw_warmups, findings, optimizer))
@@ -291,9 +291,10 @@ def draw_warmups(findings: Findings, optimizer: Optimizer) -> Figure:
         raise NoFigure(
             f"the study has one warmup ({findings.spec.warmup_axis[0]:,} samples), but an ablation takes two or more"
         )
+    by_batch = [over_common_seeds(found) for found in zip(*(found.main.batches for found in groups), strict=True)]
     rows = {
-        found.group.warmup: [(each.batch, each.lowest) for each in found.main.batches if each.lowest]
-        for found in groups
+        found.group.warmup: [(each[place].batch, lowest) for each in by_batch if (lowest := each[place].lowest)]
+        for place, found in enumerate(groups)
     }
     losses = [point.loss for found in rows.values() for _, point in found]
     if not losses:

@@ -19,7 +19,7 @@ from undula.report.render.html import Tile, render_page
 from undula.report.text import DASH, counted, dollars, duration, number, printable
 from undula.storage import Store
 from undula.study.findings import Findings, find
-from undula.study.rates import optimizer_words
+from undula.study.rates import optimizer_words, over_common_seeds
 from undula.study.render import report_tables as tables
 from undula.study.render.drawing import dark_counterparts
 from undula.study.render.figures import StudyFigure, group_figures, warmup_figures
@@ -170,13 +170,14 @@ def _result_tiles(findings: Findings) -> list[Tile]:
 
 def _effort_tiles(findings: Findings) -> list[Tile]:
     spec, records, hourly = findings.spec, findings.records, findings.spec.worker_hour
-    worker_s, seconds = sum(each.worker_seconds for each in records), sum(each.seconds for each in records)
+    worker_s, seconds = tables.worker_seconds(spec, records), sum(each.seconds for each in records)
+    shared = f"wall time divided by the {spec.packed} trials that share a worker" if spec.share < 1 else ""
     cost = dollars(worker_s / HOUR_S * hourly) if hourly is not None else DASH
     price = f"at {dollars(hourly)} per worker and hour" if hourly is not None else "no price was given"
     seeds = "per trial" if len(spec.seeds) > 1 else "chance between seeds is not visible"
     return [
         Tile("wall time of all trials", duration(seconds), "sum over trials"),
-        Tile("worker time", duration(worker_s), "wall time multiplied by workers"),
+        Tile("worker time", duration(worker_s), shared or "wall time multiplied by workers"),
         Tile("cost", cost, price),
         Tile("seeds", f"{len(spec.seeds)}", seeds),
     ]
@@ -187,13 +188,18 @@ def _joined(*parts: str) -> str:
 
 
 def _lowest(findings: Findings) -> tuple[float, str]:
-    """Return the lowest mean loss over seeds and a description of its trial, or infinity if no trial is complete."""
+    """Return the lowest mean loss over common seeds and a description of its trial, or infinity if no trial is complete."""
     spec = findings.spec
-    points = [
-        (found.group, tuning.rules, each.batch, each.lowest)
+    where = [
+        (found.group, tuning.rules, each)
         for found in findings.groups
         for tuning in found.tunings
         for each in tuning.batches
+    ]
+    compared = over_common_seeds([each for *_, each in where])
+    points = [
+        (group, rules, each.batch, each.lowest)
+        for (group, rules, _), each in zip(where, compared, strict=True)
         if each.lowest
     ]
     if not points:

@@ -117,11 +117,16 @@ def cost_table(findings: Findings) -> PageTable:
     parts = [(f"{batch:,}", [each for each in findings.records if each.trial.batch == batch]) for batch in batches]
     rows = []
     for label, records in [*parts, ("all", list(findings.records))]:
-        seconds, worker_s = sum(each.seconds for each in records), sum(each.worker_seconds for each in records)
+        seconds, worker_s = sum(each.seconds for each in records), worker_seconds(findings.spec, records)
         cost = DASH if hourly is None else dollars(worker_s / HOUR_S * hourly)
         mean = duration(seconds / len(records)) if records else DASH
         rows.append((label, f"{len(records):,}", duration(seconds), mean, duration(worker_s), cost))
     return _table(("batch", "trials", "wall time of all", "mean wall time", "worker time", "cost"), rows)
+
+
+def worker_seconds(spec: StudySpec, records: Iterable[TrialRecord]) -> float:
+    """Return the time in seconds for which trials held a worker's resources. A packed trial holds its share of them."""
+    return sum(record.worker_seconds for record in records) * spec.share
 
 
 def verdict_table(found: GroupFindings) -> PageTable | None:
@@ -230,8 +235,8 @@ def _table(
 
 
 def _trial_row(spec: StudySpec, record: TrialRecord) -> dict[str, object]:
-    cost = None if spec.worker_hour is None else record.worker_seconds / HOUR_S * spec.worker_hour
-    return {**trial_row(record, spec.target), "dollars": cost}
+    cost = None if spec.worker_hour is None else worker_seconds(spec, [record]) / HOUR_S * spec.worker_hour
+    return {**trial_row(spec, record), "dollars": cost}
 
 
 def _seed_cells(point: RatePoint | None, each: AtBatch) -> tuple[str, ...]:
