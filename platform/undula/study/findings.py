@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from undula.plan.rules import RULES, RuleName, changes_rate_alone, warning
+from undula.study.exponents import fit_exponent
 from undula.study.fits import RULE_EXPONENTS, Bound, Interval, ParetoFit, PowerLaw, fit_pareto
 from undula.study.rates import (
     SAME,
@@ -20,7 +21,6 @@ from undula.study.rates import (
     LossAt,
     exponent_of,
     factor_of,
-    fit_exponent,
     groups_of,
     is_open,
     loss_at,

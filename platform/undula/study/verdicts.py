@@ -89,7 +89,8 @@ def _seed_sentences(findings: Findings) -> list[str]:
 
 
 def _seeds_text(seeds: Sequence[int]) -> str:
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
+    *others, last = map(str, seeds)
+    return f"seeds {', '.join(others)} and {last}" if others else f"seed {last}"
 
 
 def early_rung_warning(spec: StudySpec) -> str:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from study_records import points, quadratic_records, record, study, trials_of, valley
 
 from undula.plan.rules import RULES, changes_rate_alone
+from undula.study.exponents import fit_exponent
 from undula.study.findings import Findings, find, judge, law_of
 from undula.study.fits import Interval, Optimum, ParetoFit, PowerLaw, fit_power_law
 from undula.study.rates import (
     Group,
     at_batch,
     exponent_of,
-    fit_exponent,
     optimum_of,
     rate_points,
     tunings_of,
