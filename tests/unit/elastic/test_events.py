@@ -55,9 +55,15 @@ SPOT = {"undula.io/machine": "g6.xlarge", "undula.io/market": "spot", "ray.io/ma
 
 
 def node_table() -> list[dict[str, Any]]:
-    """Return nodes like ray.nodes(): one with all labels, one with Ray's labels only, and one without labels."""
+    """Return nodes like ray.nodes(): one with all labels, one with Ray's labels only, and one without labels and resources."""
     labels = {"spot": SPOT, "rays": {"ray.io/market-type": "on-demand", "ray.io/node-id": "rays"}, "bare": {}}
-    return [{"NodeID": node, "Alive": True, "Labels": own} for node, own in labels.items()]
+    resources = {"spot": {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}, "rays": {"CPU": 8.0}, "bare": {}}
+    return [
+        {"NodeID": node, "Alive": True, "Labels": own, "Resources": resources[node]} for node, own in labels.items()
+    ]
+
+
+NEEDS = {"CPU": 2.0, "GPU": 1.0}
 
 
 def worker(node: str, pid: int) -> Any:
@@ -67,7 +73,7 @@ def worker(node: str, pid: int) -> Any:
 def test_a_group_event_has_the_machines_of_its_ranks_from_the_node_labels() -> None:
     received: list[Event] = []
     members = [worker("spot", 1), worker("rays", 2), worker("bare", 3), worker("gone", 4)]
-    ControllerEvents(received.append, node_table).after_worker_group_training_start(
+    ControllerEvents(received.append, NEEDS, node_table).after_worker_group_training_start(
         SimpleNamespace(get_workers=lambda: members)  # type: ignore[arg-type]
     )
     ip: WorkerPlace = {"ip": "10.0.0.1"}
@@ -75,8 +81,8 @@ def test_a_group_event_has_the_machines_of_its_ranks_from_the_node_labels() -> N
     (group,) = received
     assert isinstance(group, GroupEvent)
     assert group.workers == (
-        {"rank": 0, "node": "spot", "pid": 1, **ip, **labels},
-        {"rank": 1, "node": "rays", "pid": 2, **ip, "market": "on-demand"},
+        {"rank": 0, "node": "spot", "pid": 1, **ip, **labels, "share": 1 / 8},
+        {"rank": 1, "node": "rays", "pid": 2, **ip, "market": "on-demand", "share": 2 / 8},
         {"rank": 2, "node": "bare", "pid": 3, **ip},
         {"rank": 3, "node": "gone", "pid": 4, **ip},
     )
@@ -84,7 +90,7 @@ def test_a_group_event_has_the_machines_of_its_ranks_from_the_node_labels() -> N
 
 def test_a_waiting_event_has_the_machines_of_the_ready_workers() -> None:
     received: list[Event] = []
-    events = ControllerEvents(received.append, node_table)
+    events = ControllerEvents(received.append, NEEDS, node_table)
     tell = events.with_ready_workers(lambda: [worker("spot", 1), worker("bare", 2)])
     lost = CrashEvent("hang", rank=1)
     tell(WaitingEvent(2))
@@ -95,9 +101,12 @@ def test_a_waiting_event_has_the_machines_of_the_ready_workers() -> None:
     assert isinstance(waiting, WaitingEvent)
     assert isinstance(later, WaitingEvent)
     assert waiting.job == later.job
-    assert waiting.job != ControllerEvents(received.append, node_table)._job
+    assert waiting.job != ControllerEvents(received.append, NEEDS, node_table)._job
     assert waiting.ready == 2
-    assert [each.get("machine") for each in waiting.workers] == ["g6.xlarge", None]
+    assert [(each.get("machine"), each.get("share")) for each in waiting.workers] == [
+        ("g6.xlarge", 1 / 8),
+        (None, None),
+    ]
     assert [(each["node"], each["pid"]) for each in waiting.workers] == [("spot", 1), ("bare", 2)]
     assert crash == lost
 
@@ -105,14 +114,14 @@ def test_a_waiting_event_has_the_machines_of_the_ready_workers() -> None:
 def test_a_preemption_becomes_a_notice_for_each_node() -> None:
     received: list[Event] = []
     state = PreemptingState(PreemptionInfo(5_000, {"a": [0, 1], "b": [2]}), detected_at_s=1.0)
-    ControllerEvents(received.append, node_table).after_controller_state_update(RunningState(), state)
+    ControllerEvents(received.append, NEEDS, node_table).after_controller_state_update(RunningState(), state)
     notices = [event for event in received if isinstance(event, NoticeEvent)]
     assert [(event.node, event.ranks, event.deadline) for event in notices] == [("a", (0, 1), 5.0), ("b", (2,), 5.0)]
 
 
 def test_a_failure_is_reported_once_however_long_the_run_then_waits_for_workers() -> None:
     received: list[Event] = []
-    events = ControllerEvents(received.append, node_table)
+    events = ControllerEvents(received.append, NEEDS, node_table)
     restarting = RestartingState(training_failed_error=ControllerError(RuntimeError("lost")))
     events.after_controller_state_update(RunningState(), restarting)
     for _ in range(3):

@@ -54,6 +54,20 @@ def test_each_rank_pays_its_share_of_its_node() -> None:
     assert (found.wasted, found.per_1000_samples, found.per_step) == pytest.approx((3.78, 3.78, 0.756))
 
 
+def test_runs_beside_each_other_add_up_to_the_bill_of_their_node() -> None:
+    """Eight runs with one GPU each share a p4d.24xlarge for an hour, in which one of them waits."""
+    prices = load_prices()
+    runs = [
+        cost([Allocation((worker("p4d.24xlarge", "on-demand", "n1", pid=pid, share=1 / 8),), spent)], prices, 1, 1)
+        for pid, spent in enumerate([HOUR] * 7 + [{"capacity": 3600.0}])
+    ]
+    assert sum(run.total for run in runs) == pytest.approx(21.957642)
+    assert sum(run.on_demand or 0.0 for run in runs) == pytest.approx(21.957642)
+    assert [run.total for run in runs] == [runs[0].total] * 8
+    half = cost([Allocation((worker("a", "spot", "n1", share=0.25),) * 2, HOUR)], PRICES, 1, 1)
+    assert half.total == pytest.approx(0.18), "two workers of one run hold a quarter of the node each"
+
+
 WORKERS = st.builds(
     worker, st.sampled_from("abcd"), st.sampled_from(["spot", "on-demand"]), st.sampled_from(["", "n1", "n2"])
 )

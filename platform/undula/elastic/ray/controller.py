@@ -65,7 +65,7 @@ class ElasticController(TrainController):
         self.worker_group_cls = WorkerGroups(self._pool)  # type: ignore[assignment]
         self._called = asyncio.Event()
         self._fast_until = float("-inf")
-        events = ControllerEvents(self._events)
+        events = ControllerEvents(self._events, scaling_config._resources_per_worker_not_none)
         report = events.with_ready_workers(self._pool.ready)
         self._elastic_policy = PoolPolicy(scaling_config, grow, hang_limit_s, self._pool, report)
         self._retries: RetryUnlessBug = arguments["failure_policy"]

@@ -54,22 +54,45 @@ class EventQueue:
         self._thread.shutdown()
 
 
-def machines(nodes: Iterable[Mapping[str, Any]]) -> dict[str, WorkerPlace]:
-    """Return the machine of each node, by node id, as far as the node's labels describe it."""
-    return {str(node["NodeID"]): _machine(node.get("Labels") or {}) for node in nodes}
+def machines(nodes: Iterable[Mapping[str, Any]], needs: Mapping[str, float]) -> dict[str, WorkerPlace]:
+    """Return the machine of each node by node id, as far as the node's labels describe it, and a worker's share of the node.
+
+    Args:
+        nodes: Nodes in the form of ray.nodes().
+        needs: Amount of each resource that a worker reserves.
+    """
+    return {
+        str(node["NodeID"]): _machine(node.get("Labels") or {}, _share(needs, node.get("Resources") or {}))
+        for node in nodes
+    }
 
 
-def _machine(labels: Mapping[str, str]) -> WorkerPlace:
-    values = {name: next((labels[key] for key in keys if labels.get(key)), None) for name, keys in LABELS.items()}
-    place: Any = {name: value for name, value in values.items() if value}
+def _machine(labels: Mapping[str, str], share: float | None) -> WorkerPlace:
+    values: dict[str, Any] = {
+        name: next((labels[key] for key in keys if labels.get(key)), None) for name, keys in LABELS.items()
+    }
+    place: Any = {name: value for name, value in {**values, "share": share}.items() if value}
     return cast(WorkerPlace, place)
 
 
-class ControllerEvents(ControllerCallback, WorkerGroupCallback):
-    """Callback that turns the controller's changes of state into events. It runs in the controller's process."""
+def _share(needs: Mapping[str, float], total: Mapping[str, float]) -> float | None:
+    """Return the share of a node's resources that a worker reserves, or None if the node does not have them, as one that was lost."""
+    shares = [amount / total[name] for name, amount in needs.items() if amount > 0 and total.get(name)]
+    return min(max(shares), 1.0) if shares else None
 
-    def __init__(self, sink: EventSink, nodes: NodeTable = ray.nodes):
+
+class ControllerEvents(ControllerCallback, WorkerGroupCallback):
+    """Callback that turns the controller's changes of state into events. It runs in the controller's process.
+
+    Args:
+        sink: Sink of the events.
+        needs: Amount of each resource that a worker reserves.
+        nodes: Function that returns the cluster's nodes.
+    """
+
+    def __init__(self, sink: EventSink, needs: Mapping[str, float], nodes: NodeTable = ray.nodes):
         self._sink = sink
+        self._needs = needs
         self._nodes = nodes
         self._job = secrets.token_hex(4)  # identifies a submission: a run holds no workers between two submissions
 
@@ -81,7 +104,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
 
         def report(event: Event) -> None:
             if isinstance(event, WaitingEvent):
-                known = machines(self._nodes())
+                known = machines(self._nodes(), self._needs)
                 places: list[WorkerPlace] = [
                     {"node": each.node, "pid": each.metadata.pid if each.metadata else None, **known.get(each.node, {})}
                     for each in ready()
@@ -92,7 +115,7 @@ class ControllerEvents(ControllerCallback, WorkerGroupCallback):
         return report
 
     def after_worker_group_training_start(self, worker_group: WorkerGroup) -> None:
-        known = machines(self._nodes())
+        known = machines(self._nodes(), self._needs)
         members = [worker.metadata for worker in worker_group.get_workers()]
         places: list[WorkerPlace] = [
             {"rank": rank, "node": each.node_id, "ip": each.node_ip, "pid": each.pid, **known.get(each.node_id, {})}

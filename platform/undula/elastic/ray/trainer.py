@@ -263,7 +263,7 @@ def ray_trainer(
 ) -> TorchTrainer:
     """Return Ray Train's own elastic trainer, for comparison. It checks for more workers every second."""
     config = run_config(workers, store)
-    callbacks: list[Any] = [ControllerEvents(on_event)]
+    callbacks: list[Any] = [ControllerEvents(on_event, workers.per_worker)]
     config.callbacks = callbacks
     config.worker_runtime_env = {"env_vars": variables_of_worker(workers.per_worker)}
     assert config.failure_config is not None

@@ -1,7 +1,8 @@
 """Cost of a run: its rank-seconds multiplied by the hourly prices of the machines that the ranks ran on. Pure.
 
-The cost covers the time in which workers were in a group, or were ready while their group waited for others. It does not cover the head,
-disks, network traffic, or nodes that boot or prepare a worker, because these are not rank-seconds.
+The cost covers the time in which workers were in a group, or were ready while their group waited for others, and the share of their nodes
+that they reserved. It does not cover the head, disks, network traffic, resources that nothing has reserved, or nodes that boot or prepare
+a worker, because these are not rank-seconds.
 """
 
 from collections import Counter, defaultdict
@@ -89,7 +90,7 @@ def cost_of(run: RecordedRun, prices: PriceFinder) -> Cost | None:
 
 
 def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -> Cost:
-    """Return the cost of allocations. The workers on a node share its price evenly, even if the node has room for more workers.
+    """Return the cost of allocations. A worker pays for its share of its node, so runs beside each other add up to the node's price.
 
     Args:
         held: The allocations of a run.
@@ -123,6 +124,13 @@ def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -
 
 
 def node_shares(workers: Sequence[WorkerPlace]) -> Iterable[tuple[WorkerPlace, float]]:
-    """Return each worker with its share of its node. A worker without a node id counts as the only one on its node."""
+    """Return each worker with the share of its node that it pays for.
+
+    A ledger without shares is older, or the node was lost when the event was written. There, the run's workers on a node pay for the whole
+    node, and a worker without a node id counts as the only one on its node.
+    """
     peers = Counter(worker.get("node") for worker in workers)
-    return ((worker, 1 / peers[worker["node"]] if worker.get("node") else 1.0) for worker in workers)
+    return (
+        (worker, worker.get("share") or (1 / peers[worker["node"]] if worker.get("node") else 1.0))
+        for worker in workers
+    )

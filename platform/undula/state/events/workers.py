@@ -21,6 +21,8 @@ class WorkerPlace(TypedDict, total=False):
     market: str
     region: str
     zone: str
+    share: float
+    """Share of the node's resources that the worker reserves, from 0 to 1. It is that of the resource of which it takes the most."""
 
 
 @dataclass(frozen=True)
