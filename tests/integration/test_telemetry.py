@@ -1,7 +1,10 @@
 """Tests of telemetry: Prometheus, TensorBoard, the live view, and output and errors of the user's code."""
 
 import json
+import re
+import shutil
 import signal
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -14,28 +17,67 @@ from jobs_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json, relative_di
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from undula.processes import signal_group
+from undula.report.data.run_record import read_run
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of
+from undula.storage import Store
 
 
 def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs, tmp_path: Path) -> None:
     process = with_script(jobs, tmp_path).start("watched", "plan.max_steps=1000", "config.pace_s=0.1")
     try:
         targets = Path(jobs.cluster.env["RAY_AUTH_TOKEN_PATH"]).parent / "prom_metrics_service_discovery.json"
-        wanted = [
-            f"ray_undula_{name}" for name in ("step", "loss", "learning_rate", "samples_per_second", "world_size")
-        ]
+        gauges = ("step", "loss", "learning_rate", "samples_per_second", "world_size")
+        wanted = [f"ray_undula_{name}" for name in (*gauges, "committed_steps_total")]
         deadline = time.monotonic() + 120
         lines: dict[str, str] = {}
         while not all(name in lines for name in wanted):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, sorted(lines)
-            lines = {line.partition("{")[0]: line for line in scrape(targets).splitlines() if 'run="watched"' in line}
+            page = scrape(targets)
+            lines = {line.partition("{")[0]: line for line in page.splitlines() if 'run="watched"' in line}
             time.sleep(0.5)  # paces the scrapes
         assert 0 < float(lines["ray_undula_loss"].split()[-1]) < 7
+        assert float(lines["ray_undula_committed_steps_total"].split()[-1]) > 0
+        refuse_unconventional_metrics(page)
+        assert read_run(Store(jobs.runs + "/watched")).has_driver is True
     finally:
         signal_group(process, signal.SIGTERM)
         process.communicate()
+
+
+@pytest.mark.soak
+def test_gauges_stay_while_a_step_takes_longer_than_ray_keeps_them(jobs: Jobs, tmp_path: Path) -> None:
+    """Ray's agent drops a gauge that was not set for 20 s."""
+    process = with_script(jobs, tmp_path).start("slow", "plan.max_steps=1000", "config.pace_s=600")
+    try:
+        targets = Path(jobs.cluster.env["RAY_AUTH_TOKEN_PATH"]).parent / "prom_metrics_service_discovery.json"
+        deadline = time.monotonic() + 120
+        while "ray_undula_loss{" not in scrape(targets):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.5)  # paces the scrapes
+        end = time.monotonic() + 45
+        while time.monotonic() < end:
+            page = scrape(targets)
+            assert all(f"ray_undula_{name}{{" in page for name in ("loss", "step", "world_size"))
+            time.sleep(1)  # paces the scrapes
+    finally:
+        signal_group(process, signal.SIGTERM)
+        process.communicate()
+
+
+def refuse_unconventional_metrics(page: str) -> None:
+    """Check the metrics of this project on a page with promtool, which Debian has in its package prometheus, if it is installed."""
+    own = "".join(f"{line}\n" for line in page.splitlines() if re.match(r"(# (HELP|TYPE) )?ray_undula_", line))
+    kinds = dict(re.findall(r"# TYPE (\S+) (\w+)", own))
+    assert {kind for name, kind in kinds.items() if name.endswith("_total")} == {"counter"}
+    assert {kind for name, kind in kinds.items() if not name.endswith("_total")} == {"gauge"}
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run([promtool, "check", "metrics"], input=own, capture_output=True, text=True)
+        # Ray adds labels such as SessionName to every metric, which promtool would rather have in snake_case.
+        problems = [line for line in (checked.stdout + checked.stderr).splitlines() if "camelCase" not in line]
+        assert problems == []
 
 
 def scrape(targets: Path) -> str:

@@ -18,6 +18,7 @@ from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
 from undula.elastic.worker import JobWorker, preparation_s, prepare_worker
 from undula.plan.plan import Plan
 from undula.state.directory import JOB_FILE, identity, job_record
+from undula.state.heartbeat import keep_heartbeat
 from undula.storage import Store
 from undula.telemetry.hub import EventRecorder, HubPublisher
 from undula.train.job import Job
@@ -134,4 +135,5 @@ def launch(
             )
         case _:
             assert_never(trainer_name)
-    trainer.fit()
+    with keep_heartbeat(store):
+        trainer.fit()

@@ -13,6 +13,7 @@ from typing import Any
 from undula.errors import RunError, StorageError, SupersededError
 from undula.state.attempts import ATTEMPTS, Lineage, begin, claim_number
 from undula.state.commit import CHECKPOINTS
+from undula.state.heartbeat import HEARTBEAT_FILE
 from undula.state.ledger import recorded_attempts
 from undula.state.ledger_files import LEDGER
 from undula.storage import Store
@@ -102,5 +103,5 @@ def delete_run(store: Store) -> None:
         # A damaged record of the former attempts must not matter.
         number = claim_number(store, recorded)
         begin(store, number, Lineage(unrecorded=0), step=0, checkpoints=())
-    for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, RAY, REPORT):
+    for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, RAY, REPORT, HEARTBEAT_FILE):
         store.delete(name)

@@ -11,7 +11,7 @@ from undula.driver.preflight import check_job, on_cluster
 from undula.plan.plan import Plan
 from undula.report.text import counted
 from undula.state.directory import held
-from undula.study.heartbeat import keep_heartbeat, refuse_another_driver
+from undula.state.heartbeat import keep_heartbeat, refuse_another_driver
 from undula.study.job import Study
 from undula.study.live_table import StudyScreen
 from undula.study.load import load_study

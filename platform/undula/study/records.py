@@ -14,9 +14,9 @@ from undula.plan.rules import RULES
 from undula.state.commit import CHECKPOINTS
 from undula.state.directory import STUDY_FILE
 from undula.state.events import LossEvent, StartEvent, ValidationEvent
+from undula.state.heartbeat import HEARTBEAT_FILE
 from undula.state.ledger import Ledger, events_of, read_ledger
 from undula.storage import Store
-from undula.study.heartbeat import HEARTBEAT_FILE
 from undula.study.spec import StudySpec
 from undula.study.trials import Measurement, Trial, TrialRecord
 

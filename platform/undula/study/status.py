@@ -6,8 +6,8 @@ from typing import Any
 
 from undula.errors import needs_extra
 from undula.state.directory import held
+from undula.state.heartbeat import has_driver
 from undula.storage import Store
-from undula.study.heartbeat import has_driver
 from undula.study.job import Study
 from undula.study.live_table import study_table
 from undula.study.load import LoadedStudy

@@ -12,6 +12,7 @@ from undula.state.events import CacheEvent, Event, StorageEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
+from undula.telemetry.prometheus import RunCounters
 from undula.telemetry.waits import OutageRecorder
 
 UNRECORDED: dict[str, Any] = {"enable_task_events": False}
@@ -22,7 +23,7 @@ KEPT_MESSAGES = 10_000
 
 
 class Hub:
-    """Keeps messages in the order of their arrival, and records outages of the storage and lost caches. Runs as an actor.
+    """Keeps messages in the order of their arrival, counts them, and records outages of the storage and lost caches. Runs as an actor.
 
     Args:
         store: Run directory.
@@ -30,6 +31,7 @@ class Hub:
 
     def __init__(self, store: Store) -> None:
         self._outages = OutageRecorder(store)
+        self._counters = RunCounters(store.url.rstrip("/").rpartition("/")[2])
         self._messages: deque[tuple[int, Message]] = deque(maxlen=KEPT_MESSAGES)
         self._count = 0
 
@@ -37,6 +39,7 @@ class Hub:
         """Add a message, unless it is about an outage or a lost cache that is known already."""
         if isinstance(message, StorageEvent | CacheEvent) and not self._outages.record(message):
             return
+        self._counters.add(message)
         self._messages.append((self._count, message))
         self._count += 1
 

@@ -5,14 +5,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ray.util.metrics import Gauge
-
 from undula.errors import StorageError
 from undula.state.events import Event, LossEvent, ValidationEvent
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
 from undula.telemetry.messages import Publisher, Status
+from undula.telemetry.prometheus import RunGauges
 
 STATUS_INTERVAL_S = 0.5
 """Minimum time in seconds between two status messages to the driver."""
@@ -47,9 +46,7 @@ class Telemetry:
         self._publish = publish
         self._ledger = LedgerWriter(store, attempt)
         self._tensorboard = TensorBoardWriter(store, attempt, start)
-        self._gauges = {key: Gauge(key, text, tag_keys=("run",)) for key, text in _GAUGES.items()}
-        for gauge in self._gauges.values():
-            gauge.set_default_tags({"run": name})
+        self._gauges = RunGauges(name, _GAUGES)
         self._status_at = 0.0
         self._seconds_per_step = 0.0
         self._samples_per_s = 0.0
@@ -87,7 +84,7 @@ class Telemetry:
         self._publish(event)
         if isinstance(event, ValidationEvent):
             self._tensorboard.add(event.step, {"loss/validation": event.loss})
-            self._gauges["undula_validation_loss"].set(event.loss)
+            self._gauges.set({"undula_validation_loss": event.loss})
 
     def mean_loss(self, done: int) -> None:
         """Report the mean training loss per sample since the last call."""
@@ -108,7 +105,8 @@ class Telemetry:
         self._tensorboard.flush()
 
     def close(self) -> None:
-        """Write the remaining reports to storage, ignoring errors of the storage."""
+        """Write the remaining reports to storage, ignoring errors of the storage, and stop exporting metrics."""
+        self._gauges.close()
         self._ledger.close()
         with suppress(StorageError):  # everything that a checkpoint covers was stored before its commit
             self.flush()
@@ -117,5 +115,4 @@ class Telemetry:
         left = (self._total_steps - row.done) / row.merged_steps * self._seconds_per_step
         self._publish(Status(row.done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
         values = (row.done, row.loss, row.lr, self._samples_per_s, row.world_size)
-        for gauge, value in zip(list(self._gauges.values()), values, strict=False):
-            gauge.set(value)
+        self._gauges.set(dict(zip(_GAUGES, values, strict=False)))

@@ -9,9 +9,9 @@ import pytest
 
 from undula.config.job import as_tree
 from undula.state.events import StartEvent
+from undula.state.heartbeat import keep_heartbeat
 from undula.state.ledger import LedgerWriter
 from undula.storage import Store
-from undula.study.heartbeat import keep_heartbeat
 from undula.study.records import TRIALS, write_outcome, write_study
 from undula.study.spec import StudySpec
 from undula.study.submission import names_in_submission

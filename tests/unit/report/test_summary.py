@@ -17,7 +17,19 @@ from undula.report.data.run_record import JobRecord, read_run
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, throughput, validations
 from undula.report.render.ticks import nice_step, tick_text, ticks
 from undula.report.text import duration, number, printable
-from undula.state.events import CheckpointEvent, CrashEvent, EndEvent, Event, ResizeEvent, StartEvent, ValidationEvent
+from undula.state.events import (
+    CheckpointEvent,
+    CrashEvent,
+    EndEvent,
+    Event,
+    GroupEvent,
+    ResizeEvent,
+    StartEvent,
+    StopEvent,
+    ValidationEvent,
+    WaitingEvent,
+)
+from undula.state.heartbeat import HEARTBEAT_FILE, SILENCE_S, keep_heartbeat
 from undula.state.ledger import Ledger, decode_events
 from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.state.records import StepRow
@@ -61,6 +73,37 @@ def test_a_run_that_ended_after_its_last_start_is_finished() -> None:
     assert summary_of([start(0), end(100), start(200)], now=1000).state == "stopped"
     assert summary_of([start(0), end(100), start(200)], now=259).state == "running"
     assert summary_of([start(0)], now=60).state == "stopped"
+
+
+WAITS_FOR_CAPACITY = (GroupEvent(({"rank": 0},), time=0.0), WaitingEvent(1, 2, time=10.0))
+VALIDATES_FOR_LONG = (start(0), ValidationEvent(1.0, 9, step=0, time=1.0))
+
+
+@pytest.mark.parametrize(
+    "events", [(), (start(0),), WAITS_FOR_CAPACITY, VALIDATES_FOR_LONG, (start(0), StopEvent(time=1.0))]
+)
+def test_a_run_whose_driver_is_alive_is_running_however_long_its_ledger_is_silent(events: tuple[Event, ...]) -> None:
+    found = ledger([row(0, time=5)], list(events))
+    assert summarize(found, JOB, now=10_000, has_driver=True).state == "running"
+    assert summarize(found, JOB, now=11, has_driver=False).state == "stopped"
+
+
+def test_a_finished_run_stays_finished() -> None:
+    for has_driver in (True, False, None):
+        assert summarize(ledger([], [start(0), end(100)]), JOB, now=101, has_driver=has_driver).state == "finished"
+
+
+def test_the_heartbeat_of_a_run_says_whether_its_driver_is_alive(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.write("job.json", b'{"name": "x"}')
+    assert read_run(store).has_driver is None
+    with keep_heartbeat(store):
+        assert read_run(store).has_driver is True
+        beat = json.loads(store.read(HEARTBEAT_FILE))
+    assert read_run(store).has_driver is None, "the driver has ended and has deleted its heartbeat"
+    for change in ({"time": beat["time"] - 2 * SILENCE_S}, {"driver": {**beat["driver"], "started": 1}}):
+        store.write(HEARTBEAT_FILE, json.dumps(beat | change).encode())
+        assert read_run(store).has_driver is False
 
 
 def test_a_run_with_a_recent_step_is_running() -> None:

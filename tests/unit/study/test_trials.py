@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from undula.errors import RunError
 from undula.plan.plan import Plan, PlanSpec
 from undula.processes import ProcessIdentity, identity_of, own_identity
+from undula.state import heartbeat
 from undula.state.events import CheckpointEvent, LossEvent, StartEvent, ValidationEvent
-from undula.state.ledger import LedgerWriter
-from undula.state.records import StepRow
-from undula.storage import Store
-from undula.study import heartbeat, progress
-from undula.study.heartbeat import (
+from undula.state.heartbeat import (
     HEARTBEAT_FILE,
     SILENCE_S,
     Heartbeat,
@@ -29,6 +26,10 @@ from undula.study.heartbeat import (
     keep_heartbeat,
     refuse_another_driver,
 )
+from undula.state.ledger import LedgerWriter
+from undula.state.records import StepRow
+from undula.storage import Store
+from undula.study import progress
 from undula.study.live_table import best_of, fewest_steps, seconds_left, study_table
 from undula.study.process import Listener, TrialUpdate
 from undula.study.records import OUTCOME, read_outcome, read_record, read_spec, write_outcome
@@ -294,7 +295,7 @@ def test_a_killed_driver_of_this_machine_is_detected_at_once(tmp_path: Path) -> 
     script = (
         "import sys\n"
         "from undula.storage import Store\n"
-        "from undula.study.heartbeat import keep_heartbeat\n"
+        "from undula.state.heartbeat import keep_heartbeat\n"
         f"with keep_heartbeat(Store({str(tmp_path)!r})):\n"
         "    print('begun', flush=True)\n"
         "    input()\n"

@@ -11,6 +11,7 @@ from undula.errors import RunError, UndulaError
 from undula.report.text import printable
 from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.events import Event
+from undula.state.heartbeat import driver_state
 from undula.state.ledger import Ledger, decode_events, read_ledger
 from undula.storage import Store
 
@@ -39,6 +40,8 @@ class RecordedRun:
     ledger: Ledger
     events: tuple[Event, ...]
     """Events of the ledger in order of time."""
+    has_driver: bool | None = None
+    """Whether a driver is training the run; None if there is no heartbeat, as in a run of an older version."""
 
 
 def read_run(store: Store) -> RecordedRun:
@@ -60,7 +63,9 @@ def read_run(store: Store) -> RecordedRun:
         raise RunError(f"{store.url}/{JOB_FILE} is damaged ({_reason(error)}); submit the job again") from error
     try:
         ledger = read_ledger(store)
-        return RecordedRun(job, ledger, decode_events(ledger.events))
+        events = decode_events(ledger.events)
+        is_over = bool(events) and events[-1].kind == "end"
+        return RecordedRun(job, ledger, events, None if is_over else driver_state(store))
     except UndulaError:
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

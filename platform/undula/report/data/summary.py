@@ -14,7 +14,7 @@ from undula.state.events import Event, StartEvent, ValidationEvent
 from undula.state.ledger import Ledger, decode_events, steps_done
 
 RUNNING_WITHIN_S = 60.0
-"""Maximum age in seconds of the newest ledger entry of a run that counts as running."""
+"""Maximum age in seconds of the newest ledger entry of a run that counts as running although it has no heartbeat."""
 TRAINING_LOSS_STEPS = 20
 """Number of steps over which the training loss is averaged."""
 SECONDS_CLASSES = ("compute", "communication", "data", "transfer", "other")
@@ -87,8 +87,15 @@ class RunSummary:
         return tree
 
 
-def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
-    """Return the summary of a run; `now` is in seconds since the epoch."""
+def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | None = None) -> RunSummary:
+    """Return the summary of a run.
+
+    Args:
+        ledger: Ledger of the run.
+        job: The job as it was submitted.
+        now: Time in seconds since the epoch.
+        has_driver: Whether a driver is training the run; None if that is unknown.
+    """
     events = decode_events(ledger.events)
     steps = ledger.steps
     kinds = [event.kind for event in events]
@@ -100,7 +107,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float) -> RunSummary:
     spent = goodput(ledger, events)
     return RunSummary(
         name=job.name,
-        state=_state(kinds, max(times, default=None), now),
+        state=_state(kinds, max(times, default=None), now, has_driver),
         steps=steps_done(steps),
         total_steps=job.total_steps,
         samples=int(steps["samples"][-1].as_py()) if len(steps) else 0,
@@ -159,8 +166,12 @@ def without_nan(tree: Any) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def _state(kinds: Sequence[str], latest: float | None, now: float) -> State:
+def _state(kinds: Sequence[str], latest: float | None, now: float, has_driver: bool | None = None) -> State:
+    """Return the state of a run. Its ledger has no new entry while it waits for capacity, validates, or takes a long step."""
     last = next((kind for kind in reversed(kinds) if kind in ("start", "stop", "end")), None)
-    if last in ("stop", "end"):
-        return "finished" if last == "end" else "stopped"
-    return "running" if latest is not None and now - latest < RUNNING_WITHIN_S else "stopped"
+    if last == "end":
+        return "finished"
+    if has_driver is not None:
+        return "running" if has_driver else "stopped"
+    is_recent = latest is not None and now - latest < RUNNING_WITHIN_S
+    return "running" if is_recent and last != "stop" else "stopped"

@@ -47,7 +47,7 @@ def write_report(store: Store, prices: PriceFinder | None = None, *, now: float 
         The path or URL of the report.
     """
     run = read_run(store)
-    summary = summarize(run.ledger, run.job, time.time() if now is None else now)
+    summary = summarize(run.ledger, run.job, time.time() if now is None else now, run.has_driver)
     cost = cost_of(run, prices) if prices else None
     store.write(REPORT, render(run, summary, cost).encode())
     return f"{store.url.rstrip('/')}/{REPORT}"

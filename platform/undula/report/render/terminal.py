@@ -104,7 +104,7 @@ def _summary_of(store: Store, now: float) -> RunSummary | UndulaError:
         run = read_run(store)
     except UndulaError as error:
         return error
-    return summarize(run.ledger, run.job, now)
+    return summarize(run.ledger, run.job, now, run.has_driver)
 
 
 def print_run(
@@ -117,7 +117,7 @@ def print_run(
 ) -> None:
     """Print the figures, cost, curves and newest events of a run, and how its steps spent their time."""
     run = read_run(store)
-    summary = summarize(run.ledger, run.job, time.time() if now is None else now)
+    summary = summarize(run.ledger, run.job, time.time() if now is None else now, run.has_driver)
     cost = cost_of(run, prices) if prices else None
     if json:
         shown = [event.row() | {"data": event.data} for event in run.events[-EVENTS_SHOWN:]]

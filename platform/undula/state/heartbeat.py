@@ -1,4 +1,4 @@
-"""Heartbeat of a study's driver: a file in the study's directory that shows whether a driver is running."""
+"""Heartbeat of the driver of a run or study: a file in its directory that shows whether a driver is running."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ SILENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Heartbeat of a study's driver."""
+    """Heartbeat of a driver."""
 
     time: float
     """Time of the heartbeat in seconds since the epoch."""
@@ -34,14 +34,18 @@ NEVER = Heartbeat(0.0)
 
 
 @contextmanager
-def keep_heartbeat(study: Store) -> Iterator[None]:
-    """Write heartbeats during this block, and delete the file at its end. If the driver is killed, its last heartbeat remains."""
+def keep_heartbeat(store: Store) -> Iterator[None]:
+    """Write heartbeats during this block, and delete the file at its end. If the driver is killed, its last heartbeat remains.
+
+    Args:
+        store: Directory of the run or study.
+    """
     closed, driver = threading.Event(), own_identity()
 
     def beat() -> None:
         heartbeat = Heartbeat(time.time(), driver)
-        with suppress(StorageError):  # the trials report a failure of the storage
-            study.write(HEARTBEAT_FILE, json.dumps(asdict(heartbeat)).encode())
+        with suppress(StorageError):  # the training reports a failure of the storage
+            store.write(HEARTBEAT_FILE, json.dumps(asdict(heartbeat)).encode())
 
     def beat_regularly() -> None:
         while not closed.wait(INTERVAL_S):
@@ -56,12 +60,19 @@ def keep_heartbeat(study: Store) -> Iterator[None]:
         closed.set()
         thread.join()
         with suppress(StorageError):
-            study.delete(HEARTBEAT_FILE)
+            store.delete(HEARTBEAT_FILE)
 
 
-def has_driver(study: Store) -> bool:
-    """Return whether the study's driver wrote a heartbeat within the last SILENCE_S seconds and is not known to have ended."""
-    heartbeat = _read(study)
+def has_driver(store: Store) -> bool:
+    """Return whether the driver wrote a heartbeat within the last SILENCE_S seconds and is not known to have ended."""
+    return bool(driver_state(store))
+
+
+def driver_state(store: Store) -> bool | None:
+    """Return whether a driver is running, or None if there is no heartbeat, as after the end of a driver that was not killed."""
+    heartbeat = _read(store)
+    if heartbeat == NEVER:
+        return None
     return time.time() - heartbeat.time < SILENCE_S and not _has_ended(heartbeat)
 
 
@@ -83,10 +94,10 @@ def refuse_another_driver(study: Store) -> None:
         time.sleep(INTERVAL_S / 20)
 
 
-def _read(study: Store) -> Heartbeat:
+def _read(store: Store) -> Heartbeat:
     """Return the last heartbeat, or NEVER if none can be read."""
     try:
-        return TypeAdapter(Heartbeat).validate_json(study.read(HEARTBEAT_FILE))
+        return TypeAdapter(Heartbeat).validate_json(store.read(HEARTBEAT_FILE))
     except (StorageError, ValueError):
         return NEVER
 

@@ -1,0 +1,105 @@
+"""Tests of the metrics for Prometheus: gauges stay, and counters count each step and each change once."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, StartEvent, ValidationEvent
+from undula.telemetry import prometheus
+from undula.telemetry.counts import COMMITTED, HELP, LOST, NOTICES, REPLAYED, RESIZES, RESTARTS, RunCounts
+from undula.telemetry.messages import Message, Status
+from undula.telemetry.prometheus import RunGauges
+
+
+class RecordedGauge:
+    """Gauge that keeps the values that it was set to, in place of Ray's, which reports to the agent of a node."""
+
+    made: ClassVar[dict[str, "RecordedGauge"]] = {}
+
+    def __init__(self, name: str, text: str, tag_keys: tuple[str, ...]):
+        self.values: list[float] = []
+        self.was_set = threading.Condition()
+        self.made[name] = self
+
+    def set_default_tags(self, tags: dict[str, str]) -> None:
+        self.tags = tags
+
+    def set(self, value: float) -> None:
+        with self.was_set:
+            self.values.append(value)
+            self.was_set.notify_all()
+
+    def await_values(self, *values: float) -> None:
+        with self.was_set:
+            assert self.was_set.wait_for(lambda: self.values[: len(values)] == list(values), timeout=60)
+
+
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunGauges]:
+    monkeypatch.setattr(prometheus, "Gauge", RecordedGauge)
+    monkeypatch.setattr(prometheus, "REFRESH_INTERVAL_S", 0.005)
+    found = RunGauges("run", {"loss": "Loss", "validation": "Validation loss"})
+    yield found
+    found.close()
+
+
+def test_a_gauge_is_set_again_until_it_is_closed(gauges: RunGauges) -> None:
+    gauges.set({"validation": 1.5})
+    RecordedGauge.made["validation"].await_values(1.5, 1.5, 1.5)
+    assert RecordedGauge.made["loss"].values == [], "a gauge without a value is not exported"
+    gauges.set({"loss": 2.0})
+    RecordedGauge.made["loss"].await_values(2.0, 2.0)
+    assert RecordedGauge.made["loss"].tags == {"run": "run"}
+    gauges.close()
+    count = len(RecordedGauge.made["loss"].values)
+    gauges.set({"loss": 3.0})
+    assert len(RecordedGauge.made["loss"].values) == count
+
+
+def counted(*messages: Message) -> dict[str, int]:
+    counts, found = RunCounts(), Counter[str]()
+    for message in messages:
+        found.update(counts.added(message))
+    return dict(found)
+
+
+def at(step: int) -> Status:
+    return Status(step, 100, 1.0, 0.1, 10.0, 2, 60.0)
+
+
+def start(step: int) -> StartEvent:
+    return StartEvent(2, 1, step=step)
+
+
+def test_each_step_is_committed_once() -> None:
+    assert counted(start(0), at(3), at(3), at(10), ValidationEvent(1.0, 9, step=10)) == {COMMITTED: 10}
+
+
+def test_steps_after_the_last_status_of_a_group_are_counted_at_the_next_start() -> None:
+    resize = ResizeEvent(2, 1, "a node has a notice")
+    messages: tuple[Any, ...] = (start(0), at(8), NoticeEvent("node", (1,)), resize, start(10), at(12))
+    assert counted(*messages) == {COMMITTED: 12, NOTICES: 1, RESIZES: 1}
+
+
+def test_lost_steps_are_replayed_and_not_committed_again() -> None:
+    crash = CrashEvent("failure", "a node was lost")
+    known = {COMMITTED: 20, LOST: 4, REPLAYED: 4, RESTARTS: 1}
+    assert counted(start(0), at(10), crash, LostEvent(4, step=6), start(6), at(8), at(20)) == known
+    assert counted(start(0), at(9), crash, start(6), LostEvent(4, step=6), at(8), at(20)) == known | {
+        COMMITTED: 20 - 1
+    }, "the status of the last lost step had not arrived"
+
+
+def test_steps_of_an_earlier_driver_are_not_counted() -> None:
+    assert counted(at(5), start(50), at(60)) == {COMMITTED: 10}
+
+
+def test_a_late_status_of_a_group_that_was_replaced_counts_nothing() -> None:
+    assert counted(start(0), at(10), CrashEvent("hang", rank=1), start(10), at(7)) == {COMMITTED: 10, RESTARTS: 1}
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    assert all(name.startswith("undula_") and name.endswith("_total") for name in HELP)
