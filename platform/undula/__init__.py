@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from undula.elastic.ray.horovod import HorovodConfig
     from undula.elastic.ray.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
     from undula.optim.optimizers import OptimizerConfig, make_optimizer
+    from undula.state.weights import load_weights
     from undula.train.run import Run
     from undula.train.step import Step
 
@@ -18,6 +19,7 @@ __all__ = [
     "OptimizerConfig",
     "Run",
     "Step",
+    "load_weights",
     "main",
     "make_optimizer",
     "study_main",
@@ -30,6 +32,7 @@ _HOMES = {
     "OptimizerConfig": "undula.optim.optimizers",
     "Run": "undula.train.run",
     "Step": "undula.train.step",
+    "load_weights": "undula.state.weights",
     "main": "undula.cli.job_script",
     "make_optimizer": "undula.optim.optimizers",
     "study_main": "undula.cli.job_script",

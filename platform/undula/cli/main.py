@@ -11,6 +11,7 @@ from undula.cli.chaos import chaos
 from undula.cli.cluster import cluster
 from undula.cli.data import data
 from undula.cli.doctor import doctor
+from undula.cli.export import export
 from undula.cli.ls import ls
 from undula.cli.options import Commands
 from undula.cli.report import report
@@ -38,7 +39,22 @@ def cli() -> None:
     """
 
 
-for command in (run, data, ls, show, verify, report, study, chaos, cluster, doctor, spot, build_horovod, schema):
+for command in (
+    run,
+    data,
+    ls,
+    show,
+    verify,
+    report,
+    export,
+    study,
+    chaos,
+    cluster,
+    doctor,
+    spot,
+    build_horovod,
+    schema,
+):
     cli.add_command(command)
 
 

@@ -1,40 +1,19 @@
 """Files of a checkpoint: the safetensors file with a rank's share of the tensors, and the table of where each box lies."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from undula.errors import CheckpointError
 from undula.state.commit import Commit
 from undula.state.pieces import Box, Piece, Table, TensorSpec, copy_overlap, incomplete, overlap, parsed_spec
+from undula.state.tensor_file import TensorFile, file_buffers
 from undula.storage import Store
 
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
-"""Name of each dtype in the header of a safetensors file."""
 Claim = tuple[str, Box, int]
 """Piece that a rank could write: name of the tensor, box, and size in bytes."""
 
@@ -99,27 +78,6 @@ def write_share(store: Store, folder: str, rank: int, pieces: Mapping[str, tuple
     return WrittenFile(name, num_bytes, digest.hexdigest(), {key: box for key, (_, box) in pieces.items()})
 
 
-def file_buffers(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Return the content of a safetensors file: its header, and a view of each tensor. No tensor is copied.
-
-    Args:
-        tensors: Contiguous tensors in host memory, by name.
-    """
-    # The largest elements come first, so that the bytes of each tensor are aligned.
-    ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in ordered:
-        tensor, begin = tensors[name], end
-        end += tensor.nbytes
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    views = [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in ordered]
-    return [len(text).to_bytes(8, "little"), text, *views]
-
-
 def tensors_entry(table: Table, files: Iterable[WrittenFile]) -> dict[str, Any]:
     """Return the entry `tensors` of a `commit.json`: the dtype, the shape, the strides and the boxes of each tensor, by name.
 
@@ -176,13 +134,14 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
             raise CheckpointError(f"{commit.folder} lacks a part of {name!r}; delete this checkpoint")
     for file, chunks in sorted(wanted.items()):
         try:
-            tensors = safetensors.torch.load(store.read(f"{commit.folder}/{file}"))
+            source = TensorFile(store, f"{commit.folder}/{file}")
             for name, key, box in chunks:
-                stored, target = tensors[key], targets[name]
+                stored, target = source.read(key), targets[name]
                 stored = torch.view_as_complex(stored) if target.tensor.is_complex() else stored
                 copy_overlap(box, stored.view(box[1]), target)
-        except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {error}") from error
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {reason}") from error
 
 
 def _as_real(tensor: Tensor) -> Tensor:

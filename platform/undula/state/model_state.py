@@ -40,7 +40,7 @@ def model_shapes(model: nn.Module) -> Shapes:
     shapes: dict[str, tuple[int, ...] | None] = {
         MODEL + _plain(key): tuple(value.shape)
         for key, value in bare.state_dict().items()
-        if isinstance(value, Tensor) and not _is_extra(key)
+        if isinstance(value, Tensor) and not is_extra(key)
     }
     for path, module in bare.named_modules(remove_duplicate=False):
         for key in module._buffers.keys() - module._non_persistent_buffers_set:
@@ -48,13 +48,14 @@ def model_shapes(model: nn.Module) -> Shapes:
     return shapes
 
 
-def check_shapes(shapes: Shapes, saved: Mapping[str, tuple[int, ...]], source: str) -> None:
+def check_shapes(shapes: Shapes, saved: Mapping[str, tuple[int, ...]], source: str, fix: str = FITS) -> None:
     """Check that a saved state has the tensors of a model, in the same shapes.
 
     Args:
         shapes: Shapes of the model's tensors.
         saved: Shapes of the saved tensors.
         source: Name of the saved state, for messages.
+        fix: What the user can do, for messages.
 
     Raises:
         CheckpointError: A tensor is missing on either side or has another shape.
@@ -65,13 +66,13 @@ def check_shapes(shapes: Shapes, saved: Mapping[str, tuple[int, ...]], source: s
             continue
         short = name.removeprefix(MODEL)
         if name not in saved:
-            raise CheckpointError(f"{other}: it lacks {short!r}, which the model has; {FITS}")
+            raise CheckpointError(f"{other}: it lacks {short!r}, which the model has; {fix}")
         if saved[name] != shape:
             raise CheckpointError(
-                f"{other}: its {short!r} has shape {saved[name]}, but the model's has shape {shape}; {FITS}"
+                f"{other}: its {short!r} has shape {saved[name]}, but the model's has shape {shape}; {fix}"
             )
-    if extra := [name for name in saved if name.startswith(MODEL) and name not in shapes and not _is_extra(name)]:
-        raise CheckpointError(f"{other}: it has {extra[0].removeprefix(MODEL)!r}, which the model lacks; {FITS}")
+    if extra := [name for name in saved if name.startswith(MODEL) and name not in shapes and not is_extra(name)]:
+        raise CheckpointError(f"{other}: it has {extra[0].removeprefix(MODEL)!r}, which the model lacks; {fix}")
 
 
 def model_and_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -95,8 +96,42 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mappin
     Raises:
         CheckpointError: The state belongs to another model or optimizer.
     """
-    _load_model_state(model, state)
+    load_model_state(model, state)
     load_optimizer_state(optimizer, _parameters(model), state)
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the part of a state that belongs to the model, which copies the tensors.
+
+    Raises:
+        CheckpointError: The state belongs to another model.
+    """
+    bare = bare_module(model)
+    keys = {MODEL + _plain(key): key for key in bare.state_dict()}
+    found, used = {}, set(keys)
+    for name, key in keys.items():
+        if name not in state:
+            raise CheckpointError(f"the saved state lacks {name!r}, which the model has; {FITS}")
+        value = state[name]
+        used.update(() if isinstance(value, Tensor) else tensor_names(value))
+        found[key] = value if isinstance(value, Tensor) else decode(value, state)
+    if extra := sorted(name for name in state if name.startswith(MODEL) and name not in used):
+        raise CheckpointError(f"the saved state has {extra[0]!r}, which the model lacks; {FITS}")
+    bare.load_state_dict(found)
+
+
+def model_targets(model: nn.Module, table: Table) -> dict[str, Tensor]:
+    """Return tensors into which the saved state of a model can be copied before it is passed to `load_model_state`, by name.
+
+    Args:
+        model: Model, which has the shapes of the saved one (`check_shapes`). Its own tensors are returned, which may be sharded.
+        table: Tensors of the saved state.
+    """
+    _make_late_buffers(model, table)
+    own = {name: value for name, value in _model_state(model).items() if not is_extra(name)}
+    return {
+        name: own[name] if name in own else empty_tensor(spec) for name, spec in table.items() if name.startswith(MODEL)
+    }
 
 
 def check_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -124,12 +159,12 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
     targets: dict[str, Tensor] = {}
     for name, spec in table.items():
         shape, present = spec.shape, own.get(name)
-        if name.startswith(MODEL) and not _is_extra(name):
+        if name.startswith(MODEL) and not is_extra(name):
             if present is None or tuple(present.shape) != shape:
                 found = "lacks it" if present is None else f"has it with shape {tuple(present.shape)}"
                 raise CheckpointError(f"the saved state has {name!r} with shape {shape}, but the model {found}; {FITS}")
             targets[name] = present
-        elif present is not None and not _is_extra(name) and spec_of(piece_of(present)) == spec:
+        elif present is not None and not is_extra(name) and spec_of(piece_of(present)) == spec:
             targets[name] = present
         elif name.startswith(f"{STATE}.") and (owner := _owner(name, parameters)):
             targets[name] = state_like(optimizer, parameters[owner[0]], owner[1], spec)
@@ -162,6 +197,11 @@ def live_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {f"{MODEL}{_plain(name)}": value for name, value in buffers}
 
 
+def is_extra(name: str) -> bool:
+    """Return whether a name in the state is that of a module's `get_extra_state()` or of a tensor in it."""
+    return EXTRA_STATE in name.split(".")
+
+
 def bare_module(model: nn.Module) -> nn.Module:
     """Return the user's own module, without the wrapper of torch.compile."""
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
@@ -178,21 +218,6 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
         else:
             state[name] = encode(name, value, state)
     return state
-
-
-def _load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    bare = bare_module(model)
-    keys = {MODEL + _plain(key): key for key in bare.state_dict()}
-    found, used = {}, set(keys)
-    for name, key in keys.items():
-        if name not in state:
-            raise CheckpointError(f"the saved state lacks {name!r}, which the model has; {FITS}")
-        value = state[name]
-        used.update(() if isinstance(value, Tensor) else tensor_names(value))
-        found[key] = value if isinstance(value, Tensor) else decode(value, state)
-    if extra := sorted(name for name in state if name.startswith(MODEL) and name not in used):
-        raise CheckpointError(f"the saved state has {extra[0]!r}, which the model lacks; {FITS}")
-    bare.load_state_dict(found)
 
 
 def _make_late_buffers(model: nn.Module, table: Table) -> None:
@@ -233,7 +258,3 @@ def _owner(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, str]
 def _plain(name: str) -> str:
     """Return a name without the parts that wrappers of modules have added."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _is_extra(name: str) -> bool:
-    return EXTRA_STATE in name.split(".")

@@ -7,7 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from undula.state.checkpoint_files import SAFETENSORS_DTYPES, file_buffers, write_share
+from undula.state.checkpoint_files import write_share
+from undula.state.tensor_file import SAFETENSORS_DTYPES, file_buffers
 from undula.storage import Store
 
 

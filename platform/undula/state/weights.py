@@ -1,0 +1,82 @@
+"""Weights of a run outside of its training: loaded into a plain model, from a checkpoint that the user chooses."""
+
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from undula.errors import CheckpointError, SpecError
+from undula.state.checkpoint_files import read_pieces, table_of
+from undula.state.commit import Commit, find_commits
+from undula.state.locate import locate_run
+from undula.state.model_state import check_shapes, load_model_state, model_shapes, model_targets
+from undula.state.pieces import piece_of
+from undula.storage import Store
+
+Which: TypeAlias = Literal["last"] | int
+"""Choice of a checkpoint: the newest one, or the one after so many steps."""
+
+
+def load_weights(model: nn.Module, run: str, which: Which = "last", *, runs: str | None = None) -> int:
+    """Load the weights of a run into a model, without the state of the optimizer. No pickle is read, and no second copy is made.
+
+    Args:
+        model: Model of the class that the run trained, with the same settings. Its weights are replaced in place, on their devices. It may
+            be sharded by `fully_shard`, also when the run's was not, and the other way round.
+        run: Name of the run, or its directory as a path or an s3:// URL.
+        which: Checkpoint: "last" or a number of steps.
+        runs: Folder in which a name is looked up; by default the working directory and then ~/undula/runs.
+
+    Returns:
+        The number of steps after which the run had these weights.
+
+    Raises:
+        RunError: There is no such run.
+        CheckpointError: There is no such checkpoint, it is damaged, or it is from another model.
+    """
+    store = locate_run(run, runs)
+    commit = chosen_checkpoint(store, which)
+    table, source = table_of(commit), f"{store.url}/{commit.folder}"
+    shapes = {name: spec.shape for name, spec in table.items()}
+    check_shapes(model_shapes(model), shapes, source, "pass the model that the run trained, with the same settings")
+    targets = model_targets(model, table)
+    read_pieces(store, commit, {name: piece_of(tensor) for name, tensor in targets.items()})
+    load_model_state(model, {**targets, **commit.values})
+    return commit.step
+
+
+def chosen_checkpoint(store: Store, which: Which) -> Commit:
+    """Return a checkpoint of a run, after checking that all of its files are intact.
+
+    Args:
+        store: Run directory.
+        which: The newest checkpoint or a number of steps.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    commits, damaged = find_commits(store)
+    steps = sorted({commit.step for commit in commits})
+    found = [commit for commit in commits if which in ("last", commit.step)]
+    if not found:
+        has = f"has checkpoints of the steps {', '.join(map(str, steps))}" if steps else "has no checkpoint yet"
+        unreadable = f" ({'; '.join(damaged.values())})" if damaged else ""
+        wanted = "" if which == "last" else f", and none of step {which}"
+        raise CheckpointError(f"{store.url} {has}{wanted}{unreadable}; name a step that it has")
+    commit = found[0]
+    if damage := commit.damage(store, sorted(commit.files)):
+        others = ", ".join(str(step) for step in steps if step != commit.step)
+        raise CheckpointError(f"{damage}; name another step" + (f" ({others})" if others else ""))
+    return commit
+
+
+def parsed_which(text: str) -> Which:
+    """Return the choice of a checkpoint that a user has typed.
+
+    Raises:
+        SpecError: It is none.
+    """
+    if text == "last":
+        return "last"
+    if text.isdecimal():
+        return int(text)
+    raise SpecError(f"{text!r} names no checkpoint; write last or a number of steps")
