@@ -25,10 +25,14 @@ def train(run: undula.Run) -> None:
     def logits(batch):
         return model(batch["image"].float() / 127.5 - 1)
 
-    def loss(batch):
-        return F.cross_entropy(logits(batch), batch["label"])
+    def validate(batch):
+        scores = logits(batch)
+        return {
+            "loss": F.cross_entropy(scores, batch["label"]),
+            "accuracy": (scores.argmax(1) == batch["label"]).float().mean(),
+        }
 
-    for step in run.steps(validate=loss):
+    for step in run.steps(validate=validate):
         for batch in step.batches():
             scores = logits(batch)
             step.log(accuracy=(scores.argmax(1) == batch["label"]).float().mean())

@@ -139,6 +139,10 @@ def test_batch_normalization_and_logged_values_are_the_same_with_each_engine_and
     assert [point.step for point in scalars] == [step + 1 for step in alone.column("step")]
     assert [point.value for point in scalars] == pytest.approx(alone.column("loss"), rel=1e-6)
     assert len(board.Scalars("loss/validation")) == len(losses)
+    validated = events_of(alone.ledger.events, ValidationEvent)
+    assert [point.value for point in board.Scalars("accuracy/validation")] == pytest.approx(
+        [event.metrics["accuracy"] for event in validated]
+    )
     assert board.Scalars("logged/accuracy")
 
 

@@ -15,7 +15,7 @@ from undula.cli.options import counted, json_option, print_json, runs_option
     default="last",
     show_default=True,
     metavar="CHECKPOINT",
-    help="Checkpoint whose weights are written: last, or a number of steps.",
+    help="Checkpoint whose weights are written: best, last, or a number of steps.",
 )
 @runs_option
 @json_option

@@ -19,7 +19,7 @@ from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import refusal_of, whole_story
 from undula.errors import SpecError, needs_extra, one_sentence
 from undula.state.directory import delete_run, held
-from undula.state.events import StopEvent, ValidationEvent
+from undula.state.events import EndEvent, StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
 from undula.study.load import load_study
@@ -138,7 +138,10 @@ def _print_result(prepared: Prepared, error: Exception | None) -> None:
     store = prepared.store
     ledger = read_ledger(store)
     done, total = steps_done(ledger.steps), prepared.plan.total_steps
-    result = "finished" if done == total else f"stopped after {done} of {total} steps"
+    end = last_event(ledger.events, EndEvent)
+    result = f"stopped after {done} of {total} steps"
+    if done == total or (end and end.step == done):
+        result = "finished" + (f" after {done} of {total} steps ({end.reason})" if end and end.reason else "")
     validation = last_event(ledger.events, ValidationEvent)
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)

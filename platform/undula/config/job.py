@@ -22,6 +22,7 @@ from undula.plan.plan import PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS
+from undula.state.goals import StopSpec
 from undula.state.spec import CheckpointSpec
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
@@ -58,6 +59,9 @@ class JobSpec:
     """Interval and size of the validations."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """Intervals of checkpoints and snapshots, and the number of checkpoints to keep."""
+    stop: StopSpec | None = None
+    """Early stopping: the run ends after `patience` validations in which the mean `metric` has not improved. By default, the run takes all
+    steps of its plan."""
     deterministic: bool = False
     """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
     Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs time and 16 bytes of memory per
@@ -79,6 +83,7 @@ class JobSpec:
                 "activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
                 "activations.keep=none, or remove one of them"
             )
+        self._refuse_goals_without_validation()
 
     def _refuse_idle_workers(self) -> None:
         if self.workers.max > self.plan.virtual_workers:
@@ -109,6 +114,11 @@ class JobSpec:
                 f"{setting} needs at least two micro-batches per step, but a step has one; raise plan.virtual_workers or lower "
                 "plan.micro_batch"
             )
+
+    def _refuse_goals_without_validation(self) -> None:
+        for key, goal in (("stop", self.stop), ("checkpoint.keep_best", self.checkpoint.keep_best)):
+            if goal is not None and self.data.validation is None:
+                raise ValueError(f"{key} needs validations, but data.validation is missing; set it or remove {key}")
 
     @property
     def features(self) -> set[Feature]:

@@ -82,6 +82,7 @@ def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
         engine=spec.engine,
         activations=spec.activations,
         compile=spec.compile,
+        stop=spec.stop,
     )
 
 

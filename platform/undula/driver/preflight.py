@@ -52,7 +52,9 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     if newest is not None or (not fresh and has_steps(store)):
         _refuse_changes(store, loaded, data)
     check_model(train, loaded, plan, newest)
-    is_at_end = newest is not None and newest.step >= plan.total_steps
+    is_at_end = newest is not None and (
+        newest.step >= plan.total_steps or bool(newest.results.reason_to_stop(loaded.spec.stop))
+    )
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
     return Prepared(store, plan, is_finished)
 

@@ -24,11 +24,13 @@ from undula.state.commit import (
     FORMAT,
     Commit,
     attempt_of,
+    best_commit,
     commit_json,
     committed_folders,
     find_commits,
     step_of,
 )
+from undula.state.goals import GoalSpec
 from undula.state.pieces import Box, Piece, RankState, Table
 from undula.state.retention import superseded
 from undula.storage import Store
@@ -48,6 +50,7 @@ class Checkpointer:
         after_commit: Callback to which rank 0 passes the step and the duration of the save in seconds. It runs in the saving thread.
         not_removed: Callback to which rank 0 passes the reason why old checkpoints could not be deleted. It runs in the saving thread.
         before: Lineage that the attempt found after it had claimed its number.
+        keep_best: Goal whose best checkpoint is kept beside the newest ones; None to keep only these.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Checkpointer:
         after_commit: Callable[[int, float], None] = lambda step, seconds: None,
         not_removed: Callable[[str], None] = lambda reason: None,
         before: Lineage = EVERYTHING,
+        keep_best: GoalSpec | None = None,
     ):
         self._store = store
         self._attempt = attempt
@@ -68,6 +72,7 @@ class Checkpointer:
         self._after_commit = after_commit
         self._not_removed = not_removed
         self._before = before
+        self._keep_best = keep_best
         self._has_begun = False
         self._saving: Future[None] | None = None
         self._is_abandoned = threading.Event()
@@ -280,7 +285,9 @@ class Checkpointer:
             if attempt_of(folder) <= self._attempt and not lineage.includes_checkpoint(folder, attempt_of(folder))
         )
         whole = [commit for commit in find_commits(self._store, lineage)[0] if commit.folder not in self._damaged]
-        self._remove(superseded([(commit.attempt, commit.step, commit.folder) for commit in whole], self._keep))
+        best = best_commit(whole, self._keep_best) if self._keep_best else None
+        known = [(commit.attempt, commit.step, commit.folder) for commit in whole]
+        self._remove(superseded(known, self._keep, best.folder if best else None))
         self._remove(self._damaged)  # kept until now, when a newer checkpoint exists
         self._damaged = set()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from undula.errors import CheckpointError
 from undula.state.attempts import Lineage, read_lineage
+from undula.state.goals import GoalSpec, ValidationResults, best_of
 from undula.storage import Store
 
 CHECKPOINTS = "checkpoints"
@@ -41,6 +42,13 @@ class Commit:
     def bytes(self) -> int:
         """Size of all files in bytes."""
         return sum(int(file["bytes"]) for file in self.files.values())
+
+    @property
+    def results(self) -> ValidationResults:
+        """Results of the run's validations up to this checkpoint."""
+        results = ValidationResults()
+        results.restore(self.values)
+        return results
 
     def damage(self, store: Store, names: Sequence[str]) -> str | None:
         """Describe the first of these files that is damaged, or return None if all are intact."""
@@ -92,6 +100,14 @@ def find_commits(store: Store, lineage: Lineage | None = None) -> tuple[list[Com
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 damaged[folder] = f"{store.url}/{folder}/{COMMIT} is damaged ({error})"
     return sorted(commits, key=lambda commit: (commit.attempt, commit.step), reverse=True), damaged
+
+
+def best_commit(commits: Sequence[Commit], goal: GoalSpec) -> Commit | None:
+    """Return the checkpoint whose validation had the best value; None if none of them was validated with a finite value."""
+    results = {commit.folder: commit.results for commit in commits}
+    validated = {folder: each for folder, each in results.items() if each.step == step_of(folder)}
+    best = best_of(validated, goal)
+    return next((commit for commit in commits if commit.folder == best), None)
 
 
 def attempt_of(folder: str) -> int:

@@ -6,6 +6,7 @@ from annotated_types import Ge, Gt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import STRICT
+from undula.state.goals import GoalSpec
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -20,3 +21,6 @@ class CheckpointSpec:
     default, the interval is chosen so that snapshots take less than 1 % of the time; 0 disables snapshots."""
     keep: Annotated[int, Gt(0)] = 2
     """Number of newest checkpoints to keep."""
+    keep_best: GoalSpec | None = None
+    """Mean of the validations whose best checkpoint is kept as well: `metric` and `mode`. The run writes a checkpoint after each validation
+    with a new best value, and waits for it, so that no fault can cost it. By default, only the newest checkpoints are kept."""

@@ -1,19 +1,22 @@
 """Weights of a run outside of its training: loaded into a plain model, from a checkpoint that the user chooses."""
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from torch import nn
 
 from undula.errors import CheckpointError, SpecError
 from undula.state.checkpoint_files import read_pieces, table_of
-from undula.state.commit import Commit, find_commits
+from undula.state.commit import Commit, best_commit, find_commits
+from undula.state.directory import job_record
+from undula.state.goals import GoalSpec
 from undula.state.locate import locate_run
 from undula.state.model_state import check_shapes, load_model_state, model_shapes, model_targets
 from undula.state.pieces import piece_of
 from undula.storage import Store
 
-Which: TypeAlias = Literal["last"] | int
-"""Choice of a checkpoint: the newest one, or the one after so many steps."""
+Which: TypeAlias = Literal["best", "last"] | int
+"""Choice of a checkpoint: the one with the best validation, the newest one, or the one after so many steps."""
 
 
 def load_weights(model: nn.Module, run: str, which: Which = "last", *, runs: str | None = None) -> int:
@@ -23,7 +26,8 @@ def load_weights(model: nn.Module, run: str, which: Which = "last", *, runs: str
         model: Model of the class that the run trained, with the same settings. Its weights are replaced in place, on their devices. It may
             be sharded by `fully_shard`, also when the run's was not, and the other way round.
         run: Name of the run, or its directory as a path or an s3:// URL.
-        which: Checkpoint: "last" or a number of steps.
+        which: Checkpoint: "best", "last" or a number of steps. "best" is the one with the best validation, by the job's
+            checkpoint.keep_best or, if that is not set, by the lowest loss.
         runs: Folder in which a name is looked up; by default the working directory and then ~/undula/runs.
 
     Returns:
@@ -49,7 +53,7 @@ def chosen_checkpoint(store: Store, which: Which) -> Commit:
 
     Args:
         store: Run directory.
-        which: The newest checkpoint or a number of steps.
+        which: The best checkpoint, the newest one, or a number of steps.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
@@ -57,16 +61,42 @@ def chosen_checkpoint(store: Store, which: Which) -> Commit:
     commits, damaged = find_commits(store)
     steps = sorted({commit.step for commit in commits})
     found = [commit for commit in commits if which in ("last", commit.step)]
+    if which == "best" and commits:
+        found = [_best(store, commits)]
     if not found:
         has = f"has checkpoints of the steps {', '.join(map(str, steps))}" if steps else "has no checkpoint yet"
         unreadable = f" ({'; '.join(damaged.values())})" if damaged else ""
-        wanted = "" if which == "last" else f", and none of step {which}"
+        wanted = "" if which in ("last", "best") else f", and none of step {which}"
         raise CheckpointError(f"{store.url} {has}{wanted}{unreadable}; name a step that it has")
     commit = found[0]
     if damage := commit.damage(store, sorted(commit.files)):
         others = ", ".join(str(step) for step in steps if step != commit.step)
         raise CheckpointError(f"{damage}; name another step" + (f" ({others})" if others else ""))
     return commit
+
+
+def _best(store: Store, commits: Sequence[Commit]) -> Commit:
+    """Return the checkpoint of the best validation of the run."""
+    goal = _goal(store)
+    by = f"by {goal.metric} ({goal.mode})"
+    best, found = commits[0].results.best(goal), best_commit(commits, goal)
+    if best is None or best.step is None:
+        raise CheckpointError(
+            f"{store.url} has no validation that could be the best one {by}; use the last checkpoint or a step"
+        )
+    if found is None or found.step != best.step:
+        steps = ", ".join(map(str, sorted({commit.step for commit in commits})))
+        raise CheckpointError(
+            f"the best validation of {store.url} {by} is that of step {best.step}, whose checkpoint was not kept (it has {steps}); set "
+            "checkpoint.keep_best before a run, or use the last checkpoint or a step"
+        )
+    return found
+
+
+def _goal(store: Store) -> GoalSpec:
+    """Return the goal by which the run keeps its best checkpoint; the lowest loss if it keeps none."""
+    recorded = job_record(store).get("spec", {}).get("checkpoint", {}).get("keep_best") or {}
+    return GoalSpec(**recorded)
 
 
 def parsed_which(text: str) -> Which:
@@ -77,6 +107,8 @@ def parsed_which(text: str) -> Which:
     """
     if text == "last":
         return "last"
+    if text == "best":
+        return "best"
     if text.isdecimal():
         return int(text)
-    raise SpecError(f"{text!r} names no checkpoint; write last or a number of steps")
+    raise SpecError(f"{text!r} names no checkpoint; write best, last or a number of steps")

@@ -106,6 +106,11 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
             f"{where(['overrides'])}: plan.batch of {job_file} is elastic, but a study sets the batch of each trial; "
             "remove it, or set overrides: {plan.batch: fixed}"
         )
+    if job.stop is not None:
+        raise SpecError(
+            f"{where(['overrides'])}: {job_file} has stop, but a study compares trials that have consumed the same number of samples; "
+            "remove it, or set overrides: {stop: null}"
+        )
     if spec.packed and job.engine == "horovod":
         raise SpecError(
             f"{where(['packed'])}: packed={spec.packed} trains in single processes and cannot be combined with engine=horovod of "

@@ -13,6 +13,10 @@ REFRESH_INTERVAL_S = 5.0
 """Seconds between two exports of the gauges. Ray's agent drops a gauge that was not set during two of its report intervals of 10 s."""
 
 
+_MEANS = ("undula_validation_metric", "Mean of the last validation that the label metric names")
+"""Name and description of the gauge of the means that validations have beside the loss."""
+
+
 class RunGauges:
     """Gauges of a run, which keep their last values until they are closed, however rarely they are set.
 
@@ -24,6 +28,8 @@ class RunGauges:
     def __init__(self, name: str, texts: Mapping[str, str]):
         self._gauges = {key: _tagged(Gauge(key, text, tag_keys=("run",)), name) for key, text in texts.items()}
         self._values: dict[str, float] = {}
+        self._means_gauge = _tagged(Gauge(*_MEANS, tag_keys=("run", "metric")), name)
+        self._means: dict[str, float] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         threading.Thread(target=self._refresh, name="undula-metrics", daemon=True).start()
 
@@ -32,6 +38,12 @@ class RunGauges:
         with self._lock:
             self._values.update(values)
             self._export(values)
+
+    def set_means(self, means: Mapping[str, float]) -> None:
+        """Set the means of the last validation beside the loss, by name."""
+        with self._lock:
+            self._means.update(means)
+            self._export({})
 
     def close(self) -> None:
         """Stop exporting. The gauges vanish after a while."""
@@ -47,6 +59,8 @@ class RunGauges:
         if not self._closed.is_set():
             for key, value in values.items():
                 self._gauges[key].set(value)
+            for name, mean in self._means.items():
+                self._means_gauge.set(mean, {"metric": name})
 
 
 class RunCounters:

@@ -83,8 +83,9 @@ class Telemetry:
         self._ledger.event(event)
         self._publish(event)
         if isinstance(event, ValidationEvent):
-            self._tensorboard.add(event.step, {"loss/validation": event.loss})
+            self._tensorboard.add(event.step, {f"{name}/validation": value for name, value in event.means.items()})
             self._gauges.set({"undula_validation_loss": event.loss})
+            self._gauges.set_means(event.metrics)
 
     def mean_loss(self, done: int) -> None:
         """Report the mean training loss per sample since the last call."""

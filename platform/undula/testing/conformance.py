@@ -44,7 +44,9 @@ Record: TypeAlias = Mapping[str, tuple[str, bytes]]
 """Kind and bytes of each tensor and value of a state, by name."""
 Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 """Called with the number of steps done, the model and the optimizer."""
-SETTINGS = ("name=conformance", "data.validation=null", "plan.max_steps=6")
+SETTINGS = (
+    *("name=conformance", "data.validation=null", "stop=null", "checkpoint.keep_best=null", "plan.max_steps=6"),
+)
 """Overrides of the job that the caller's overrides precede."""
 CHECKPOINT = "a checkpoint"
 EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.snapshot_every_steps=0")

@@ -95,23 +95,35 @@ class StepBoundary:
         if wants.has_saved:
             self.finish_saving()
 
-    def save_and_leave(self, done: int, checkpoint_is_due: bool) -> None:
+    def save_and_leave(self, done: int, checkpoint_is_due: bool, ends: bool, is_best: bool) -> None:
         """Begin a checkpoint after `done` steps if one is due, and leave the group if the ranks were asked to. All ranks do the same.
 
         A checkpoint that is due while another one is being written begins once that has ended, so that it does not block the training.
         Ranks that were asked to leave begin no checkpoint, unless they were asked for it: they leave once none is being written, and the
         next group begins the one that is due.
 
+        The checkpoint of the best state is committed before the next step, because later states do not have its weights. Ranks that leave
+        hand this state over, and the next group saves it before its first step.
+
+        Args:
+            done: Number of committed steps.
+            checkpoint_is_due: Whether the interval of checkpoints has passed.
+            ends: Whether this was the last step of the run.
+            is_best: Whether the state is the best one so far, and is to be kept.
+
         Raises:
             LeaveGroup: The group ends at this boundary.
         """
         context, worker = self._context, self._context.setup.worker
-        wants, is_last = context.wants, done == context.setup.plan.total_steps
+        wants = context.wants
         began = time.perf_counter()
-        leaves, is_saving = wants.leaves and not is_last, context.checkpoints.saving_step is not None
+        leaves, is_saving = wants.leaves and not ends, context.checkpoints.saving_step is not None
         worker.owes_save = checkpoint_is_due or wants.saves or wants.owes_save
-        if is_last or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
+        saves_best = is_best and not leaves
+        if ends or saves_best or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
             self.save(done)
+        if saves_best:
+            self.finish_saving()
         if leaves and (wants.saves or wants.abandons or not is_saving):
             self._leave(done)
         worker.enter(BETWEEN_STEPS)
@@ -205,14 +217,19 @@ class StepBoundary:
             worker.progress.enter(HAND_OVER, 2 * worker.held.state.bytes / MEMORY_BYTES_S if context.snapshots else 0.0)
         self.close(wait=not worker.is_sound)
 
-    def end(self) -> None:
-        """End the run: wait for the last checkpoint and delete the snapshots."""
+    def end(self, done: int, reason: str) -> None:
+        """End the run after `done` steps: wait for the last checkpoint and delete the snapshots.
+
+        Args:
+            done: Number of committed steps.
+            reason: Reason for which the run stops before its last step; empty if it does not.
+        """
         context = self._context
         if error := self.finish_saving():
             raise StorageError(f"the last checkpoint of the run could not be written: {_reason(error)}") from error
         if context.snapshots:
             context.snapshots.delete()
-        context.report(EndEvent(step=context.setup.plan.total_steps))
+        context.report(EndEvent(reason, step=done))
 
     def close(self, wait: bool = True) -> None:
         """End the threads that run beside the training loop.

@@ -21,6 +21,7 @@ from undula.state.attempts import Lineage, claim
 from undula.state.checkpoint import Checkpointer
 from undula.state.directory import require_newest_submission
 from undula.state.events import Event
+from undula.state.goals import ValidationResults
 from undula.state.ledger import recorded_attempts
 from undula.state.records import StepRow
 from undula.storage import Store, open_store
@@ -114,6 +115,7 @@ class TrainContext:
     checkpoints: Checkpointer
     reducer: StepReducer
     rate: Rate
+    results: ValidationResults
     open_stream: Callable[[int], SampleStream]
     """Function that opens the stream of this rank's samples at a step."""
     stream: SampleStream | None = None

@@ -8,6 +8,7 @@ from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
+from undula.state.goals import GoalSpec, StopSpec
 from undula.state.spec import CheckpointSpec
 
 
@@ -29,6 +30,7 @@ class Job:
     engine: EngineName = "torch"
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
     compile: bool = False
+    stop: StopSpec | None = None
     run_id: str = ""
     """Identity that distinguishes this run from an earlier run in the same directory."""
     submission: str = ""
@@ -38,6 +40,12 @@ class Job:
     def compiled(self) -> str | None:
         """Parts of the model that torch compiles; None for none. What it compiles together decides which bits it computes."""
         return ("the model" if self.activations.is_default else "the units of the model") if self.compile else None
+
+    @property
+    def goals(self) -> dict[str, GoalSpec]:
+        """Goals that need validations, by the key of the setting."""
+        found = {"checkpoint.keep_best": self.checkpoint.keep_best, "stop": self.stop.goal if self.stop else None}
+        return {key: goal for key, goal in found.items() if goal}
 
     @property
     def noise_every_steps(self) -> int:

@@ -15,6 +15,7 @@ from undula.recovery.snapshot import folder_of
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import LeaveGroup
 from undula.state.events import StartEvent, ValidationEvent, WarningEvent
+from undula.state.goals import LOSS
 from undula.state.ledger import events_of, read_ledger
 from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, arithmetic_of, difference
@@ -23,8 +24,8 @@ from undula.train.context import TrainContext
 from undula.train.device_batches import DeviceBatches
 from undula.train.learning_rate import rate_for
 from undula.train.step import Step
-from undula.train.step_reduction import exact_mean
-from undula.train.validation import Loss, Validation
+from undula.train.step_reduction import exact_means
+from undula.train.validation import Validation, ValidationFunction
 
 
 class TrainingLoop:
@@ -32,11 +33,13 @@ class TrainingLoop:
 
     Args:
         context: State of the run on this rank.
-        validate: Function that returns the mean loss of a batch; None if the script does not validate.
+        validate: Function that returns the means of a batch; None if the script does not validate.
         map_validation: Transform of the samples of validation data; None for none.
     """
 
-    def __init__(self, context: TrainContext, validate: Loss | None, map_validation: SampleFunction | None):
+    def __init__(
+        self, context: TrainContext, validate: ValidationFunction | None, map_validation: SampleFunction | None
+    ):
         self.boundary = StepBoundary(context)
         self._context = context
         self._has_loss = validate is not None
@@ -45,7 +48,7 @@ class TrainingLoop:
     def steps(self) -> Iterator[Step]:
         """Restore the newest complete state, and yield the steps that follow it."""
         context, setup = self._context, self._context.setup
-        plan, worker = setup.plan, setup.worker
+        worker = setup.worker
         restored = self._restore()
         self._begin(restored)
         start = restored.step
@@ -55,8 +58,9 @@ class TrainingLoop:
                 self._validate(0)
             elif not restored.is_checkpoint:
                 self._repeat_validation(restored)
+                self._save_owed_best(start)
             index = start
-            while index < plan.total_steps:
+            while not self._ends(index):
                 step = Step(context, self.boundary, index)
                 yield step
                 if not step.updated:
@@ -65,10 +69,11 @@ class TrainingLoop:
                     )
                 index += step.merged_steps
                 self._after_step(step.index, index)
-            if start == plan.total_steps and not restored.is_checkpoint:
+            if index == start and not restored.is_checkpoint:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
-                self._after_step(start - 1, start)
-            self.boundary.end()
+                self._save(start - 1, start)
+            is_early = index < setup.plan.total_steps
+            self.boundary.end(index, context.results.reason_to_stop(setup.job.stop) if is_early else "")
         except LeaveGroup:
             # The held state takes rows that are not stored yet to the next group. In a single process, there is no next group.
             self.boundary.close(wait=context.setup.worker.controller is None)
@@ -118,6 +123,7 @@ class TrainingLoop:
         self._report_start(restored)
         context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
         context.group_rates.restore(restored.values)
+        context.results.restore(restored.values)
         if change:
             context.report(change)
         if job.deterministic:
@@ -159,36 +165,59 @@ class TrainingLoop:
                 self._validate(done)
             elif context.telemetry:
                 context.telemetry.mean_loss(done)
-        self.boundary.save_and_leave(done, is_last or _is_due(job.checkpoint.every_steps, before, done))
+        self._save(before, done)
+
+    def _save(self, before: int, done: int) -> None:
+        """Save the state after `done` steps if that is due, and leave the group if the ranks were asked to."""
+        context = self._context
+        spec = context.setup.job.checkpoint
+        is_due, is_best = _is_due(spec.every_steps, before, done), context.results.is_best(spec.keep_best, done)
+        self.boundary.save_and_leave(done, is_due, self._ends(done), is_best)
+
+    def _ends(self, done: int) -> bool:
+        """Return whether the run ends after `done` steps."""
+        context = self._context
+        job, plan = context.setup.job, context.setup.plan
+        return done == plan.total_steps or bool(context.results.reason_to_stop(job.stop))
+
+    def _save_owed_best(self, done: int) -> None:
+        """Save the restored state if it is the best one and the previous group was lost, or left, before its checkpoint was committed."""
+        if self._context.results.is_best(self._context.setup.job.checkpoint.keep_best, done) and not self._ends(done):
+            self.boundary.save(done)
+            self.boundary.finish_saving()
 
     def _repeat_validation(self, restored: Restored) -> None:
         """Validate the restored state if the previous group should have done so but was lost before."""
         setup, done = self._context.setup, restored.step
         before = done - (restored.rows[-1].merged_steps if restored.rows else 1)
-        is_last = done == setup.plan.total_steps  # which `steps` repeats as a whole
-        if is_last or self._validation is None or not _is_due(setup.job.validation.every_steps, before, done):
+        is_due = done == setup.plan.total_steps or _is_due(setup.job.validation.every_steps, before, done)
+        if self._validation is None or not is_due:
             return
-        known = [True]
+        known: list[dict[str, float] | None] = [None]
         if setup.layout.is_first:
             try:
                 events = events_of(read_ledger(setup.store).events, ValidationEvent)
             except StorageError:  # a second validation of the same state does no harm
                 events = []
-            known = [any(event.step == done for event in events)]
+            known = [next((event.means for event in reversed(events) if event.step == done), None)]
         dist.broadcast_object_list(known, group=setup.layout.control, group_src=0)
-        if not known[0]:
+        if known[0] is None:
             self._validate(done)
+        else:
+            self._context.results.add(done, known[0])
 
-    def _make_validation(self, loss: Loss | None, function: SampleFunction | None) -> Validation | None:
+    def _make_validation(
+        self, function: ValidationFunction | None, transform: SampleFunction | None
+    ) -> Validation | None:
         context, setup = self._context, self._context.setup
-        if loss is None or setup.job.data.validation is None:
+        if function is None or setup.job.data.validation is None:
             return None
         return Validation(
             context.model,
-            loss,
+            function,
             setup.job,
             load_manifest(setup.job.data.validation),
-            function,
+            transform,
             setup.layout,
             enter=setup.worker.enter,
             equal_rounds=context.engine.capabilities.equal_rounds,
@@ -197,10 +226,19 @@ class TrainingLoop:
     def _validate(self, done: int) -> None:
         if self._validation is None:
             return
-        losses, samples = self._validation.losses()
-        self._context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
-        loss, samples = exact_mean(losses, samples, self._context.setup.layout.control)
-        self._context.report(ValidationEvent(loss, samples, step=done))
+        context = self._context
+        sums, samples = self._validation.sums()
+        context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
+        means, samples = exact_means(sums, samples, context.setup.layout.control)
+        for key, goal in context.setup.job.goals.items():
+            if goal.metric not in means:
+                raise UsageError(
+                    f"{key} has metric {goal.metric!r}, but the validation function returns {sorted(means)}; set one of these, or return "
+                    f"{goal.metric!r} as well"
+                )
+        context.results.add(done, means)
+        others = {name: mean for name, mean in means.items() if name != LOSS}
+        context.report(ValidationEvent(means[LOSS], samples, others, step=done))
 
 
 def _is_due(every: int, before: int, done: int) -> bool:

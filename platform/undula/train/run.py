@@ -29,6 +29,7 @@ from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import WorkerState
 from undula.state.checkpoint import Checkpointer
 from undula.state.events import CheckpointEvent, WarningEvent
+from undula.state.goals import ValidationResults
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
 from undula.telemetry.messages import Publisher
@@ -44,7 +45,7 @@ from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.step import Step
 from undula.train.step_reduction import StepReducer
-from undula.train.validation import Loss
+from undula.train.validation import ValidationFunction
 
 
 class Run:
@@ -163,18 +164,22 @@ class Run:
             )
         self._map, self._validation_map = function, validation or function
 
-    def steps(self, validate: Loss | None = None) -> Iterator[Step]:
+    def steps(self, validate: ValidationFunction | None = None) -> Iterator[Step]:
         """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
 
         Args:
-            validate: Function that returns the mean loss of a batch. It is called on validation data, without gradients and in eval mode:
-                before the first step, every validation.every_steps steps, and after the last step.
+            validate: Function that returns the mean loss of a batch, or several means by name, of which one is "loss". It is called on
+                validation data, without gradients and in eval mode: before the first step, every validation.every_steps steps, and after
+                the last step.
 
         Raises:
-            UsageError: The model or the optimizer is missing or not supported.
+            UsageError: The model or the optimizer is missing or not supported, or a setting needs validations and `validate` is missing.
         """
         if self._optimizer is None:
             raise UsageError("run.steps() was called before run.model() and run.optimizer(); call both first")
+        if validate is None and (goals := self._setup.job.goals):
+            key = next(iter(goals))
+            raise UsageError(f"{key} needs validations; pass validate= to run.steps(), or remove {key}")
         self._has_started = True
         assert self._model is not None
         check_step(self._optimizer)
@@ -210,6 +215,7 @@ class Run:
         noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
         loss_scale = LossScale(job.precision)
         rate, _ = rate_for(job.schedule, self.plan, layout.num_cells, 0, {})
+        results = ValidationResults()
 
         def flush() -> None:
             if context.telemetry:
@@ -239,6 +245,7 @@ class Run:
                     **loss_scale.state(),
                     **context.rate.values(),
                     **context.group_rates.values(),
+                    **results.values(),
                     **arithmetic,
                 },
             ),
@@ -251,9 +258,11 @@ class Run:
                 report_saved,
                 not_removed,
                 setup.before,
+                job.checkpoint.keep_best,
             ),
             StepReducer(layout.control),
             rate,
+            results,
             self._open_stream,
         )
         return context

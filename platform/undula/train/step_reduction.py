@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from undula.errors import UsageError
 from undula.parallel.reduce.exact import exact_total, total_value
 from undula.plan.noise import StepNorms
 
@@ -225,17 +226,32 @@ class StepReducer:
         self._names += sorted({name for of_rank in names for name in of_rank} - set(self._names))
 
 
-def exact_mean(losses: Sequence[float], samples: int, group: dist.ProcessGroup) -> tuple[float, int]:
-    """Return the mean loss over the samples of all ranks, and the number of these samples. All ranks must call this.
+def exact_means(
+    sums: Mapping[str, Sequence[float]], samples: int, group: dist.ProcessGroup
+) -> tuple[dict[str, float], int]:
+    """Return means over the samples of all ranks by name, and the number of these samples. All ranks must call this.
 
-    The mean does not depend on the order of the losses.
+    The means do not depend on the order of the sums.
 
     Args:
-        losses: Sums of losses on this rank.
+        sums: Sums of values on this rank, by name; empty if the rank has no samples.
         samples: Number of samples on this rank.
         group: Process group of the ranks.
+
+    Raises:
+        UsageError: Ranks with samples have values of other names. All ranks raise it.
     """
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (*exact_total(losses), samples), group=group)
-    total, not_finite, count = (sum(column) for column in zip(*parts, strict=True))
-    return total_value(total, not_finite) / count, count
+    dist.all_gather_object(parts, ({name: exact_total(each) for name, each in sums.items()}, samples), group=group)
+    held = [totals for totals, count in parts if count]
+    if differing := next((totals for totals in held if totals.keys() != held[0].keys()), None):
+        raise UsageError(
+            f"the validation function returned {sorted(held[0])} on one worker and {sorted(differing)} on another; return the same names "
+            "for every batch"
+        )
+    count = sum(each for _, each in parts)
+    found = {}
+    for name in held[0]:
+        total, not_finite = (sum(column) for column in zip(*(totals[name] for totals in held), strict=True))
+        found[name] = total_value(total, not_finite) / count
+    return found, count

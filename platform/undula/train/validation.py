@@ -3,7 +3,7 @@
 A loss may draw random numbers, for example to mask tokens. They are keyed like those of training, but not by the step of the run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,15 +13,17 @@ from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction
 from undula.data.rows import Batch
 from undula.data.streams import rank_stream
+from undula.errors import UsageError
 from undula.parallel.layout import Layout
 from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import Plan, PlanSpec
 from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE, Phase
+from undula.state.goals import LOSS
 from undula.train.job import Job
 from undula.train.randomness import seed_validation
 
-Loss = Callable[[Batch], Tensor]
-"""Function that returns the mean loss over a batch's samples, as a scalar tensor."""
+ValidationFunction = Callable[[Batch], Tensor | Mapping[str, Tensor | float]]
+"""Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss"."""
 
 
 def validation_plan(job: Job, manifest: Manifest) -> Plan:
@@ -37,10 +39,10 @@ class Validation:
 
     Args:
         model: Module that the script calls.
-        loss: Function that returns the mean loss of a batch.
+        function: Function that returns the means of a batch.
         job: Settings of the job.
         manifest: Manifest of the validation data.
-        function: Transform of the samples; None for none.
+        transform: Transform of the samples; None for none.
         layout: Layout of the worker group.
         enter: Function that is called with each phase that the rank enters.
         equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
@@ -49,36 +51,40 @@ class Validation:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        function: ValidationFunction,
         job: Job,
         manifest: Manifest,
-        function: SampleFunction | None,
+        transform: SampleFunction | None,
         layout: Layout,
         enter: Callable[[Phase], None],
         equal_rounds: bool,
     ):
         self._model = model
-        self._loss = loss
+        self._means_of = function
         self._job = job
         self._manifest = manifest
-        self._function = function
+        self._transform = transform
         self._layout = layout
         self._enter = enter
         self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
         self._plan = validation_plan(job, manifest)
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
-    def losses(self) -> tuple[list[float], int]:
-        """Return the sum of the loss over the samples of each micro-batch of this rank, and the number of all these samples."""
-        with kept_random_state(), torch.no_grad():
-            return self._losses()
+    def sums(self) -> tuple[dict[str, list[float]], int]:
+        """Return the sums of each mean over the samples of each micro-batch of this rank, by name, and the number of all these samples.
 
-    def _losses(self) -> tuple[list[float], int]:
+        Raises:
+            UsageError: The function did not return means, or other ones than for a batch before.
+        """
+        with kept_random_state(), torch.no_grad():
+            return self._sums()
+
+    def _sums(self) -> tuple[dict[str, list[float]], int]:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
-        stream = rank_stream(self._manifest, self._plan, virtual_workers, self._job.data, 0, self._function)
+        stream = rank_stream(self._manifest, self._plan, virtual_workers, self._job.data, 0, self._transform)
         steps = range(self._plan.total_steps)
-        losses: list[float] = []
-        samples = 0
+        sums: dict[str, list[float]] = {}
+        batches = samples = 0
         was_training = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -86,19 +92,39 @@ class Validation:
                 self._enter(DATA)
                 batch = stream.take(each.virtual_worker, each.samples).batch
                 seed_validation(self._job.plan.seed, each.step, each.virtual_worker, each.number)
-                losses.append(self._loss_of(batch) * each.samples)
-                samples += each.samples
-            for _ in range(self._rounds - len(losses)):
+                means = self._checked(self._run(batch))
+                if batches and means.keys() != sums.keys():
+                    raise UsageError(
+                        f"the validation function returned {sorted(means)} after {sorted(sums)}; return the same names for every batch"
+                    )
+                for name, mean in means.items():
+                    sums.setdefault(name, []).append(mean * each.samples)
+                batches, samples = batches + 1, samples + each.samples
+            for _ in range(self._rounds - batches):
                 self._enter(DATA)
-                self._loss_of(stream.any_rows(1).batch)
+                self._run(stream.any_rows(1).batch)
         finally:
             stream.close()
             for module, mode in was_training.items():
                 module.training = mode  # unlike train(), this keeps layers in eval mode that the script has frozen
-        return (losses, samples) if self._layout.leads_cell else ([], 0)
+        return (sums, samples) if self._layout.leads_cell else ({}, 0)
 
-    def _loss_of(self, batch: Batch) -> float:
+    def _run(self, batch: Batch) -> Mapping[str, Tensor | float]:
         self._enter(self._phase)
         device = self._layout.device
         placed = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        return float(self._loss(placed))
+        found = self._means_of(placed)
+        return found if isinstance(found, Mapping) else {LOSS: found}
+
+    def _checked(self, means: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the means as numbers, after checking that they are means by name."""
+        if LOSS not in means:
+            raise UsageError(
+                f"the validation function returned {sorted(means)} without {LOSS!r}; return the mean loss under that name"
+            )
+        for name, mean in means.items():
+            if isinstance(mean, Tensor) and mean.numel() != 1:
+                raise UsageError(
+                    f"the validation function returned {name!r} as a tensor of shape {tuple(mean.shape)}; return its mean over the batch"
+                )
+        return {str(name): float(mean) for name, mean in means.items()}

@@ -12,7 +12,7 @@ from undula.report.data.run_record import JobRecord, RecordedRun
 from undula.report.data.summary import summarize
 from undula.report.render.charts import CURVE_POINTS
 from undula.report.render.page import render, write_report
-from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent
+from undula.state.events import CheckpointEvent, CrashEvent, Event, RecordedEvent, ValidationEvent
 from undula.state.ledger import Ledger
 from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.storage import Store
@@ -75,6 +75,14 @@ def test_policy_allows_only_the_style_and_script_of_the_page() -> None:
         assert f"{tag}-src 'sha256-{digest}'" in policy[1]
     assert " style=" not in html
     assert "http" not in html.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_other_means_of_the_validations_have_tiles_and_charts() -> None:
+    events = tuple(ValidationEvent(2.0, 9, {"accuracy": step / 8}, step=step, time=step + 0.5) for step in (2, 4))
+    html = page(recorded(5, events))
+    assert data_of(html)["charts"]["metric-0"]["curves"][0]["y"] == [0.25, 0.5]
+    assert re.search(r"accuracy</\w+>\s*<[^>]*>0\.5000<", html)
+    assert "accuracy (validation)" in html
 
 
 def test_the_page_of_a_run_without_steps_says_so() -> None:

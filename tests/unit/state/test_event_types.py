@@ -64,6 +64,7 @@ EVENTS: tuple[Event, ...] = (
     SkipEvent(65536.0, 32768.0, step=3),
     SkipEvent(1024.0, 1024.0, step=3),
     ValidationEvent(1.25, 9, step=20),
+    ValidationEvent(1.25, 9, {"accuracy": 0.5}, step=20),
     LossEvent(1.5, 90, step=20),
     SnapshotEvent(2**20, 3, 0.008, step=8),
     CheckpointEvent(0.5, step=20),
@@ -87,6 +88,7 @@ EVENTS: tuple[Event, ...] = (
     CacheEvent("/mnt/cache", "ip-10-0-0-1", "No space left on device"),
     StopEvent(),
     EndEvent(step=400),
+    EndEvent("loss has not improved", step=40),
     EndEvent(),
     *(WarningEvent(code, "the disk is full.", step=4) for code in get_args(WarningCode)),
 )  # fmt: skip

@@ -27,9 +27,10 @@ class RecordedGauge:
     def set_default_tags(self, tags: dict[str, str]) -> None:
         self.tags = tags
 
-    def set(self, value: float) -> None:
+    def set(self, value: float, tags: dict[str, str] | None = None) -> None:
         with self.was_set:
             self.values.append(value)
+            self.own_tags = tags
             self.was_set.notify_all()
 
     def await_values(self, *values: float) -> None:
@@ -57,6 +58,13 @@ def test_a_gauge_is_set_again_until_it_is_closed(gauges: RunGauges) -> None:
     count = len(RecordedGauge.made["loss"].values)
     gauges.set({"loss": 3.0})
     assert len(RecordedGauge.made["loss"].values) == count
+
+
+def test_other_means_of_a_validation_are_set_again_with_their_name(gauges: RunGauges) -> None:
+    gauges.set_means({"accuracy": 0.5})
+    gauge = RecordedGauge.made["undula_validation_metric"]
+    gauge.await_values(0.5, 0.5, 0.5)
+    assert (gauge.tags, gauge.own_tags) == ({"run": "run"}, {"metric": "accuracy"})
 
 
 def counted(*messages: Message) -> dict[str, int]:

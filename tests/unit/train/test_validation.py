@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,51 @@ def test_a_loss_with_random_numbers_is_the_same_at_any_world_size_and_any_step(t
         losses += [event.loss for event in events_of(read_ledger(Store(its_own.run_url)).events, ValidationEvent)]
     assert len(losses) == 3 * 4
     assert len(set(losses)) == 1
+
+
+def _named_means(rank: int, world_size: int, job: Job) -> None:
+    run = cpu_run(job, rank, world_size)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def validate(batch: Batch) -> dict[str, Tensor | float]:
+        x = batch["x"]
+        assert isinstance(x, Tensor)
+        return {"loss": model(x[:, None] / 48).square().mean(), "x": x.mean(), "samples": float(len(x))}
+
+    next(run.steps(validate=validate))
+
+
+def test_named_means_are_the_same_at_any_world_size(tmp_path: Path) -> None:
+    job = validating(tmp_path)
+    found = []
+    for world_size in (1, 2, 3):
+        its_own = replace(job, run_url=f"{tmp_path}/{world_size}")
+        on_ranks(world_size, _named_means, its_own)
+        found += [event.means for event in events_of(read_ledger(Store(its_own.run_url)).events, ValidationEvent)]
+    assert found == [found[0]] * 3
+    assert (found[0]["x"], found[0]["samples"]) == (23.5, pytest.approx(88 / 48))
+    assert found[0].keys() == {"loss", "x", "samples"}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: {"accuracy": x.mean()}, r"returned \['accuracy'\] without 'loss'; return the mean loss"),
+        (lambda x: {"loss": x.mean(), "all": x}, r"returned 'all' as a tensor of shape \(2,\); return its mean"),
+        (lambda x: {"loss": 1.0, f"from {x[0]:.0f}": 1.0}, r"returned \['from 2', 'loss'\] after .* the same names"),
+    ],
+)
+def test_a_validation_function_that_returns_no_means_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = cpu_run(validating(tmp_path))
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    with pytest.raises(UsageError, match=message):
+        next(run.steps(validate=lambda batch: returned(batch["x"])))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -101,6 +101,18 @@ def validation_curve(run: RecordedRun, began: float) -> tuple[CurvePoints, Float
     return CurvePoints(time, samples, step, attempt), loss
 
 
+def metric_curves(run: RecordedRun, began: float) -> dict[str, tuple[CurvePoints, Floats]]:
+    """Return the positions and the values of the means that validations had beside the loss, by name; shape [points]."""
+    points, _ = validation_curve(run, began)
+    metrics = {each.step: each.metrics for each in validations(run.events)}
+    found = [metrics[int(step)] for step in points.step]
+    curves = {}
+    for name in sorted({name for each in found for name in each}):
+        rows = np.array([row for row, each in enumerate(found) if name in each])
+        curves[name] = points.take(rows), np.array([found[row][name] for row in rows.tolist()], dtype=np.float64)
+    return curves
+
+
 def logged_values(steps: pa.Table) -> dict[str, Floats]:
     """Return the values that `step.log(...)` recorded, by name; shape [steps], with NaN for steps without a value.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +33,8 @@ class ValidationPoint:
     loss: float
     time: float
     """Time of the measurement in seconds since the epoch."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other means of the validation, by name."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class RunSummary:
     """Rank-seconds of the whole run, by the classes of `undula.report.data.goodput`."""
     goodput: float
     """Useful share of the rank-seconds."""
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other means of the last validation, by name."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as a JSON object. Losses that are not finite become null."""
@@ -131,6 +135,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
         seconds={name: float(np.nansum(column(steps, f"{name}_s"))) for name in SECONDS_CLASSES},
         rank_seconds=spent.seconds,
         goodput=spent.share,
+        validation_metrics=losses[-1].metrics if losses else {},
     )
 
 
@@ -141,7 +146,7 @@ def validations(events: Sequence[Event]) -> tuple[ValidationPoint, ...]:
         if isinstance(event, StartEvent):
             found = {step: entry for step, entry in found.items() if step <= event.step}
         elif isinstance(event, ValidationEvent):
-            found[event.step] = ValidationPoint(event.step, event.loss, event.time)
+            found[event.step] = ValidationPoint(event.step, event.loss, event.time, event.metrics)
     return tuple(found[step] for step in sorted(found))
 
 

@@ -1,7 +1,7 @@
 """Charts of a run's report, with their curves over time and over samples. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from undula.report.data.curves import (
     CurvePoints,
     downsample,
     logged_values,
+    metric_curves,
     points_of,
     smooth,
     validation_curve,
@@ -96,6 +97,7 @@ def charts_of(run: RecordedRun, began: float) -> tuple[list[Chart], int]:
     world_size, lr = column(steps, "world_size"), column(steps, "lr")
     charts.append(_plain_chart("world_size", "World size", "ranks", "low", "s-world", points, world_size))
     charts.append(_plain_chart("lr", "Learning rate", "", "middle", "s-lr", points, lr))
+    charts += _metric_charts(run, began)
     logged = sorted(logged_values(steps).items())
     for place, (name, y) in enumerate(logged[:LOGGED_CHARTS]):
         rows = np.flatnonzero(~np.isnan(y))
@@ -128,6 +130,13 @@ def _loss_chart(run: RecordedRun, points: CurvePoints, began: float) -> Chart:
         rows = downsample(validated_y, SMALL_CURVE_POINTS)
         curves.append(Curve("validation", "point", validated.take(rows), validated_y[rows], "points"))
     return Chart("loss", "Loss", "", "tall", tuple(curves))
+
+
+def _metric_charts(run: RecordedRun, began: float) -> Iterator[Chart]:
+    for place, (name, (points, y)) in enumerate(metric_curves(run, began).items()):
+        rows = downsample(y, SMALL_CURVE_POINTS)
+        curve = Curve(printable(name, 80), "s-logged", points.take(rows), y[rows])
+        yield Chart(f"metric-{place}", f"{printable(name, 80)} (validation)", "", "middle", (curve,), is_small=True)
 
 
 def _throughput_chart(run: RecordedRun, points: CurvePoints) -> Chart:

@@ -103,6 +103,10 @@ def _tiles(summary: RunSummary) -> list[Tile]:
     skipped = f", {summary.skipped_steps:,} without an update (fp16 overflow)" if summary.skipped_steps else ""
     return [
         Tile("validation loss", number(summary.last_validation_loss), best_note),
+        *(
+            Tile(printable(name, 40), number(value), "last validation")
+            for name, value in summary.validation_metrics.items()
+        ),
         Tile("training loss", number(summary.training_loss), "mean of the last 20 steps"),
         Tile("steps", f"{summary.steps:,}", f"of {summary.total_steps:,}{skipped}"),
         Tile("samples", f"{summary.samples:,}", f"of {summary.total_samples:,}"),

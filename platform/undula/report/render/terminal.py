@@ -201,6 +201,10 @@ def _summary_table(summary: RunSummary) -> Table:
     faults = f"{counted(summary.crashes, 'crash', 'crashes')}, {counted(summary.resizes, 'resize')}"
     for label, value in (
         ("validation loss", losses if summary.last_validation_loss is not None else DASH),
+        *(
+            (f"  {printable(name, 40)}", f"{number(value)}  (last validation)")
+            for name, value in summary.validation_metrics.items()
+        ),
         ("training loss", f"{number(summary.training_loss)}  (mean of the last 20 steps)"),
         ("steps", f"{summary.steps:,} of {summary.total_steps:,}{replayed}{skipped}"),
         ("samples", f"{summary.samples:,} of {summary.total_samples:,}"),

@@ -98,11 +98,19 @@ class ValidationEvent(Event):
     """Mean loss per sample."""
     samples: int
     """Number of validation samples."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other means per sample that the validation function has returned, by name."""
     step: int = field(kw_only=True)
 
     @property
+    def means(self) -> dict[str, float]:
+        """All means by name; that of the loss is "loss"."""
+        return {"loss": self.loss, **self.metrics}
+
+    @property
     def message(self) -> str:
-        return f"The validation loss is {self.loss:.4f}."
+        others = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+        return f"The validation loss is {self.loss:.4f}" + (f" ({others})." if others else ".")
 
 
 @dataclass(frozen=True)
@@ -167,13 +175,17 @@ class StopEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The run has committed all steps of its plan."""
+    """The run has committed all steps of its plan, or it has stopped early because a mean of its validations stopped improving."""
 
     KIND = "end"
+    reason: str = ""
+    """Reason for which the run stopped early, as a sentence without its full stop; empty if it has committed all steps."""
 
     @property
     def message(self) -> str:
-        return "The run is finished." if self.step is None else f"The run finished after {counted(self.step, 'step')}."
+        if self.step is None:
+            return "The run is finished."
+        return f"The run finished after {counted(self.step, 'step')}" + (f": {self.reason}." if self.reason else ".")
 
 
 @dataclass(frozen=True)
