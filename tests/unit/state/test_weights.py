@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import S3
 from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from safetensors import safe_open
@@ -146,7 +145,7 @@ def test_what_does_not_fit_is_refused_and_named(finished: Store, tmp_path: Path)
     assert load_weights(network(), finished.url, 2) == 2
 
 
-def test_weights_are_loaded_from_s3_and_exported_to_it(finished: Store, s3: S3) -> None:
+def test_weights_are_loaded_from_s3_and_exported_to_it(finished: Store, s3: Any) -> None:
     there = Store(s3.url("run"))
     for entry in finished.list():
         there.write(entry.name, finished.read(entry.name))
