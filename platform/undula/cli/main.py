@@ -9,6 +9,7 @@ import click
 from undula.cli.build_horovod import build_horovod
 from undula.cli.chaos import chaos
 from undula.cli.cluster import cluster
+from undula.cli.compare import compare
 from undula.cli.data import data
 from undula.cli.doctor import doctor
 from undula.cli.export import export
@@ -46,6 +47,7 @@ for command in (
     show,
     verify,
     report,
+    compare,
     export,
     study,
     chaos,

@@ -95,6 +95,22 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
     return found
 
 
+def agreement(run: RecordedRun, other: RecordedRun, tolerance: float = 1e-5) -> Certificate:
+    """Compare a run with another one of the same plan, without looking at their data.
+
+    Args:
+        run: The run.
+        other: The run with which it is compared.
+        tolerance: Maximum relative difference between two losses of a step. Deterministic runs must agree exactly.
+    """
+    found = Certificate()
+    try:
+        _check_against(run, other, 0.0 if _is_exact(run) and _is_exact(other) else tolerance, found)
+    except _DifferenceError as difference:
+        found.difference = str(difference)
+    return found
+
+
 def _is_exact(run: RecordedRun) -> bool:
     return bool(run.job.spec.get("deterministic"))
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from undula.plan.fleet import ON_DEMAND
 from undula.plan.prices import MARKETS, Machine, Prices
-from undula.report.data.goodput import CLASSES, Allocation, allocations
+from undula.report.data.goodput import CLASSES, Allocation, Floats, allocations
 from undula.report.data.run_record import RecordedRun
-from undula.state.events import Event, WorkerPlace
+from undula.state.events import Event, GroupEvent, WaitingEvent, WorkerPlace
 from undula.state.ledger import steps_done
 
 PriceFinder = Callable[[Sequence[Event]], Prices]
@@ -87,6 +89,27 @@ def cost_of(run: RecordedRun, prices: PriceFinder) -> Cost | None:
         return None
     samples = int(steps["samples"][-1].as_py()) if len(steps) else 0
     return cost(held, prices(run.events), samples, steps_done(steps))
+
+
+def dollars_at(run: RecordedRun, prices: PriceFinder, times: Floats) -> Floats | None:
+    """Return the cost of a run's workers up to each time, or None if not all of it is known.
+
+    Args:
+        run: The run.
+        prices: Prices of machines.
+        times: Times in seconds since the epoch, with shape [times].
+    """
+    known = cost_of(run, prices)
+    if known is None or known.unpriced:
+        return None
+    quotes = prices(run.events)
+    starts = [event.time for event in run.events if isinstance(event, GroupEvent | WaitingEvent)]
+    knots, spent = [0.0], [0.0]
+    for start, allocation in zip(starts, allocations(run.ledger, run.events), strict=True):
+        end = start + sum(allocation.seconds.values())
+        knots += [start, end]
+        spent += [spent[-1], spent[-1] + cost([allocation], quotes, 0, 0).total]
+    return np.interp(times, knots, spent)
 
 
 def cost(held: Iterable[Allocation], prices: Prices, samples: int, steps: int) -> Cost:

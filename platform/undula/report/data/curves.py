@@ -16,13 +16,14 @@ from undula.state.events import Event
 MARKED_KINDS = ("start", "resize", "crash", "notice", "checkpoint", "end")
 """Kinds of events that a chart marks."""
 
-AxisName = Literal["time", "samples"]
+AxisName = Literal["time", "samples", "step", "dollars"]
+"""Quantity on the x axis. The page of one run has the first two."""
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class CurvePoints:
-    """Positions of the points of a curve on both x axes. Each array has shape [points]."""
+    """Positions of the points of a curve on the x axes. Each array has shape [points]."""
 
     time: Floats
     """Seconds since the start of the run."""
@@ -32,23 +33,31 @@ class CurvePoints:
     """Number of committed steps."""
     attempt: Floats
     """Number of the attempt. A curve over time has a gap between two attempts."""
+    dollars: Floats | None = None
+    """Cost of the run's workers so far in US dollars; None if it is unknown."""
 
     def take(self, rows: Indices) -> "CurvePoints":
-        return CurvePoints(self.time[rows], self.samples[rows], self.step[rows], self.attempt[rows])
+        dollars = None if self.dollars is None else self.dollars[rows]
+        return CurvePoints(self.time[rows], self.samples[rows], self.step[rows], self.attempt[rows], dollars)
 
-    def on(self, axis: AxisName) -> Floats:
+    def on(self, axis: AxisName) -> Floats | None:
+        """Return the positions on an axis; None if they are unknown."""
         match axis:
             case "time":
                 return self.time
             case "samples":
                 return self.samples
+            case "step":
+                return self.step
+            case "dollars":
+                return self.dollars
             case _:
                 assert_never(axis)
 
 
 @dataclass(frozen=True)
 class EventMarker:
-    """Event and its position on both x axes."""
+    """Event and its position on the x axes of the page of one run."""
 
     event: Event
     time: float
@@ -57,13 +66,8 @@ class EventMarker:
     """Number of consumed samples."""
 
     def on(self, axis: AxisName) -> float:
-        match axis:
-            case "time":
-                return self.time
-            case "samples":
-                return self.samples
-            case _:
-                assert_never(axis)
+        assert axis in ("time", "samples"), "only the page of one run has markers"
+        return self.time if axis == "time" else self.samples
 
 
 def points_of(steps: pa.Table, began: float) -> CurvePoints:

@@ -74,6 +74,15 @@ def read_run(store: Store) -> RecordedRun:
         ) from error
 
 
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a tree by dotted key, such as ("plan.seed", 0)."""
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        is_section = isinstance(value, Mapping) and value
+        found += leaves(value, f"{prefix}{key}.") if is_section else [(f"{prefix}{key}", value)]
+    return found
+
+
 def _job_record(tree: Any) -> JobRecord:
     record = JobRecord(**{key: tree[key] for key in JobRecord.__dataclass_fields__ if key in tree})
     if not isinstance(record.spec, Mapping):

@@ -94,7 +94,9 @@ class ChartView:
 
 def chart_view(chart: Chart, axis: XAxis, markers: Sequence[EventMarker]) -> ChartView:
     """Return a chart on an x axis, with the markers of events."""
-    curves = [curve for curve in chart.curves if curve.only in (None, axis.name)]
+    curves = [
+        curve for curve in chart.curves if curve.only in (None, axis.name) and curve.points.on(axis.name) is not None
+    ]
     low, high = chart.y_range()
     above = int((chart.curves[0].y > high).sum())
     return ChartView(
@@ -144,7 +146,9 @@ def _x_ticks(axis: XAxis) -> Iterable[TickView]:
 
 
 def _curve_path(curve: Curve, axis: XAxis, low: float, high: float) -> PathView:
-    xs = np.rint(curve.points.on(axis.name) / axis.high * PLOT_WIDTH)
+    positions = curve.points.on(axis.name)
+    assert positions is not None, "chart_view leaves out curves without positions"
+    xs = np.rint(positions / axis.high * PLOT_WIDTH)
     ys = np.rint(np.clip((high - curve.y) / (high - low), -9, 9) * PLOT_HEIGHT)
     parts, drawn, before = [], 0, math.nan
     for x, y, attempt in zip(xs.tolist(), ys.tolist(), curve.points.attempt.tolist(), strict=True):
@@ -152,7 +156,7 @@ def _curve_path(curve: Curve, axis: XAxis, low: float, high: float) -> PathView:
             before = math.nan
             continue
         # No worker trains between two attempts, so a curve over time has a gap there.
-        is_joined = attempt == before or (axis.name == "samples" and not math.isnan(before))
+        is_joined = attempt == before or (axis.name != "time" and not math.isnan(before))
         if not is_joined:
             parts.append(f"M{x:.0f} {y:.0f}h0")
         else:
@@ -162,7 +166,9 @@ def _curve_path(curve: Curve, axis: XAxis, low: float, high: float) -> PathView:
 
 
 def _circles(curve: Curve, axis: XAxis, low: float, high: float) -> Iterable[CircleView]:
-    for x, y in zip(curve.points.on(axis.name).tolist(), curve.y.tolist(), strict=True):
+    positions = curve.points.on(axis.name)
+    assert positions is not None, "chart_view leaves out curves without positions"
+    for x, y in zip(positions.tolist(), curve.y.tolist(), strict=True):
         if math.isfinite(y) and low <= y <= high:
             yield CircleView(curve.css, _percent(x, axis), f"{100 * (high - y) / (high - low):.2f}%")
 
@@ -184,6 +190,8 @@ def _curve_data(chart: Chart) -> list[dict[str, Any]]:
             points = curve.points
             entry |= {"time": points.time.round(3).tolist()}
             entry |= {"samples": points.samples.astype(int).tolist(), "step": points.step.astype(int).tolist()}
+            if points.dollars is not None:
+                entry |= {"dollars": [float(f"{dollars:.6g}") for dollars in points.dollars.tolist()]}
             entry |= {"sparse": True} if curve is not lead else {}
         entries.append(entry | ({"only": curve.only} if curve.only else {}))
     return entries

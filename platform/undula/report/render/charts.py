@@ -44,7 +44,7 @@ class Curve:
     """Values; shape [points]. A value that is not finite leaves a gap."""
     shape: Shape = "line"
     only: AxisName | None = None
-    """Only x axis on which the curve is shown; None for both."""
+    """Only x axis on which the curve is shown; None for all."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,20 @@ def charts_of(run: RecordedRun, began: float) -> tuple[list[Chart], int]:
     return charts, max(len(logged) - LOGGED_CHARTS, 0)
 
 
+def x_axis(name: AxisName, high: float) -> XAxis:
+    """Return an x axis from 0 to `high`, with ticks in readable units."""
+    unit, size, sign = "", 1.0, "$" if name == "dollars" else ""
+    if name == "time":
+        units = (("s", 1.0, 180.0), ("min", 60.0, 10_800.0), ("h", 3600.0, 259_200.0), ("d", 86_400.0, math.inf))
+        unit, size = next((f" {unit}", size) for unit, size, most in units if high <= most)
+    step = nice_step(high / size, 8)
+    shown = [(tick * size, sign + tick_text(tick, step) + unit) for tick in ticks(0.0, high / size, step)]
+    return XAxis(name, high, tuple(shown))
+
+
 def x_axes(wall_s: float, samples: int) -> tuple[XAxis, XAxis]:
     """Return the x axes of a run that took `wall_s` seconds for `samples` samples."""
-    return _x_axis("time", max(wall_s, 1e-3)), _x_axis("samples", float(max(samples, 1)))
+    return x_axis("time", max(wall_s, 1e-3)), x_axis("samples", float(max(samples, 1)))
 
 
 def _loss_chart(run: RecordedRun, points: CurvePoints, began: float) -> Chart:
@@ -119,7 +130,7 @@ def _loss_chart(run: RecordedRun, points: CurvePoints, began: float) -> Chart:
     at = points.take(rows)
     curves = [
         Curve("training", "s-loss faint", at, loss[rows]),
-        Curve("smoothed", "s-loss", at, smooth(loss, _window(loss))[rows]),
+        Curve("smoothed", "s-loss", at, smooth(loss, smoothing_window(loss))[rows]),
     ]
     if len(run.ledger.replaced):
         lost, lost_y = points_of(run.ledger.replaced, began), column(run.ledger.replaced, "loss")
@@ -143,7 +154,7 @@ def _throughput_chart(run: RecordedRun, points: CurvePoints) -> Chart:
     rate = throughput(run.ledger.steps)
     attempts = [rate[points.attempt == attempt] for attempt in np.unique(points.attempt)]
     # Each attempt is smoothed separately, because attempts can differ in world size and so in speed.
-    smoothed = np.concatenate([smooth(each, _window(rate)) for each in attempts])
+    smoothed = np.concatenate([smooth(each, smoothing_window(rate)) for each in attempts])
     rows = downsample(rate, CURVE_POINTS)
     at = points.take(rows)
     curves = Curve("samples/s", "s-rate faint", at, rate[rows]), Curve("smoothed", "s-rate", at, smoothed[rows])
@@ -159,16 +170,6 @@ def _plain_chart(
     return Chart(key, title, unit, height, (curve,), from_zero=True)
 
 
-def _window(values: Sequence[float] | Floats) -> int:
+def smoothing_window(values: Sequence[float] | Floats) -> int:
     """Return the number of points over which a curve is smoothed. It is odd."""
     return min(max(len(values) // 40, 2), 250) * 2 + 1
-
-
-def _x_axis(name: AxisName, high: float) -> XAxis:
-    unit, size = "", 1.0
-    if name == "time":
-        units = (("s", 1.0, 180.0), ("min", 60.0, 10_800.0), ("h", 3600.0, 259_200.0), ("d", 86_400.0, math.inf))
-        unit, size = next((f" {unit}", size) for unit, size, most in units if high <= most)
-    step = nice_step(high / size, 8)
-    shown = [(tick * size, tick_text(tick, step) + unit) for tick in ticks(0.0, high / size, step)]
-    return XAxis(name, high, tuple(shown))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -14,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from undula.errors import UndulaError
+from undula.report.data.comparison import Comparison
 from undula.report.data.cost import Cost, PriceFinder, cost_of
-from undula.report.data.run_record import read_run
+from undula.report.data.run_record import leaves, read_run
+from undula.report.data.selection import Selection, Values
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, without_nan
 from undula.report.render.cost_section import COST_LABELS, cost_lines
 from undula.report.render.plots import loss_plot, speed_plot
@@ -34,8 +37,10 @@ ROUTINE_KINDS = ("checkpoint", "validation", "loss", "snapshot")
 SIDE_BY_SIDE_WIDTH = 110
 """Minimum width of a terminal, in characters, for two tables or plots side by side."""
 RUN_COLUMNS = ("run", "state", "step", "val. loss", "samples/s", "when")
-FIGURE_COLUMNS = RUN_COLUMNS[2:]
-"""Columns that are aligned to the right."""
+TEXT_COLUMNS = RUN_COLUMNS[:2]
+"""Columns that are aligned to the left."""
+SHOWN_KEYS = ("run", "name", "state", "steps", "total_steps", "last_validation_loss", "samples_per_s", "latest")
+"""Keys of a selection that these columns show."""
 _GAP = "   "
 _BAR_CELLS = 24
 _STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "unreadable": "red"}
@@ -60,11 +65,22 @@ _SPENT_STYLE = {
 
 
 def print_runs(
-    store_of_runs: Store, json: bool = False, *, now: float | None = None, console: Console | None = None
+    store_of_runs: Store,
+    json: bool = False,
+    selection: Selection | None = None,
+    *,
+    now: float | None = None,
+    console: Console | None = None,
 ) -> None:
-    """Print the runs below a path or URL, newest first. Runs that cannot be read come last, with the reason."""
+    """Print the runs below a path or URL, by default newest first. Runs that cannot be read come last, with the reason.
+
+    Raises:
+        SpecError: No run has a key of the selection.
+    """
     now = time.time() if now is None else now
+    selection = selection or Selection()
     summaries: dict[str, RunSummary] = {}
+    values: dict[str, Values] = {}
     reasons: dict[str, str] = {}
     entries = store_of_runs.list()
     studies = _folders_with(entries, STUDY_FILE)
@@ -73,23 +89,30 @@ def print_runs(
         for folder, found in zip(
             folders, threads.map(lambda folder: _summary_of(store_of_runs / folder, now), folders), strict=True
         ):
-            if isinstance(found, RunSummary):
-                summaries[folder] = found
-            else:
+            if isinstance(found, UndulaError):
                 reasons[folder] = str(found)
+            else:
+                summaries[folder], spec = found
+                values[folder] = dict(leaves({"run": folder, **spec, **summaries[folder].as_json()}))
     newest_first = sorted(summaries, key=lambda folder: -(summaries[folder].latest or 0.0))
+    chosen = selection.of({folder: values[folder] for folder in newest_first})
     if json:
-        rows = [{"run": folder, **summaries[folder].as_json()} for folder in newest_first]
+        rows = [{"run": folder, **summaries[folder].as_json()} for folder in chosen]
         _print_json([*rows, *({"run": folder, "error": reason} for folder, reason in reasons.items())])
         return
     console = console or Console()
-    if not (summaries or reasons or studies):
-        console.print(Text(f"no runs below {store_of_runs.url}"))
+    if not (chosen or reasons or studies):
+        which = f"none of the {len(summaries)} runs" if summaries else "no runs"
+        console.print(Text(f"{which} below {store_of_runs.url}" + (" is selected" if summaries else "")))
         return
-    if summaries or reasons:
-        rows_of_text = [_run_row(folder, summaries[folder], now) for folder in newest_first]
-        rows_of_text += [(printable(folder), "unreadable", DASH, DASH, DASH, DASH) for folder in reasons]
-        console.print(_runs_table(rows_of_text, console.width))
+    if chosen or reasons:
+        more = [key for key in selection.keys if key not in SHOWN_KEYS]
+        rows_of_text = [
+            (*_run_row(folder, summaries[folder], now), *(_shown(values[folder].get(key)) for key in more))
+            for folder in chosen
+        ]
+        rows_of_text += [(printable(folder), "unreadable", *[DASH] * (4 + len(more))) for folder in reasons]
+        console.print(_runs_table((*RUN_COLUMNS, *map(printable, more)), rows_of_text, console.width))
     for folder in studies:
         url = printable(f"{store_of_runs.url.rstrip('/')}/{folder}")
         # Users copy this command, so it must stay on one line.
@@ -98,13 +121,33 @@ def print_runs(
         console.print(Text(f"unreadable: {printable(reason)}"))
 
 
-def _summary_of(store: Store, now: float) -> RunSummary | UndulaError:
-    """Return the summary of a run, or the error with which reading it failed."""
+def _summary_of(store: Store, now: float) -> tuple[RunSummary, Mapping[str, Any]] | UndulaError:
+    """Return the summary of a run and the spec of its job, or the error with which reading it failed."""
     try:
         run = read_run(store)
     except UndulaError as error:
         return error
-    return summarize(run.ledger, run.job, now, run.has_driver)
+    return summarize(run.ledger, run.job, now, run.has_driver), run.job.spec
+
+
+def print_comparison(comparison: Comparison, *, console: Console | None = None) -> None:
+    """Print the settings in which runs differ, and whether runs of one plan are the same training."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", style="dim", overflow="fold")
+    for run in comparison.runs:
+        table.add_column(printable(run.label), overflow="fold")
+    for key, values in comparison.settings:
+        table.add_row(Text(printable(key)), *(Text(printable(value, 60)) for value in values))
+    lines: list[RenderableType] = [table if comparison.settings else Text("the jobs have the same settings")]
+    for each in comparison.agreements:
+        found = each.certificate
+        what = f"different: {found.difference}" if found.difference else "; ".join(found.proved) or "not proved"
+        lines.append(
+            Text(printable(f"{each.label} and {each.against}: {what}"), style="red" if found.difference else "")
+        )
+    if comparison.alone:
+        lines.append(Text(printable(f"with a plan or data of their own: {', '.join(comparison.alone)}")))
+    (console or Console()).print(Group(*lines))
 
 
 def print_run(
@@ -164,14 +207,21 @@ def _run_row(folder: str, summary: RunSummary, now: float) -> tuple[str, ...]:
     )
 
 
-def _runs_table(rows: Sequence[Sequence[str]], width: int) -> RenderableType:
+def _shown(value: object) -> str:
+    """Return a figure or a setting as the text of a cell."""
+    if value is None:
+        return DASH
+    return f"{value:.6g}" if isinstance(value, float) else printable(json_format.dumps(value).strip('"'), 40)
+
+
+def _runs_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
     """Return a table with one line for each run, or with two lines if the columns do not fit into `width` characters."""
-    widths = [max(map(cell_len, cells)) for cells in zip(RUN_COLUMNS, *rows, strict=True)]
+    widths = [max(map(cell_len, cells)) for cells in zip(head, *rows, strict=True)]
     is_stacked = sum(widths) + len(_GAP) * len(widths) > width
-    columns, indent = (RUN_COLUMNS[1:], _GAP) if is_stacked else (RUN_COLUMNS, "")
+    columns, indent = (head[1:], _GAP) if is_stacked else (head, "")
     shown = widths[-len(columns) :]
     rule = "─" * (len(indent) + sum(shown) + len(_GAP) * (len(shown) - 1))
-    lines = [Text(f" {RUN_COLUMNS[0]}", "bold")] if is_stacked else []
+    lines = [Text(f" {head[0]}", "bold")] if is_stacked else []
     lines += [Text(f" {indent}").append_text(_run_line(columns, columns, shown)), Text(f" {rule}", "dim")]
     for row in rows:
         lines += [Text(f" {row[0]}", overflow="fold")] if is_stacked else []
@@ -185,7 +235,7 @@ def _run_line(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int
     for column, cell, width in zip(columns, cells, widths, strict=True):
         style = "bold" if cell == column else _STATE_STYLE[cell] if column == "state" else ""
         text, room = Text(cell, style), Text(" " * (width - cell_len(cell)))
-        parts.append(room + text if column in FIGURE_COLUMNS else text + room)
+        parts.append(text + room if column in TEXT_COLUMNS else room + text)
     return Text(_GAP).join(parts)
 
 

@@ -34,13 +34,27 @@ function add(parent, tag, text, name) {
   return node;
 }
 
+const place_on = {
+  time: clock,
+  samples: (x) => Math.round(x).toLocaleString("en-US") + " samples",
+  step: (x) => "step " + Math.round(x).toLocaleString("en-US"),
+  dollars: (x) => "$" + x.toPrecision(3),
+};
+
+function leader(chart, axis) {
+  return chart.curves.find((curve) => curve[axis]);
+}
+
 function fill(chart, axis, x, near) {
-  const lead = chart.curves[0], at = nearest(lead[axis], x);
+  const lead = leader(chart, axis), at = nearest(lead[axis], x);
   tip.replaceChildren();
-  add(tip, "div", clock(lead.time[at]) + " · step " + lead.step[at].toLocaleString("en-US") + " · " + lead.samples[at].toLocaleString("en-US") + " samples", "head");
+  const shown = data.compares ? [axis] : ["time", "step", "samples"];
+  add(tip, "div", shown.map((name) => place_on[name](data.compares ? x : lead[name][at])).join(" · "), "head");
   for (const curve of chart.curves) {
-    const xs = (curve.time ? curve : lead)[axis], place = nearest(xs, x);
-    if (curve.sparse && (Math.abs(xs[place] - x) > near || (curve.only || axis) !== axis)) continue;
+    const xs = (curve.time ? curve : lead)[axis];
+    if (!xs) continue;
+    const place = nearest(xs, x);
+    if (data.compares ? x > xs[xs.length - 1] + near : curve.sparse && (Math.abs(xs[place] - x) > near || (curve.only || axis) !== axis)) continue;
     const row = add(tip, "div", undefined, "row");
     add(row, "span", curve.label);
     add(row, "b", figure(curve.y[place]));
@@ -48,7 +62,7 @@ function fill(chart, axis, x, near) {
   const close = data.events.filter((event) => Math.abs(event[axis] - x) <= near);
   close.sort((a, b) => Math.abs(a[axis] - x) - Math.abs(b[axis] - x));
   for (const event of close.slice(0, 3)) add(tip, "div", event.kind + ": " + event.message, "event");
-  return lead[axis][at];
+  return data.compares ? x : lead[axis][at];
 }
 
 function put(plot, clientX, clientY) {
@@ -78,7 +92,7 @@ function move(event, plot) {
   if (!way) return;
   event.preventDefault();
   const box = plot.getBoundingClientRect(), axis = plot.closest(".view").dataset.axis;
-  const xs = data.charts[plot.dataset.chart].curves[0][axis], low = data.extent[axis][0], span = data.extent[axis][1] - low;
+  const xs = leader(data.charts[plot.dataset.chart], axis)[axis], low = data.extent[axis][0], span = data.extent[axis][1] - low;
   const place = nearest(xs, plot.dataset.at === undefined ? low : Number(plot.dataset.at)) + way * Math.max(Math.round(xs.length / 200), 1);
   put(plot, box.left + (xs[Math.min(Math.max(place, 0), xs.length - 1)] - low) / span * box.width, box.top + box.height / 3);
 }
