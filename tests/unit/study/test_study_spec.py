@@ -204,6 +204,9 @@ def test_a_job_without_the_metric_is_refused(refused: Refused, load: Load) -> No
     assert refused(RATES + without).endswith("has no data.validation; add it, or set metric: training_loss")
     assert load(RATES + without + "metric: training_loss\n").job.spec.data.validation is None
     assert "plan.batch of job.yaml is elastic" in refused(RATES + "overrides: {plan.batch: elastic}\n")
+    assert "job.yaml has stop, but a study compares trials that have consumed the same number of samples" in refused(
+        RATES + "overrides: {stop: {patience: 3}, data.validation: /other}\n"
+    )
     assert "cannot be combined with engine=horovod of job.yaml" in refused(
         RATES + "packed: 2\noverrides: {engine: horovod}\n"
     )

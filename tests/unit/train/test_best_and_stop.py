@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from undula import load_weights
 from undula.data.spec import ValidationSpec
 from undula.errors import CheckpointError, UsageError
+from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
 from undula.state.events import EndEvent, ValidationEvent
@@ -49,8 +51,8 @@ def means(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"loss": model(x[:, None] / 48).square().mean(), "height": -(weight[0, 0] - TOP).abs() + 0 * x.mean()}
 
 
-def start(job: Job, rank: int, world_size: int) -> tuple[Any, nn.Module]:
-    run = cpu_run(job, rank, world_size)
+def start(job: Job, rank: int, world_size: int, worker: WorkerState | None = None) -> tuple[Any, nn.Module]:
+    run = cpu_run(job, rank, world_size, worker)
     module = nn.Linear(1, 1)
     nn.init.constant_(module.weight, 0.4)
     nn.init.constant_(module.bias, 0.1)
@@ -158,6 +160,28 @@ def test_a_sigkill_changes_neither_the_best_checkpoint_nor_the_last_step(
     job = job_in(tmp_path)
     assert train_group(tmp_path, job, 2, killed_in)[1] == -signal.SIGKILL
     assert train_group(tmp_path, job, then) == [0] * then
+    assert outcome(job) == reference
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_that_leaves_at_the_best_step_has_the_next_one_save_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: tuple[Any, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job, worker, starts = job_in(tmp_path), WorkerState(), []
+    for _ in range(2):
+        run, model = start(job, 0, 1, worker)
+        with suppress(LeaveGroup):
+            for step in run.steps(validate=lambda batch, model=model: means(model, batch["x"])):
+                starts.append(step.index)
+                for batch in step.batches():
+                    step.backward(means(model, batch["x"])["loss"])
+                if step.index == BEST - 1:
+                    worker.request = Request(leaves=True)
+                step.update()
+        run.hand_over()
+        worker.request = Request()
+    assert starts == [*range(END)]
     assert outcome(job) == reference
 
 
