@@ -121,7 +121,7 @@ def best_of(results: Mapping[str, ValidationResults], goal: GoalSpec) -> str | N
     """Return the name of the state whose newest validation has the best value; None if no state was validated with a finite value.
 
     Args:
-        results: Results in each state, by its name. Each state was validated after its last step, or its newest validation is ignored.
+        results: Results of the states that were validated after their last step, by the name of the state.
         goal: The mean, and which values are better.
     """
     sign = 1.0 if goal.mode == "min" else -1.0
