@@ -66,8 +66,8 @@ class ValidationResults:
         self._entry: dict[str, Any] = {}
 
     def values(self) -> dict[str, Any]:
-        """Return the results as JSON, under their name in the state of the run."""
-        return {_ENTRY: self._entry}
+        """Return the results as JSON, under their name in the state of the run; nothing if there is none."""
+        return {_ENTRY: self._entry} if self._entry else {}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take over the results of a state that `values` describes; states of older versions have none."""

@@ -109,13 +109,13 @@ def test_a_rank_that_has_validated_waits_for_the_others(tmp_path: Path, monkeypa
     worker = WorkerState()
     computes: list[ProgressView] = []
     waits: list[ProgressView] = []
-    mean = loop.exact_mean
+    mean = loop.exact_means
 
     def watched(*arguments: Any) -> Any:
         waits.append(worker.progress.view())
         return mean(*arguments)
 
-    monkeypatch.setattr(loop, "exact_mean", watched)
+    monkeypatch.setattr(loop, "exact_means", watched)
     run = cpu_run(job, worker=worker)
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))

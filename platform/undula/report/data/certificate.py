@@ -116,7 +116,7 @@ def _is_exact(run: RecordedRun) -> bool:
 
 
 def _is_elastic(run: RecordedRun) -> bool:
-    return bool(run.job.spec["plan"].get("batch") == "elastic")
+    return bool(run.job.spec.get("plan", {}).get("batch") == "elastic")
 
 
 def _close_keys(run: RecordedRun) -> tuple[str, ...]:
