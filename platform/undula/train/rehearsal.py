@@ -26,7 +26,7 @@ from undula.train.job import Job
 from undula.train.model import engine_of, place_model
 from undula.train.randomness import seed_weights
 from undula.train.single_process import local_world
-from undula.train.validation import Loss, validation_plan
+from undula.train.validation import ValidationFunction, validation_plan
 
 
 def rehearse(train: Callable[[Any], None], job: Job, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class RehearsedRun:
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
         self._maps = function, validation or function
 
-    def steps(self, validate: Loss | None = None) -> Iterator["RehearsedStep"]:
+    def steps(self, validate: ValidationFunction | None = None) -> Iterator["RehearsedStep"]:
         """Yield a step, rehearse a validation, and end the train function."""
         assert self._engine is not None
         yield RehearsedStep(self._engine, self.plan, self._batches(self._data, self.plan, self._maps[0]), self.base_lr)
