@@ -82,7 +82,7 @@ def compare(records: Mapping[str, RecordedRun], now: float, prices: PriceFinder,
         ComparedRun(
             label,
             record,
-            summarize(record.ledger, record.job, now),
+            summarize(record.ledger, record.job, now, record.has_driver),
             cost_of(record, prices),
             dollars_at(record, prices, column(record.ledger.steps, "time")),
         )
