@@ -8,6 +8,7 @@
     ├── RunError           a run cannot continue under this name or with these settings
     │   └── SupersededError  a newer attempt of the run exists; the job ends at once
     ├── ClusterError       a Ray cluster cannot be reached or started, or one of its nodes cannot train
+    │   └── ConnectionLostError  the connection to a submitted job is lost; the job may train on
     ├── ConformanceError   a model or an optimizer does not resume exactly
     └── UsageError         a script uses the API wrongly or asks for something that no engine supports; the job ends at once
 
@@ -18,17 +19,23 @@ The module also holds the settings with which every spec refuses what it does no
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict
 
+FAILED, WRONG_INPUT, NO_CLUSTER, CONNECTION_LOST, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
+"""Exit statuses of commands and drivers: training or a check failed, the input is wrong, the cluster cannot be reached or used, the
+connection is lost while the job may train on, Ctrl-C, and SIGTERM. docs/jobs.md lists them for users."""
 STRICT: "ConfigDict" = {"extra": "forbid", "allow_inf_nan": False, "use_attribute_docstrings": True}
 """pydantic's settings for every spec: unknown keys and numbers that are not finite are refused."""
 
 
 class UndulaError(Exception):
     """Base class of all errors with a message for the user."""
+
+    status: ClassVar[int] = WRONG_INPUT
+    """Exit status of a command that ends with this error."""
 
 
 class SpecError(UndulaError):
@@ -58,6 +65,14 @@ class SupersededError(RunError):
 class ClusterError(UndulaError):
     """A Ray cluster cannot be reached or started, or one of its nodes cannot train."""
 
+    status = NO_CLUSTER
+
+
+class ConnectionLostError(ClusterError):
+    """The connection to a submitted job is lost. The job may train on."""
+
+    status = CONNECTION_LOST
+
 
 class ConformanceError(UndulaError):
     """A training that was interrupted differs from the one that was not, for the model and the optimizer that were tested."""
@@ -83,9 +98,9 @@ def needs_extra(name: str) -> Iterator[None]:
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Print the message of an UndulaError in this block to stderr and exit with status 2. Other exceptions are not caught."""
+    """Print the message of an UndulaError in this block to stderr and exit with its status. Other exceptions are not caught."""
     try:
         yield
     except UndulaError as error:
         print(f"undula: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        raise SystemExit(error.status) from None

@@ -11,7 +11,7 @@ NOTICE_S = 60.0
 
 
 def leave(spot: Nodes, *options: str) -> "subprocess.CompletedProcess[str]":
-    command = [*LEAVE, "--address", spot.cluster.address, "--notice", str(NOTICE_S), *options]
+    command = [*LEAVE, "--cluster", spot.cluster.address, "--notice", str(NOTICE_S), *options]
     return subprocess.run(command, env=spot._env, capture_output=True, text=True, timeout=2 * NOTICE_S)
 
 

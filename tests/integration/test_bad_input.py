@@ -25,13 +25,15 @@ def own_text(text: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(text, tmp_path / "text"))
 
 
-def refusal(data: Path | str, runs: Path | str, *overrides: str, env: dict[str, str] | None = None) -> str:
+def refusal(
+    data: Path | str, runs: Path | str, *overrides: str, env: dict[str, str] | None = None, status: int = 2
+) -> str:
     """Return the message with which the main job refuses these settings."""
     arguments = ("name=bad", f"runs={runs}", f"data.train={data}/train", f"data.validation={data}/validation")
     with tempfile.TemporaryDirectory() as folder:
         more = {"RAY_ADDRESS": NO_CLUSTER, **(env or {})}
         done = run_script(Path(folder), LANGUAGE_MODEL, (*arguments, *SMALL, *overrides), more)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("undula: ")]
     assert len(lines) == 1
@@ -134,25 +136,31 @@ def test_options_and_overrides_can_be_mixed(text: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "undula.cli", "run", str(job), "plan.seed=5", "--print", "name=mixed"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "seed: 5" in shown
+    assert "warmup" in shown
+    wrong = subprocess.run([*command, "config.model.width=wide"], capture_output=True, text=True)
+    assert wrong.returncode == 2, "the script's own settings are checked too"
+    assert wrong.stderr == 'undula: command line: config.model.width is "wide": it should be a valid integer\n'
     script = [sys.executable, str(LANGUAGE_MODEL), "plan.seed=5", "--print", "name=mixed"]
     assert "seed: 5" in subprocess.run(script, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "status", "sentence"),
     [
-        (("--script=nowhere.py",), "there is no script nowhere.py"),
-        (("--address=127.0.0.1:8265",), "the address of the job API is '127.0.0.1:8265', which is not a URL"),
-        (("--address=http://127.0.0.1:1",), "the cluster at http://127.0.0.1:1 does not accept the job"),
+        (("--script=nowhere.py",), 2, "there is no script nowhere.py"),
+        (("--address=127.0.0.1:8265",), 2, "the address of the job API is '127.0.0.1:8265', which is not a URL"),
+        (("--address=http://127.0.0.1:1",), 3, "the cluster at http://127.0.0.1:1 cannot be reached"),
     ],
 )
-def test_a_job_that_cannot_be_submitted_ends_with_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_job_that_cannot_be_submitted_ends_with_one_sentence(
+    arguments: tuple[str, ...], status: int, sentence: str
+) -> None:
     command = [sys.executable, "-m", "undula.cli", "run", str(LANGUAGE_MODEL.with_suffix(".yaml")), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
+    assert done.returncode == status
     assert f"undula: {sentence}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_an_unreachable_cluster_ends_the_job_with_one_sentence(text: str, tmp_path: Path) -> None:
-    assert "cannot connect to the Ray cluster 127.0.0.1:1" in refusal(text, tmp_path)
+    assert "cannot connect to the Ray cluster 127.0.0.1:1" in refusal(text, tmp_path, status=3)

@@ -193,7 +193,7 @@ def test_a_node_that_dies_during_the_examination_is_named(two_nodes: Nodes, thir
 
 def test_a_missing_token_is_reported_with_the_variable_to_set(without_token: "subprocess.Popen[str]") -> None:
     _, err = finish(without_token)
-    assert without_token.returncode == 2
+    assert without_token.returncode == 3
     assert "it rejects the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in err
 
 
@@ -253,7 +253,7 @@ def test_a_head_that_accepts_connections_but_does_not_answer_ends_the_command(tm
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         command = [sys.executable, "-c", program, "doctor", "--cluster", address, "--runs", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 3, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"undula: cannot connect to the Ray cluster {address}: no answer within 2 s")
 
@@ -261,5 +261,5 @@ def test_a_head_that_accepts_connections_but_does_not_answer_ends_the_command(tm
 def test_a_missing_cluster_ends_the_command_with_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "undula.cli", "doctor", "--cluster", "127.0.0.1:9", "--runs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert done.stderr.startswith("undula: cannot connect to the Ray cluster 127.0.0.1:9: ")

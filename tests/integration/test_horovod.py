@@ -93,7 +93,7 @@ def test_a_missing_horovod_is_reported_with_the_command_that_installs_it(session
     env = {**session_jobs.env(), "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *script]  # the cluster's interpreter has imported the real Horovod
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert done.stderr.strip() == (
         "undula: engine: horovod needs Horovod, which is not installed here; run `undula build-horovod` to build and install it"
     )

@@ -46,7 +46,7 @@ def jobs(with_a_gpu: LocalCluster, text: str, tmp_path: Path) -> Jobs:
 
 def test_a_gpu_that_torch_does_not_see_ends_the_start_with_one_sentence(jobs: Jobs) -> None:
     done = jobs.run("refused", "plan.max_steps=4")
-    assert done.status == 2
+    assert done.status == 3
     assert "starting 1 to 2 workers with 1 GPU each ..." in done.out
     (sentence,) = done.err.splitlines()
     assert sentence.startswith("undula: no worker can train on node ")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from undula.cli.options import FILE, job_arguments, json_option, print_json, script_option
+from undula.cli.options import FILE, job_arguments, json_option, print_json, runs_option, script_option, with_runs
 from undula.errors import SpecError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Train a job on local nodes that come and go.")
 @job_arguments
 @script_option
+@runs_option
 @click.option(
     "--trace", type=FILE, metavar="FILE", help="Recorded numbers of spot nodes, which the local nodes follow."
 )
@@ -59,6 +60,7 @@ def chaos(
     job: Path,
     overrides: tuple[str, ...],
     script: Path | None,
+    runs: str | None,
     trace: Path | None,
     speedup: float,
     changes: int | None,
@@ -86,7 +88,7 @@ def chaos(
     from undula.testing.chaos_job import load_chaos_job
     from undula.testing.scenario import from_faults, from_trace, run_scenario
 
-    loaded = load_chaos_job(job, overrides, script, baseline)
+    loaded = load_chaos_job(job, with_runs(overrides, runs), script, baseline)
     spec, store = loaded.spec, loaded.store
     if trace and not faults:
         scenario = from_trace(trace, speedup, spec.workers.max, changes, notice, no_notice_share)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from undula.cli.options import FILE, Commands, FiniteRange, counted, json_option, print_all_json
+from undula.cli.options import FILE, Commands, FiniteRange, counted, json_option, print_all_json, print_json
 
 if TYPE_CHECKING:
     from undula.data.corpora import Corpus
@@ -103,7 +103,8 @@ def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group
 @click.argument("url", metavar="URL")
 @click.option("--out", metavar="FOLDER", help="Folder for the manifest, if the folder of the files is not writable.")
 @click.option("--anonymous", is_flag=True, help="Read S3 without credentials, which public buckets allow.")
-def index(url: str, out: str | None, anonymous: bool) -> None:
+@json_option
+def index(url: str, out: str | None, anonymous: bool, as_json: bool) -> None:
     """Write the manifest of the Parquet files below URL, which turns them into a data set.
 
     Files are left out if their name, or that of a folder below URL, begins with `_` or `.`.
@@ -114,7 +115,9 @@ def index(url: str, out: str | None, anonymous: bool) -> None:
     listing = list_to_index(url, out, anonymous)
     with _progress(f"reading footers below {url}", len(listing.files)) as advance:
         manifest = index_files(listing, advance, out)
-    _print_data_set(manifest)
+    _print_data_set(manifest, as_json)
+    if as_json:
+        return
     if listing.num_hidden:
         click.echo(f"  skipped {counted(listing.num_hidden, 'Parquet file')} with _ or . at the beginning of a name")
     partitions = dict.fromkeys(key for file in manifest.files for key in partitions_of(file.name))
@@ -127,7 +130,10 @@ def index(url: str, out: str | None, anonymous: bool) -> None:
 @click.option("--columns", metavar="A,B,...", help="Columns to keep.  [default: all]")
 @click.option("--shuffle", type=int, metavar="SEED", help="Shuffle all rows, in an order that depends on SEED.")
 @_writing_options(row_group_mib=4.0)
-def convert(source: str, columns: str | None, shuffle: int | None, out: str, shards: int, row_group_mib: float) -> None:
+@json_option
+def convert(
+    source: str, columns: str | None, shuffle: int | None, out: str, shards: int, row_group_mib: float, as_json: bool
+) -> None:
     """Write a data set from SOURCE, the path or s3:// URL of a file or a folder.
 
     SOURCE can hold Parquet, CSV, JSON lines, WebDataset tars, or the output of datasets.save_to_disk.
@@ -149,7 +155,7 @@ def convert(source: str, columns: str | None, shuffle: int | None, out: str, sha
     with _progress(f"writing {out}", opened.num_rows) as advance:
         size = int(row_group_mib * 2**20)
         manifest = write_shards(store, opened.tables(), opened.schema, opened.num_rows, shards, size, advance)
-    _print_data_set(manifest)
+    _print_data_set(manifest, as_json)
 
 
 @data.command(short_help="Read a data set and report what would stop or slow training.")
@@ -173,7 +179,16 @@ def check(url: str, as_json: bool) -> int:
     return int(any(finding.severity == "error" for finding in findings))
 
 
-def _print_data_set(manifest: "Manifest") -> None:
+def _print_data_set(manifest: "Manifest", as_json: bool = False) -> None:
+    if as_json:
+        found = {
+            "url": manifest.url,
+            "digest": manifest.digest,
+            "rows": manifest.num_rows,
+            "files": len(manifest.files),
+        }
+        print_json({**found, "columns": {each.name: each.type for each in manifest.columns}})
+        return
     columns = ", ".join(f"{column.name} {column.type}{list(column.shape) or ''}" for column in manifest.columns)
     click.echo(f"{manifest.url}: {manifest.num_rows:,} rows of {columns}")
     files, groups = counted(len(manifest.files), "file"), counted(len(manifest.row_counts), "row group")

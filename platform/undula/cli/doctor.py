@@ -1,6 +1,5 @@
 """Command `undula doctor`."""
 
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -8,28 +7,15 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import print_json
-from undula.state.defaults import DEFAULT_RUNS
+from undula.cli.options import cluster_option, json_option, print_json, runs_option
+from undula.state.defaults import default_runs
 
 
 @click.command(short_help="Examine a running cluster before a job holds its GPUs.")
-@click.option(
-    "--cluster",
-    default=lambda: os.environ.get("RAY_ADDRESS", "auto"),
-    metavar="ADDRESS",
-    help="HOST:PORT of the Ray cluster's head.  [default: RAY_ADDRESS, else the cluster of this machine]",
-)
-@click.option(
-    "--runs",
-    default=DEFAULT_RUNS,
-    show_default=True,
-    metavar="URL",
-    help="Folder of the run directories, like a job's `runs`: a path or an s3:// URL.",
-)
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print the results and the facts on which they are based as JSON."
-)
-def doctor(cluster: str, runs: str, as_json: bool) -> int:
+@cluster_option
+@runs_option
+@json_option
+def doctor(cluster: str, runs: str | None, as_json: bool) -> int:
     """Examine the versions, GPUs, network, clocks, storage and token of a running cluster.
 
     This takes less than a minute and can be done while jobs run. Each problem is printed with its fix, and the exit status is 1 if a check
@@ -40,7 +26,8 @@ def doctor(cluster: str, runs: str, as_json: bool) -> int:
     from undula.cluster.doctor import judge
     from undula.cluster.examine import examine
 
-    url = runs if "://" in runs else str(Path(runs).expanduser().absolute())
+    url = runs or default_runs()
+    url = url if "://" in url else str(Path(url).expanduser().absolute())
     started = time.monotonic()
     with Console(file=sys.stderr).status("starting ...") as line:
         facts = examine(cluster, url, line.update)

@@ -11,13 +11,18 @@ from typing import Any
 
 from ray.train import TrainingFailedError
 
+from undula.config.environment import private_overrides
 from undula.config.job import JobSpec, load_spec, script_of
-from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside_the_script
+from undula.driver.connection import (
+    connected,
+    private_environment_of_job,
+    ship_modules_beside_the_script,
+)
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
 from undula.driver.preflight import Prepared, on_cluster, prepare
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import refusal_of, whole_story
-from undula.errors import SpecError, needs_extra, one_sentence
+from undula.errors import FAILED, INTERRUPTED, SpecError, needs_extra, one_sentence
 from undula.state.directory import delete_run, held
 from undula.state.events import EndEvent, StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
@@ -31,7 +36,8 @@ from undula.train.run import Run
 def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
     """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
 
-    The process exits with status 2 and a message of one sentence if the input is wrong, and with status 1 if training fails.
+    The process exits with a message of one sentence if the input is wrong (status 2) or the cluster cannot train it (3), and with status 1
+    if training fails.
 
     Args:
         train: Training loop of the script. It runs in every worker.
@@ -41,13 +47,14 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             the job instead.
     """
     options = _parser().parse_intermixed_args(argv)
-    with one_sentence(), ExitStack() as stack:
+    overrides = [*options.overrides, *private_overrides()]
+    with one_sentence(), private_environment_of_job(), ExitStack() as stack:
         if options.study:
             with needs_extra("study"):
                 from undula.study.conduct import conduct
-            conduct(train, config, options.study, options.overrides, options.fresh)
+            conduct(train, config, options.study, overrides, options.fresh)
             return
-        loaded = load_spec(options.config, options.overrides, config)
+        loaded = load_spec(options.config, overrides, config)
         if options.print:
             print(loaded.to_yaml(), end="")
             return
@@ -69,7 +76,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             error = _fit(train, spec, store, hub, options.trainer)
         _print_result(prepared, error)
         if error:
-            raise SystemExit(1)
+            raise SystemExit(FAILED)
 
 
 def _refuse_trainer(trainer: TrainerName, spec: JobSpec) -> None:

@@ -2,12 +2,16 @@
 
 import click
 
-from undula.cli.options import json_option
-from undula.state.defaults import DEFAULT_RUNS
+from undula.cli.jobs import states_of_jobs
+from undula.cli.options import address_option, json_option, runs_option
+from undula.errors import SpecError
+from undula.state.defaults import default_runs
 
 
 @click.command(short_help="List runs.")
-@click.argument("runs", metavar="[RUNS]", default=DEFAULT_RUNS)
+@click.argument("folder", metavar="[RUNS]", required=False)
+@runs_option
+@address_option
 @click.option(
     "--where",
     multiple=True,
@@ -20,14 +24,25 @@ from undula.state.defaults import DEFAULT_RUNS
     help="Order of the runs, such as last_validation_loss, or -steps for the largest first.  [default: the newest first]",
 )
 @json_option
-def ls(runs: str, where: tuple[str, ...], sort: str | None, as_json: bool) -> None:
-    """List the runs in the folder RUNS, a path or an s3:// URL, by default ~/undula/runs.
+def ls(
+    folder: str | None,
+    runs: str | None,
+    address: str | None,
+    where: tuple[str, ...],
+    sort: str | None,
+    as_json: bool,
+) -> None:
+    """List the runs in the folder RUNS, which is short for --runs RUNS.
 
-    The keys of --where and --sort are those of --json, such as best_validation_loss or validation_metrics.accuracy, and the settings of
-    the jobs, such as plan.global_batch. The list shows their values.
+    If a cluster is at hand, the states of the runs that it trains now are those of its jobs. The keys of --where and --sort are those of
+    --json, such as best_validation_loss or validation_metrics.accuracy, and the settings of the jobs, such as plan.global_batch. The list
+    shows their values.
     """
     from undula.report.data.selection import selection
     from undula.report.render.terminal import print_runs
     from undula.storage import open_store
 
-    print_runs(open_store(runs), as_json, selection(where, sort))
+    if folder and runs:
+        raise SpecError(f"command line: RUNS is {folder} and --runs is {runs}; give one of them")
+    url = folder or runs or default_runs()
+    print_runs(open_store(url), as_json, selection(where, sort), jobs=states_of_jobs(url, address))

@@ -13,6 +13,7 @@ from undula.cli.compare import compare
 from undula.cli.data import data
 from undula.cli.doctor import doctor
 from undula.cli.export import export
+from undula.cli.jobs import logs, stop
 from undula.cli.ls import ls
 from undula.cli.options import Commands
 from undula.cli.report import report
@@ -22,10 +23,7 @@ from undula.cli.show import show
 from undula.cli.spot import spot
 from undula.cli.study import study
 from undula.cli.verify import verify
-from undula.errors import one_sentence
-
-MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
-"""Exit statuses after a mistake in the input, after Ctrl-C, and after SIGTERM."""
+from undula.errors import INTERRUPTED, TERMINATED, WRONG_INPUT, one_sentence
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,6 +40,8 @@ def cli() -> None:
 
 for command in (
     run,
+    logs,
+    stop,
     data,
     ls,
     show,
@@ -61,7 +61,7 @@ for command in (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit: with status 2 and a message of one sentence on a mistake in the input, else with the command's status."""
+    """Run a command and exit with its status, or with that of the error with which it ended (`undula.errors`)."""
     # SIGTERM raises an exception as Ctrl-C does, so that the command stops everything that it has started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             status = cli.main(argv, prog_name="undula", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        status = MISTAKE
+        status = WRONG_INPUT
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         place = f" (see {context.command_path} --help)" if context else ""
         print(f"undula: {error.format_message().rstrip('.')}{place}", file=sys.stderr, flush=True)
-        status = MISTAKE
+        status = WRONG_INPUT
     except click.Abort:  # click has ended the line that shows ^C
         print("stopped", file=sys.stderr)
         status = INTERRUPTED

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from undula.errors import SpecError
 from undula.state.defaults import DEFAULT_RUNS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from undula.driver.submission import Mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,8 +56,64 @@ script_option = click.option(
 address_option = click.option(
     "--address",
     metavar="URL",
-    help="Job API of the cluster, as for `ray job submit`.  [default: RAY_API_SERVER_ADDRESS, else the cluster of this machine, "
-    "else a new local cluster that is stopped after the job]",
+    envvar="UNDULA_ADDRESS",
+    help="Job API of the cluster, as for `ray job submit`.  [default: UNDULA_ADDRESS, else RAY_API_SERVER_ADDRESS, else the cluster of "
+    "this machine]",
+)
+
+
+def environment_options(command: F) -> F:
+    """Add the options with the environment variables of a job to a command."""
+    env = click.option(
+        "--env", multiple=True, metavar="NAME=VALUE", help="Environment variable of the job's processes."
+    )
+    secret = click.option(
+        "--secret",
+        "secrets",
+        multiple=True,
+        metavar="NAME",
+        help="Environment variable of this terminal that the job's processes also get.",
+    )
+    file = click.option(
+        "--secret-file",
+        "secret_files",
+        multiple=True,
+        type=FILE,
+        metavar="FILE",
+        help="File with environment variables of the job's processes, one NAME=VALUE a line.",
+    )
+    return env(secret(file(command)))
+
+
+def mode_options(command: F) -> F:
+    """Add the options that say what happens after the submission of a job to a command."""
+    detach = click.option(
+        "--detach", is_flag=True, help="Leave the job alone once it is submitted, and print how to follow and stop it."
+    )
+    keep_alive = click.option(
+        "--keep-alive",
+        is_flag=True,
+        help="Submit the job again whenever the cluster has lost it, for example with its head.",
+    )
+    return detach(keep_alive(command))
+
+
+def mode_of(detach: bool, keep_alive: bool) -> "Mode":
+    """Return what happens after the submission of a job.
+
+    Raises:
+        SpecError: Both options are given.
+    """
+    if detach and keep_alive:
+        raise SpecError("command line: --detach ends this command, which --keep-alive needs; give one of them")
+    return "detach" if detach else "keep-alive" if keep_alive else "follow"
+
+
+cluster_option = click.option(
+    "--cluster",
+    default=lambda: os.environ.get("RAY_ADDRESS", "auto"),
+    metavar="HOST:PORT",
+    help="Head of the Ray cluster.  [default: RAY_ADDRESS, else the cluster of this machine]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
@@ -61,9 +121,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 runs_option = click.option(
     "--runs",
     metavar="URL",
-    help=f"Folder in which a name is looked up: a path or an s3:// URL, like a job's `runs`.  [default: the working directory, else "
-    f"{DEFAULT_RUNS}]",
+    help=f"Folder of the run directories: a path or an s3:// URL, like a job's `runs`.  [default: UNDULA_RUNS, else {DEFAULT_RUNS}]",
 )
+
+
+def with_runs(overrides: Sequence[str], runs: str | None, key: str = "runs") -> tuple[str, ...]:
+    """Return overrides with the one that `--runs` stands for, if it is given."""
+    return (*overrides, *([f"{key}={json.dumps(runs)}"] if runs else []))
 
 
 def print_json(document: object) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import runs_option
+from undula.cli.options import json_option, print_json, runs_option
 from undula.cli.prices import price_finder, price_options
 
 
@@ -12,7 +12,8 @@ from undula.cli.prices import price_finder, price_options
 @click.argument("run", metavar="RUN")
 @runs_option
 @price_options
-def report(run: str, runs: str | None, prices: Path | None, spot_prices: str | None) -> None:
+@json_option
+def report(run: str, runs: str | None, prices: Path | None, spot_prices: str | None, as_json: bool) -> None:
     """Write report.html into a run's directory: one self-contained page with the figures, costs, curves and events.
 
     RUN is a name that `undula ls` lists, or the run's directory as a path or an s3:// URL. The command prints the path of the page.
@@ -20,4 +21,8 @@ def report(run: str, runs: str | None, prices: Path | None, spot_prices: str | N
     from undula.report.render.page import write_report
     from undula.state.locate import locate_run
 
-    click.echo(write_report(locate_run(run, runs), price_finder(prices, spot_prices)))
+    page = write_report(locate_run(run, runs), price_finder(prices, spot_prices))
+    if as_json:
+        print_json({"report": page})
+    else:
+        click.echo(page)

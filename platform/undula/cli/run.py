@@ -5,34 +5,70 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import address_option, job_arguments, script_option
+from undula.cli.options import (
+    address_option,
+    environment_options,
+    job_arguments,
+    mode_of,
+    mode_options,
+    runs_option,
+    script_option,
+    with_runs,
+)
 
 
 @click.command(short_help="Train a job on a Ray cluster and follow it.")
 @job_arguments
 @script_option
+@runs_option
 @address_option
+@environment_options
+@mode_options
 @click.option("--fresh", is_flag=True, help="Delete the run of this name and start over.")
-@click.option("--print", "prints", is_flag=True, help="Print every value of the job with its origin, and exit.")
+@click.option(
+    "--print",
+    "prints",
+    is_flag=True,
+    help="Check the job with its script's own settings, print every value with its origin, and exit.",
+)
 def run(
-    job: Path, overrides: tuple[str, ...], script: Path | None, address: str | None, fresh: bool, prints: bool
+    job: Path,
+    overrides: tuple[str, ...],
+    script: Path | None,
+    runs: str | None,
+    address: str | None,
+    env: tuple[str, ...],
+    secrets: tuple[str, ...],
+    secret_files: tuple[Path, ...],
+    detach: bool,
+    keep_alive: bool,
+    fresh: bool,
+    prints: bool,
 ) -> int:
     """Submit the script of JOB.yaml to a Ray cluster, and follow it until it ends.
 
     KEY.SUB=VALUE overrides a value of the YAML. A job with the name of an earlier run continues that run.
+    Ctrl-C ends only this command, and the job trains on. If there is no cluster, a new local one is started for the job, and both end with
+    this command.
 
     \b
     Examples:
       undula run jobs/language_model.yaml name=first plan.max_steps=100
       undula run jobs/language_model.yaml workers.max=8 --address http://HEAD:8265
+      undula run jobs/language_model.yaml --detach
     """
-    from undula.config.job import load_spec
-    from undula.driver.submission import submission_of_job, submit_and_follow
+    from undula.config.environment import job_environment
+    from undula.config.job import load_spec, script_of
+    from undula.driver.print_job import printed_by_script
+    from undula.driver.submission import run_submission, submission_of_job
     from undula.telemetry.live import LiveScreen
 
+    overrides = with_runs(overrides, runs)
     loaded = load_spec(job, overrides)
     if prints:
-        click.echo(loaded.to_yaml(), nl=False)
+        click.echo(printed_by_script(script_of(job, script), job, overrides), nl=False)
         return 0
-    submission = submission_of_job(job, loaded, overrides, script, fresh)
-    return submit_and_follow(submission, address, LiveScreen(sys.stdout))
+    mode = mode_of(detach, keep_alive)
+    environment = job_environment(env, secrets, secret_files)
+    submission = submission_of_job(job, loaded, overrides, script, fresh).with_environment(environment)
+    return run_submission(submission, address, LiveScreen(sys.stdout), mode)

@@ -1,13 +1,12 @@
 """Command `undula spot`."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import click
 
-from undula.cli.options import Commands, FiniteRange
+from undula.cli.options import Commands, FiniteRange, cluster_option
 
 SIGNAL_NOTICE_S = 30.0
 """Default notice in seconds, for a machine whose time of removal is unknown."""
@@ -16,16 +15,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _node_options(command: F) -> F:
-    address = click.option(
-        "--address",
-        default=lambda: os.environ.get("RAY_ADDRESS", "auto"),
-        metavar="ADDRESS",
-        help="HOST:PORT of the Ray cluster's head.  [default: RAY_ADDRESS, else the cluster to which this machine belongs]",
-    )
     node = click.option(
         "--node", metavar="ID", help="Id of the Ray node to drain.  [default: all nodes of this machine]"
     )
-    return address(node(command))
+    return cluster_option(node(command))
 
 
 @click.group(cls=Commands, short_help="Have Ray drain this machine before its cloud removes it.")
@@ -55,7 +48,7 @@ def spot() -> None:
     help="Seconds of notice that SIGUSR1 gives.",
 )
 def watch(
-    source: str | None, url: str | None, rebalance: bool, address: str, node: str | None, signal_notice: float
+    source: str | None, url: str | None, rebalance: bool, cluster: str, node: str | None, signal_notice: float
 ) -> None:
     """Wait for a notice from this machine's cloud, and then have Ray drain the machine's nodes. The command runs until it is stopped."""
     from undula.cluster.notices import source_named
@@ -63,7 +56,7 @@ def watch(
     from undula.cluster.watcher import watch as watch_source
 
     found = SourceOrSignal(source_named(source, url, rebalance), signal_notice)
-    watch_source(found, partial(drain_here, address=address, node=node), partial(print, flush=True), found.wait)
+    watch_source(found, partial(drain_here, address=cluster, node=node), partial(print, flush=True), found.wait)
 
 
 @spot.command(short_help="Drain this machine's nodes now, and wait until they have left.")
@@ -76,8 +69,11 @@ def watch(
     metavar="S",
     help="Seconds until this machine is removed. The command ends then, or when the nodes have left.",
 )
-def leave(address: str, node: str | None, notice: float) -> None:
-    """Have Ray drain this machine's nodes now, and wait until they have left. The command is meant for a pod's preStop hook."""
+def leave(cluster: str, node: str | None, notice: float) -> None:
+    """Have Ray drain this machine's nodes now, and wait until they have left. The command is meant for a pod's preStop hook.
+
+    If Ray does not accept the request, the command fails with status 3.
+    """
     from undula.cluster.watcher import leave as leave_cluster
 
-    leave_cluster(notice, address, node, partial(print, flush=True))
+    leave_cluster(notice, cluster, node, partial(print, flush=True))

@@ -12,10 +12,14 @@ from undula.cli.options import (
     Commands,
     FiniteRange,
     address_option,
+    environment_options,
     json_option,
+    mode_of,
+    mode_options,
     print_json,
     runs_option,
     script_option,
+    with_runs,
 )
 from undula.errors import SpecError, needs_extra
 
@@ -51,28 +55,47 @@ def study() -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @script_option
 @address_option
+@environment_options
+@runs_option
+@mode_options
 @click.option("--fresh", is_flag=True, help="Delete the study of this name and start over.")
-def run(file: Path, overrides: tuple[str, ...], script: Path | None, address: str | None, fresh: bool) -> int:
+def run(
+    file: Path,
+    overrides: tuple[str, ...],
+    script: Path | None,
+    address: str | None,
+    env: tuple[str, ...],
+    secrets: tuple[str, ...],
+    secret_files: tuple[Path, ...],
+    runs: str | None,
+    detach: bool,
+    keep_alive: bool,
+    fresh: bool,
+) -> int:
     """Submit a study to a Ray cluster, and follow it until it ends, which writes its report.
 
     KEY=VALUE overrides a value of STUDY.yaml, and overrides.KEY=VALUE overrides a value of its job. A study with the name of an earlier
-    study continues that study.
+    study continues that study. Ctrl-C ends only this command, unless it has started a local cluster for the study.
     """
     from undula.cluster.local import cluster_at_hand
-    from undula.driver.submission import submit_and_follow
+    from undula.config.environment import job_environment
+    from undula.driver.submission import run_submission
     from undula.study.load import load_study
     from undula.study.status import report_if_done
     from undula.study.submission import submission_of_study
     from undula.telemetry.live import LiveScreen
 
     _refuse_what_may_be_a_command(file)
+    overrides = with_runs(overrides, runs, "overrides.runs")
     loaded = load_study(file, overrides)
     # The nodes of an existing cluster may have other files than this machine, so only they can tell whether the study is done.
     if not (address or cluster_at_hand()) and (lines := report_if_done(loaded, fresh)):
         click.echo("\n".join(lines))
         return 0
-    submission = submission_of_study(file, loaded, overrides, script, fresh)
-    return submit_and_follow(submission, address, LiveScreen(sys.stdout))
+    mode = mode_of(detach, keep_alive)
+    environment = job_environment(env, secrets, secret_files)
+    submission = submission_of_study(file, loaded, overrides, script, fresh).with_environment(environment)
+    return run_submission(submission, address, LiveScreen(sys.stdout), mode)
 
 
 def _refuse_what_may_be_a_command(file: Path) -> None:
@@ -86,7 +109,7 @@ def _refuse_what_may_be_a_command(file: Path) -> None:
 @click.argument("name", metavar="STUDY")
 @runs_option
 @click.option("--follow", is_flag=True, help="Refresh every few seconds until the study has ended.")
-@click.option("--json", "as_json", is_flag=True, help="Print every trial as JSON for programs.")
+@json_option
 def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
     """Show how far a study is, and whether its driver is alive.
 
@@ -99,7 +122,7 @@ def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
     store, screen = locate_study(name, runs), LiveScreen(sys.stdout)
     found = read_status(store)
     if as_json:
-        print_json(found.rows())
+        print_json(found.as_json())
         return
     while True:
         for line in found.table():
@@ -124,7 +147,8 @@ def status(name: str, runs: str | None, follow: bool, as_json: bool) -> None:
     metavar="DOLLARS",
     help="Price of a worker per hour.  [default: the study's worker_hour]",
 )
-def report(name: str, runs: str | None, worker_hour: float | None) -> None:
+@json_option
+def report(name: str, runs: str | None, worker_hour: float | None, as_json: bool) -> None:
     """Write the report of a study, also of an unfinished one: a page, its figures and a table of all trials.
 
     STUDY is the study's name, or its directory as a path or an s3:// URL.
@@ -132,7 +156,12 @@ def report(name: str, runs: str | None, worker_hour: float | None) -> None:
     from undula.state.locate import locate_study
     from undula.study.status import report_study
 
-    click.echo("\n".join(report_study(locate_study(name, runs), worker_hour)))
+    lines = report_study(locate_study(name, runs), worker_hour)
+    if as_json:
+        *verdicts, _, page = lines
+        print_json({"report": page.removeprefix("report: "), "verdicts": verdicts})
+    else:
+        click.echo("\n".join(lines))
 
 
 @study.command("self-test", short_help="Check the arithmetic of studies against known numbers.")

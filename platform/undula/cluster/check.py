@@ -15,6 +15,7 @@ from jsonschema import Draft7Validator
 
 from undula.cluster.job_fit import check_job
 from undula.cluster.node_types import Finding, NodeType, mapping_of, most_nodes, node_types
+from undula.config.secrets import holds_secret
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import SpecError
 from undula.plan.fleet import MACHINE, MARKET, ON_DEMAND, SPOT, TYPE
@@ -25,11 +26,6 @@ SSH = 22
 ALL_PORTS = (0, 65535)
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 WORKERS_COMMANDS = ("setup_commands", "worker_setup_commands", "worker_start_ray_commands")
-SECRET = re.compile(
-    r"\b(?:[A-Z][A-Z0-9_]*_)?(?:SECRET_ACCESS_KEY|SECRET_KEY|SECRET|PASSWORD|API_KEY|TOKEN)=[\"']?[\w+.-][\w+/.-]{7}"
-    r"|(?i:\baws_secret_access_key)[\s=:]+[\"']?[\w+/]{8}|\bA[KS]IA[A-Z0-9]{16}\b|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
-"""Pattern of a secret that is written out in the file. A secret that a node reads from a file or command does not match."""
 OWN_IDENTITY = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}
 """Field of a node's configuration that sets the identity of its programs for requests to the cloud, by provider."""
 
@@ -215,7 +211,7 @@ def _check_secrets(config: Mapping[str, Any]) -> Iterator[Finding]:
         if secret in config["provider"]:
             yield Finding("error", f"provider.{secret}: {copied}")
     for key, value in config.items():
-        if any(SECRET.search(text) for text in _texts(value)):
+        if any(map(holds_secret, _texts(value))):
             yield Finding("error", f"{key} contains a secret, and {copied}")
 
 

@@ -315,7 +315,11 @@ def _notices(facts: Facts) -> str:
     readable = {id: report.notices.name for id, report in facts.reports.items() if report.notices.name}
     found = [f"{_count(ids, 'node reads', 'nodes read')} {name}" for name, ids in _by_value(readable)]
     pods = [id for id, report in facts.reports.items() if report.notices.in_pod]
-    found += [f"{_count(pods, 'pod gets', 'pods get')} notices as SIGTERM"] if pods else []
+    found += (
+        [f"{_count(pods, 'pod', 'pods')}, where only a preStop hook with `undula spot leave` passes notices on"]
+        if pods
+        else []
+    )
     return ", ".join(found) or ("no cloud machines, so no notices to read" if facts.reports else "")
 
 

@@ -52,7 +52,7 @@ class NoticeSource:
     notice: str | None = None
     """Notice that the node has now."""
     in_pod: bool = False
-    """Whether the node is a Kubernetes pod. A pod gets its notice as a SIGTERM and has no access to the machine's metadata."""
+    """Whether the node is a Kubernetes pod. Its notice is the start of its termination, which a preStop hook passes on to Ray."""
 
 
 @dataclass(frozen=True)

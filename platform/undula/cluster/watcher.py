@@ -104,6 +104,9 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
         address: Address of the cluster's head.
         node: Id of the only node to drain; None for all nodes of this machine.
         log: Function that shows a line.
+
+    Raises:
+        ClusterError: Ray has not accepted the request.
     """
     deadline = time.time() + notice_s
     nodes: list[str] = []
@@ -116,8 +119,11 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
                     nodes = [node] if node else list(head.ask("here"))
                     for each in nodes:
                         head.drain(each, deadline)
-                    is_accepted = True
-                    log(f"Ray drains {', '.join(each[:8] for each in nodes) or 'no node: none is on this machine'}")
+                    is_accepted = bool(nodes)
+                    if not nodes:
+                        problem, deadline = "none of its nodes is on this machine", 0.0
+                        break
+                    log(f"Ray drains {', '.join(each[:8] for each in nodes)}")
                 if not set(nodes) & set(head.ask("alive")):
                     return
                 answered = time.time()
@@ -129,6 +135,11 @@ def leave(notice_s: float, address: str, node: str | None, log: Callable[[str], 
             time.sleep(RETRY_S)  # limits the rate of attempts
         finally:
             head.close()
+    if not is_accepted:
+        raise ClusterError(
+            f"the cluster at {address} has not accepted that this machine leaves, so its loss will be a crash: "
+            f"{problem or 'the notice was too short for an answer'}"
+        )
 
 
 class SourceOrSignal:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from annotated_types import MinLen
 from pydantic import StringConstraints, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from undula.config.secrets import hide_secrets, same_value
 from undula.config.yaml_file import flatten, load_file, refuse_unknown_keys, validated
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
@@ -21,7 +21,7 @@ from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.state.defaults import DEFAULT_RUNS
+from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
 from undula.state.goals import StopSpec
 from undula.state.spec import CheckpointSpec
 
@@ -157,7 +157,7 @@ class LoadedSpec:
         return replace(self, spec=replace(self.spec, workers=workers))
 
     def tree(self) -> dict[str, Any]:
-        """Return the resolved spec as plain dicts, lists and scalars, with the defaults of the script's settings and without secrets."""
+        """Return the resolved spec as plain dicts, lists and scalars, with the defaults of the script's settings. Secrets are hidden."""
         tree = as_tree(self.spec)
         if dataclasses.is_dataclass(self.config):
             tree["config"] = as_tree(self.config)
@@ -196,6 +196,11 @@ def load_spec(
         SpecError: The file is not a valid job. The message names the file and line, the key, the value, and the accepted values.
     """
     spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key)
+    if "runs" not in where.origins and default_runs() != DEFAULT_RUNS:
+        spec, where = (
+            replace(spec, runs=default_runs()),
+            replace(where, origins={**where.origins, "runs": RUNS_VARIABLE}),
+        )
     config: Any = _namespace(spec.config)
     if config_type is not None:
         refuse_unknown_keys(spec.config, config_type, ("config",), where)
@@ -211,10 +216,13 @@ def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
 
 
 def changed_key(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the first key of the logical run whose value differs between two resolved jobs, and both values; None if none differs."""
-    old, new = dict(flatten({**_LATER_SECTIONS, **before})), dict(flatten({**_LATER_SECTIONS, **now}))
+    """Return the first key of the logical run whose value differs between two resolved jobs, and both values; None if none differs.
+
+    Secrets are compared by their digests.
+    """
+    old, new = (dict(flatten(hide_secrets({**_LATER_SECTIONS, **tree}))) for tree in (before, now))
     for key in sorted(old.keys() | new.keys()):
-        if key.startswith(LOGICAL) and old.get(key) != new.get(key):
+        if key.startswith(LOGICAL) and not same_value(old.get(key), new.get(key)):
             return key, old.get(key), new.get(key)
     return None
 
@@ -237,23 +245,6 @@ def as_tree(spec: Any) -> dict[str, Any]:
 
 _LATER_SECTIONS = {"precision": as_tree(FP32)}
 """Sections that jobs of older versions lack, with the values by which these versions trained."""
-
-
-def hide_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a tree in which a string is hidden if its key names a secret."""
-    return {
-        str(key): "(hidden)" if isinstance(value, str) and _SECRET_KEY.search(str(key)) else _without_secrets(value)
-        for key, value in tree.items()
-    }
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return hide_secrets(value)
-    return [_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-_SECRET_KEY = re.compile(r"(^|_)(password|passwd|secret|token|credentials?|(api|access|private)_?key)$", re.IGNORECASE)
 
 
 class Namespace(dict[str, Any]):
@@ -287,9 +278,14 @@ def script_of(job: Path, given: Path | None = None) -> Path:
 
 
 def absolute_paths(spec: JobSpec) -> list[str]:
-    """Return overrides that make a job's relative paths absolute, because the job runs in another working directory."""
+    """Return overrides that make a job's relative paths absolute, because the job runs in another working directory.
+
+    The folder of the runs is always among them if it is not the usual one, because the cluster may have another UNDULA_RUNS.
+    """
     paths = {"runs": spec.runs, "data.train": spec.data.train, "data.validation": spec.data.validation}
-    given = as_overrides({key: _absolute(path) for key, path in paths.items() if path and path != _absolute(path)})
+    keeps = {key for key, path in paths.items() if path and path != _absolute(path)}
+    keeps |= {"runs"} if spec.runs != DEFAULT_RUNS else set()
+    given = as_overrides({key: _absolute(path) for key, path in paths.items() if path and key in keeps})
     mix = [{"url": _absolute(part.url), "weight": part.weight} for part in spec.data.mix or ()]
     return [*given, f"data.mix={json.dumps(mix)}"] if mix else given
 

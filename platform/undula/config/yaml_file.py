@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from undula.config.secrets import has_secret, hide_secrets
 from undula.errors import SpecError
 
 
@@ -108,11 +109,12 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
     """Set the value of an override in the tree, and record its origin."""
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise SpecError(f"{origin}: {override!r} is not an override; write key.sub=value")
+        shown = f"{key}=..." if has_secret(override) else override
+        raise SpecError(f"{origin}: {shown!r} is not an override; write key.sub=value")
     try:
         value = yaml.load(text, Loader=_Yaml12Loader)
     except yaml.YAMLError:
-        raise SpecError(f"{origin}: the value of {key} is not YAML: {text!r}") from None
+        raise SpecError(f"{origin}: the value of {key} is not YAML: {_shown(key, text)!r}") from None
     *parents, leaf = key.split(".")
     branch = tree
     for depth, parent in enumerate(parents):
@@ -123,7 +125,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
         branch = branch.setdefault(parent, {})
         if not isinstance(branch, dict):
             raise SpecError(
-                f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {branch!r}, not a mapping"
+                f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {_shown(parent, branch)!r}, not a mapping"
             )
     branch[leaf] = value
     for path in [path for path in origins if path.startswith(f"{key}.")]:
@@ -240,7 +242,12 @@ def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
         return f"{where(here[:-1])}: {'.'.join(here)} is missing; add it"
     accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
     accepted = accepted.replace("an object", "a mapping").replace("a valid array", "a list")
-    return f"{where(here)}: {'.'.join(here)} is {json.dumps(error['input'])}: {accepted}"
+    return f"{where(here)}: {'.'.join(here)} is {json.dumps(_shown(here[-1], error['input']))}: {accepted}"
+
+
+def _shown(key: str, value: Any) -> Any:
+    """Return a value for a message, without secrets."""
+    return hide_secrets({key: value})[key]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

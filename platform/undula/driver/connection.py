@@ -8,19 +8,18 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import ray
 
+from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
 
 CONNECT_TIMEOUT_S = 10.0
 """Maximum time in seconds to reach the cluster's address."""
-INTERRUPTED = 130
-"""Exit status of a driver that was stopped from outside."""
 
 
 @contextmanager
@@ -55,7 +54,19 @@ def connected() -> Iterator[None]:
         yield
     finally:
         if not was_connected:
+            private_environment.forget()
             ray.shutdown()  # Ray's own shutdown at exit would wait half a second for logs
+
+
+@contextmanager
+def private_environment_of_job() -> Iterator[None]:
+    """Delete the private environment variables of the job from the cluster at the end of a block, also if it has not connected."""
+    try:
+        yield
+    finally:
+        if private_environment.URI in os.environ:
+            with suppress(ClusterError), connected():
+                pass  # the end of the connection deletes them
 
 
 def ship_modules_beside_the_script() -> None:

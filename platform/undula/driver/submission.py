@@ -1,23 +1,45 @@
 """Submission of a script to a Ray cluster, or to a new local cluster, for `undula run` and `undula study`.
 
+A job on a cluster that was there before does not need the process that has submitted it: Ctrl-C only ends the following.
+
 The module imports Ray only when the cluster is up, because Ray reads the cluster's token when it is imported.
 """
 
 import math
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from undula.cluster.local import cluster_at_hand, local_cluster
+from undula.cluster.local import cluster_at_hand, job_api_answers, local_cluster
 from undula.cluster.room import refuse_what_never_fits
+from undula.config.environment import without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.elastic.pure.spec import WorkersSpec
+from undula.errors import INTERRUPTED, ClusterError, SpecError
 from undula.telemetry.live import LiveScreen
 
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit statuses of a script that was killed: as its parent sees it, and as a shell reports it."""
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails
+
+    from undula.driver.submit import JobApi
+
+Mode: TypeAlias = Literal["follow", "detach", "keep-alive"]
+"""What happens after the submission: the job is followed, left alone, or followed and submitted again whenever the cluster has lost it."""
+FRESH = "--fresh"
+"""Option of a script with which its job starts over."""
+KILLED = 128 + signal.SIGKILL
+"""Exit status of a script that was killed."""
+STOP_TIMEOUT_S = 5.0
+"""Maximum time in seconds to wait until a job on a local cluster has stopped."""
+AWAIT_CLUSTER_S = 2.0
+"""Seconds between two attempts to reach a cluster."""
+MOST_REFUSALS = 30
+"""Number of times in a row that a cluster may refuse a job that is kept alive."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +51,31 @@ class Submission:
     workers: WorkersSpec
     origins: Mapping[str, str]
     """Origin of each value of the job that was set, by dotted key."""
-    continuing: str
-    """Text for a user whose job was interrupted: the directory of the run, and how to continue it."""
+    kind: Literal["run", "study"]
+    url: str
+    """Directory of the run or study."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the job's processes, which no list, log or file shows."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
+
+    def with_environment(self, variables: Mapping[str, str]) -> "Submission":
+        """Return the submission with further environment variables for the job's processes."""
+        return replace(self, environment={**self.environment, **variables})
+
+    def again(self) -> "Submission":
+        """Return the submission that continues this one, which does not start over."""
+        return replace(self, arguments=tuple(each for each in self.arguments if each != FRESH))
+
+    @property
+    def name(self) -> str:
+        """Name of the run or study."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def continuing(self) -> str:
+        """Text for a user whose job was interrupted: the directory of the run, and how to continue it."""
+        return f"{self.kind} directory: {self.url}\nsubmit it again under the name {self.name} to continue"
 
     @property
     def num_cpus(self) -> int:
@@ -56,19 +99,17 @@ def submission_of_job(
         SpecError: The script does not exist.
     """
     script = script_of(file, script)
-    options = ["--config", name_in_submission(script, file), *(["--fresh"] if fresh else [])]
+    options = ["--config", name_in_submission(script, file), *([FRESH] if fresh else [])]
+    shown, private = without_secrets(overrides)
     return Submission(
         script=script,
-        arguments=(*options, *overrides, *absolute_paths(loaded.spec)),
+        arguments=(*options, *shown, *absolute_paths(loaded.spec)),
+        environment=private,
         workers=loaded.spec.workers,
         origins=loaded.origins,
-        continuing=how_to_continue("run", loaded.spec.run_url, loaded.spec.name),
+        kind="run",
+        url=loaded.spec.run_url,
     )
-
-
-def how_to_continue(kind: str, url: str, name: str) -> str:
-    """Return a text for the user about how to continue an interrupted job."""
-    return f"{kind} directory: {url}\nsubmit it again under the name {name} to continue"
 
 
 def name_in_submission(script: Path, file: Path) -> str:
@@ -76,20 +117,24 @@ def name_in_submission(script: Path, file: Path) -> str:
     return file.name if file.absolute().parent == script.parent else str(file.absolute())
 
 
-def submit_and_follow(submission: Submission, address: str | None, screen: LiveScreen) -> int:
-    """Submit a script, show what it prints, and return its exit status.
+def run_submission(submission: Submission, address: str | None, screen: LiveScreen, mode: Mode) -> int:
+    """Submit a script, show what it prints, and return its exit status, or 0 if it was left alone.
 
     The script runs on the cluster at `address` (the URL of its job API). By default, it runs on the cluster at
     RAY_API_SERVER_ADDRESS or on this machine; if there is none, it runs on a new local cluster that is stopped after the job.
 
     Raises:
-        SpecError: A new local cluster would be too small for the job's workers.
+        SpecError: A new local cluster would be too small for the job's workers, or would end before the job.
         ClusterError: The cluster does not accept the job, or the local cluster did not start.
-        KeyboardInterrupt, SystemExit: The job was stopped by Ctrl-C or SIGTERM.
+        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended the following. A job on a new local cluster was stopped.
     """
     if dashboard := address or cluster_at_hand():
-        screen.show(f"submitting the job to the cluster at {dashboard} ...")
-        return _follow(submission, dashboard, screen)
+        return _run_on_cluster(submission, dashboard, f" --address {address}" if address else "", screen, mode)
+    if mode != "follow":
+        raise SpecError(
+            f"command line: --{mode} needs a cluster that stays when this command ends; start one with `ray start --head`, or give "
+            "--address http://HOST:8265"
+        )
     fix = ", or submit it to a larger cluster with --address http://HOST:8265"
     refuse_what_never_fits(
         submission.workers,
@@ -103,20 +148,97 @@ def submit_and_follow(submission: Submission, address: str | None, screen: LiveS
     screen.show("starting a local Ray cluster ...")
     with local_cluster(submission.num_cpus) as cluster:
         os.environ.update(cluster.env)
-        return _follow(submission, cluster.dashboard, screen)
+        return _run_here(submission, cluster.dashboard, screen)
 
 
-def _follow(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
-    from undula.driver.submit import submit  # imports Ray, which reads the token from the environment
+def _run_here(submission: Submission, dashboard: str, screen: LiveScreen) -> int:
+    """Run a script on the local cluster of this process. Ctrl-C stops it."""
+    from undula.driver import follow, submit  # these import Ray, which reads the token from the environment
 
+    api = submit.connect(dashboard)
+    job = _start(api, submission)
     try:
-        status = submit(dashboard, submission.script, submission.arguments, screen.show)
+        return _ended(submission, follow.follow_to_the_end(api, job, screen.show), screen)
     except (KeyboardInterrupt, SystemExit):
         screen.close()
+        with suppress(ClusterError):
+            submit.stop(api, job, STOP_TIMEOUT_S)
         screen.show(submission.continuing)
         raise
     finally:
         screen.close()
-    if status in KILLED:  # a killed driver cannot print this itself
+
+
+def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen: LiveScreen, mode: Mode) -> int:
+    """Run a script on a cluster that stays. Ctrl-C leaves it alone.
+
+    Args:
+        submission: The script.
+        dashboard: URL of the cluster's job API.
+        option: Option of commands that names the cluster.
+        screen: Screen that shows what the script prints.
+        mode: What happens after the submission.
+    """
+    from undula.driver import follow, submit
+
+    hints = f"undula logs {submission.name} --follow{option}\nundula stop {submission.name}{option}"
+    screen.show(f"submitting the job to the cluster at {dashboard} ...")
+    refusals = 0
+    while True:
+        if mode == "keep-alive":
+            _await_cluster(dashboard, screen)
+        try:
+            api = submit.connect(dashboard)
+            job = _start(api, submission)
+        except ClusterError:
+            refusals += 1
+            if mode != "keep-alive" or refusals > MOST_REFUSALS:
+                raise
+            time.sleep(AWAIT_CLUSTER_S)  # a head that has just started answers before it takes jobs
+            continue
+        refusals = 0
+        if mode == "detach":
+            screen.show(f"the job {job} trains on the cluster\n{hints}")
+            return 0
+        try:
+            details = follow.follow_to_the_end(api, job, screen.show, forever=mode == "keep-alive")
+        except (KeyboardInterrupt, SystemExit) as stop:
+            screen.close()
+            screen.show(f"the job trains on the cluster without this command\n{hints}")
+            raise SystemExit(stop.code if isinstance(stop, SystemExit) else INTERRUPTED) from None
+        finally:
+            screen.close()
+        if details is not None or mode != "keep-alive":
+            return _ended(submission, details, screen)
+        screen.show("the cluster has lost the job, because its head was replaced; submitting the job again ...")
+        submission = submission.again()
+
+
+def _start(api: "JobApi", submission: Submission) -> str:
+    from undula.driver import submit
+
+    return submit.start(api, submission.url, submission.script, submission.arguments, submission.environment)
+
+
+def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScreen) -> int:
+    """Return the exit status of a job that has ended, or None in place of a job that the cluster has lost."""
+    from undula.driver import follow
+
+    screen.close()
+    if details is None:
+        raise ClusterError(
+            f"the cluster has lost the job, because its head was replaced; submit it again under the name {submission.name} to continue, "
+            "with --keep-alive to have this done for you"
+        )
+    status = follow.exit_status(details, screen.show)
+    if status == KILLED:  # a killed driver cannot print this itself
         screen.show(f"the job's driver was killed\n{submission.continuing}")
     return status
+
+
+def _await_cluster(dashboard: str, screen: LiveScreen) -> None:
+    """Wait until a cluster's job API answers."""
+    if not job_api_answers(dashboard):
+        screen.show(f"waiting for the cluster at {dashboard} ...")
+        while not job_api_answers(dashboard):
+            time.sleep(AWAIT_CLUSTER_S)

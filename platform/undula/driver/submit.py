@@ -1,144 +1,147 @@
-"""Submission of a job script through Ray's job API. The submitter follows the job to its end."""
+"""Jobs of runs and studies on a cluster, through Ray's job API: they are submitted, listed and stopped here."""
 
-import asyncio
 import logging
-import re
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
-from aiohttp import ClientError
 from ray.exceptions import RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 import undula
-from undula.errors import ClusterError
+from undula.driver.follow import LOST
+from undula.elastic.ray import private_environment
+from undula.errors import ClusterError, RunError, SpecError
 
-RECONNECT_S = 2.0
-"""Seconds between two attempts to follow a job."""
-RECONNECTS = 30
-"""Maximum number of consecutive failed attempts."""
-LASTING_S = 30.0
-"""Duration in seconds after which a connection counts as a success: if it is lost later, failed attempts are counted from zero."""
-LOST = (OSError, RuntimeError, ClientError)
-"""Exceptions that Ray's client raises if the job API does not answer: those of requests, its own, and those of aiohttp."""
-STOP_TIMEOUT_S = 5.0
-"""Maximum time in seconds to wait until a job has stopped."""
-_RAY_LOG_LINE = re.compile(
-    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\t[A-Z]+ \S+\.py:\d+ -- |Running entrypoint for job raysubmit_)"
-)
+RUN = "undula_run"
+"""Key of a job's metadata with the directory of its run or study."""
+POLL_S = 0.1
+"""Seconds between two looks at a job that is being stopped."""
 
 
-def submit(dashboard: str, script: Path, arguments: Sequence[str], show: Callable[[str], None]) -> int:
-    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded for it.
+class JobApi(JobSubmissionClient):
+    """Client of a cluster's job API that can also store the environment variables of a job."""
 
-    Args:
-        dashboard: URL of the job API.
-        script: Path of the script; it can import files beside it.
-        arguments: Arguments of the script.
-        show: Callback for each line that the job prints.
+    def store(self, variables: Mapping[str, str]) -> dict[str, Any]:
+        """Store variables on the cluster, and return the part of the runtime environment with which the job's processes take them."""
+        package = private_environment.new_package()
+        response = self._do_request("PUT", f"/api/packages/gcs/{package}", data=private_environment.packed(variables))
+        if response.status_code != HTTPStatus.OK:
+            self._raise_error(response)
+        return private_environment.runtime_env(package)
 
-    Returns:
-        The exit status of the script.
+
+def connect(dashboard: str) -> JobApi:
+    """Return a client of the job API at a URL.
 
     Raises:
-        ClusterError: The cluster does not accept the job.
-        KeyboardInterrupt: The user pressed Ctrl-C. The job has been stopped.
+        SpecError: The address is not a URL.
+        ClusterError: The job API does not answer, or rejects the token.
     """
     for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.WARNING)  # hides messages about uploads and sockets
     # Hides the message that __pycache__ is not uploaded.
     logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
-    package = Path(undula.__file__).parent
     if not dashboard.startswith(("http://", "https://")):
-        raise ClusterError(f"the address of the job API is {dashboard!r}, which is not a URL; use http://HOST:8265")
+        raise SpecError(f"the address of the job API is {dashboard!r}, which is not a URL; use http://HOST:8265")
     try:
-        client = JobSubmissionClient(dashboard)
-        job_id = client.submit_job(
-            entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
-            runtime_env={"working_dir": str(script.parent), "py_modules": [str(package)]},
-        )
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise ClusterError(
-            f"the cluster at {dashboard} does not accept the job: {' '.join(str(error).split())[:300]}"
-        ) from error
-    try:
-        details = _follow_to_the_end(client, job_id, show)
-    except Exception:
-        raise  # the job continues without this process
-    except BaseException:  # Ctrl-C, SIGTERM
-        with suppress(*LOST):
-            _stop(client, job_id)
-        raise
-    if details.status == JobStatus.SUCCEEDED:
-        return 0
-    if details.driver_exit_code is None:
-        show(details.message or f"the job ended as {details.status}")
-    return details.driver_exit_code or 1
+        return JobApi(dashboard)
+    except (*LOST, ValueError, RayError) as error:
+        raise ClusterError(f"the cluster at {dashboard} cannot be reached: {_in_short(error)}") from error
 
 
-def _stop(client: JobSubmissionClient, job_id: str) -> None:
-    client.stop_job(job_id)
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while not client.get_job_status(job_id).is_terminal() and time.monotonic() < deadline:
-        time.sleep(0.1)  # interval between two polls
+def start(api: JobApi, run: str, script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded for it.
 
+    Args:
+        api: Client of the job API.
+        run: Directory of the run or study.
+        script: Path of the script; it can import files beside it.
+        arguments: Arguments of the script.
+        environment: Environment variables of the job's processes.
 
-def _follow_to_the_end(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> JobDetails:
-    """Show the lines of a job until it has ended. If the connection is lost, the job continues, and this function reconnects.
+    Returns:
+        The id of the job.
 
     Raises:
-        ClusterError: More than RECONNECTS attempts to reconnect have failed in a row.
+        ClusterError: The cluster does not accept the job.
     """
-    show_new = _NewLines(show)
-    failures = 0
-    while True:
-        began = time.monotonic()
-        try:
-            asyncio.run(_follow(client, job_id, show_new))
-            details = client.get_job_info(job_id)
-            if details.status.is_terminal():
-                return details
-        except LOST as error:
-            failures = failures + 1 if time.monotonic() - began < LASTING_S else 1
-            why = " ".join(str(error).split())
-            if failures > RECONNECTS:
-                raise ClusterError(
-                    f"lost the connection to the job {job_id}, which may still be running: {why}; "
-                    f"follow it with `ray job logs --follow {job_id}`"
-                ) from error
-            if failures == 1:
-                show(f"lost the connection to the job, which continues; reconnecting: {why}")
-        time.sleep(RECONNECT_S)
-        show_new.start_over()
+    package = Path(undula.__file__).parent
+    try:
+        return api.submit_job(
+            entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
+            metadata={RUN: directory(run)},
+            runtime_env={
+                "working_dir": str(script.parent),
+                "py_modules": [str(package)],
+                **(api.store(environment) if environment else {}),
+            },
+        )
+    except (*LOST, ValueError, RayError) as error:
+        raise ClusterError(f"the cluster at {api.get_address()} does not accept the job: {_in_short(error)}") from error
 
 
-class _NewLines:
-    """Callback that shows each line of a log once. Call `start_over` before the log is read from its beginning again."""
-
-    def __init__(self, show: Callable[[str], None]):
-        self._show = show
-        self._shown = 0
-        self._place = 0
-
-    def __call__(self, line: str) -> None:
-        self._place += 1
-        if self._place > self._shown:
-            self._shown = self._place
-            self._show(line)
-
-    def start_over(self) -> None:
-        self._place = 0
+def directory(run: str) -> str:
+    """Return the URL or the absolute path of the directory of a run or study."""
+    return run.rstrip("/") if "://" in run else str(Path(run).expanduser().absolute())
 
 
-async def _follow(client: JobSubmissionClient, job_id: str, show: Callable[[str], None]) -> None:
-    rest = ""
-    async for text in client.tail_job_logs(job_id):
-        *lines, rest = (rest + text).split("\n")
-        for line in lines:
-            if not _RAY_LOG_LINE.match(line):
-                show(line)
-    if rest:
-        show(rest)
+def jobs_by_run(api: JobApi) -> dict[str, list[JobDetails]]:
+    """Return the jobs of each run and study of a cluster, newest first, by its directory.
+
+    Raises:
+        ClusterError: The job API does not answer.
+    """
+    try:
+        jobs = api.list_jobs()
+    except LOST as error:
+        raise ClusterError(f"the cluster at {api.get_address()} cannot list its jobs: {_in_short(error)}") from error
+    found: dict[str, list[JobDetails]] = {}
+    for job in sorted(jobs, key=lambda job: -(job.start_time or 0)):
+        if run := (job.metadata or {}).get(RUN):
+            found.setdefault(run, []).append(job)
+    return found
+
+
+def jobs_of(api: JobApi, run: str) -> list[JobDetails]:
+    """Return the jobs of a run or study, newest first, by its name or directory.
+
+    Raises:
+        RunError: The cluster has no such job.
+    """
+    url = directory(run)
+    found = [
+        job for each, jobs in jobs_by_run(api).items() if each == url or each.rpartition("/")[2] == run for job in jobs
+    ]
+    if not found:
+        raise RunError(
+            f"the cluster at {api.get_address()} has no job of {run}; give the name of a run or study that was submitted to it"
+        )
+    return sorted(found, key=lambda job: -(job.start_time or 0))
+
+
+def stop(api: JobApi, job: str, limit_s: float) -> bool:
+    """Stop a job, and return whether it has ended within a time limit.
+
+    Raises:
+        ClusterError: The job API does not answer.
+    """
+    deadline = time.monotonic() + limit_s
+    try:
+        api.stop_job(job)
+        while not JobStatus(api.get_job_status(job)).is_terminal():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+    except LOST as error:
+        raise ClusterError(
+            f"the cluster at {api.get_address()} does not stop the job {job}: {_in_short(error)}"
+        ) from error
+    return True
+
+
+def _in_short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -4,6 +4,12 @@ import os
 from pathlib import Path
 
 DEFAULT_RUNS = "~/undula/runs"
-"""Folder of the run directories, if a job does not set `runs`."""
+"""Folder of the run directories, if neither a job nor UNDULA_RUNS sets another."""
+RUNS_VARIABLE = "UNDULA_RUNS"
 MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
 """In-memory file system in which a node keeps its snapshots. If several nodes share a machine, each has its own folder."""
+
+
+def default_runs() -> str:
+    """Return the folder of the run directories that UNDULA_RUNS names, or else DEFAULT_RUNS."""
+    return os.environ.get(RUNS_VARIABLE) or DEFAULT_RUNS

@@ -1,7 +1,7 @@
 """Finds the directory of a run or a study by its path, its s3:// URL or its name."""
 
 from undula.errors import RunError
-from undula.state.defaults import DEFAULT_RUNS
+from undula.state.defaults import default_runs
 from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.ledger_files import LEDGER
 from undula.storage import Store, open_store
@@ -13,7 +13,7 @@ def locate_run(run: str, runs: str | None = None) -> Store:
     Args:
         run: Path, s3:// URL or name of the run.
         runs: Folder in which a name is looked up. By default, the name is looked up in the working directory and then in
-            DEFAULT_RUNS.
+            `default_runs`.
 
     Raises:
         RunError: There is no run of that name, and no such folder.
@@ -34,7 +34,7 @@ def _locate(kind: str, given: str, runs: str | None, files: tuple[str, ...]) -> 
     here = open_store(given)
     if "://" in given or given.startswith(("/", "~")):
         return here
-    below = open_store(f"{(runs or DEFAULT_RUNS).rstrip('/')}/{given}")
+    below = open_store(f"{(runs or default_runs()).rstrip('/')}/{given}")
     order = (here, below) if runs is None else (below, here)
     for store in order:
         if any(store.exists(file) for file in files):
@@ -42,6 +42,6 @@ def _locate(kind: str, given: str, runs: str | None, files: tuple[str, ...]) -> 
     if found := next((store for store in order if store.exists()), None):
         return found  # the caller reports what the folder lacks
     raise RunError(
-        f"there is no {kind} {given} in {runs or DEFAULT_RUNS}, and no folder {given} here; give the {kind}'s directory, or the "
+        f"there is no {kind} {given} in {runs or default_runs()}, and no folder {given} here; give the {kind}'s directory, or the "
         "folder of the runs with --runs"
     )

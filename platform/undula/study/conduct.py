@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from undula.driver.connection import INTERRUPTED, connected, ship_modules_beside_the_script
+from undula.driver.connection import connected, ship_modules_beside_the_script
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_job, on_cluster
+from undula.errors import FAILED, INTERRUPTED
 from undula.plan.plan import Plan
 from undula.report.text import counted
 from undula.state.directory import held
@@ -57,7 +58,7 @@ def conduct(
         print("\n".join([*publish(study.store, study.spec, records), f"study directory: {study.url}"]), flush=True)
     if failed := sum(record.state == "failed" for record in records):
         print(f"{counted(failed, 'trial')} failed; run the same command to try again", flush=True)
-        raise SystemExit(1)
+        raise SystemExit(FAILED)
 
 
 def _train(study: Study, train: Callable[[Run], None], fresh: bool) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from undula.config.job import LoadedSpec, as_tree, changed_key
+from undula.config.secrets import hide_secrets
 from undula.data.mixture import load_data
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
@@ -85,7 +86,7 @@ class Study:
 
     def begin(self) -> None:
         """Write study.json, which has the study in its current form."""
-        write_study(self.store, {"spec": as_tree(self.spec), "job": self.base.tree()})
+        write_study(self.store, {"spec": hide_secrets(as_tree(self.spec)), "job": self.base.tree()})
 
     def check(self, trials: Iterable[Trial], fresh: bool = False, knows_defaults: bool = True) -> None:
         """Check trials before they start. Trials can be added to a study, but a trial that has started cannot change.

@@ -37,9 +37,10 @@ class StudyStatus:
         """Whether the study will not change until it is submitted again."""
         return not self.has_driver or self.has_ended
 
-    def rows(self) -> list[Mapping[str, Any]]:
-        """Return the trials as JSON objects."""
-        return [trial_row(self.spec, record) for record in self.records]
+    def as_json(self) -> Mapping[str, Any]:
+        """Return the status as a JSON object."""
+        trials = [trial_row(self.spec, record) for record in self.records]
+        return {"study": self.spec.name, "driver_alive": self.has_driver, "ended": self.has_ended, "trials": trials}
 
     def table(self) -> list[str]:
         """Return the table of the study as lines for a terminal."""

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from undula.config.environment import without_secrets
 from undula.config.job import absolute_paths, script_of
-from undula.driver.submission import Submission, how_to_continue, name_in_submission
+from undula.driver.submission import FRESH, Submission, name_in_submission
 from undula.study.load import LoadedStudy
 
 
@@ -18,14 +19,17 @@ def submission_of_study(
     """
     script, job = script_of(loaded.file, script), loaded.job.spec
     study_name, job_name = names_in_submission(script, file, loaded.file)
-    options = ["--study", study_name, *(["--fresh"] if fresh else []), f"job={job_name}"]
+    options = ["--study", study_name, *([FRESH] if fresh else []), f"job={job_name}"]
+    shown, private = without_secrets(overrides)
     paths = (f"overrides.{path}" for path in absolute_paths(job))
     return Submission(
         script=script,
-        arguments=(*options, *overrides, *paths),
+        arguments=(*options, *shown, *paths),
+        environment=private,
         workers=job.workers,
         origins=loaded.job.origins,
-        continuing=how_to_continue("study", f"{job.runs.rstrip('/')}/{loaded.spec.name}", loaded.spec.name),
+        kind="study",
+        url=f"{job.runs.rstrip('/')}/{loaded.spec.name}",
         packed=loaded.spec.packed or 1,
     )
 

@@ -39,7 +39,7 @@ def main() -> None:
             raylet = _start_ray(description, folder)
             watcher = [sys.executable, "-m", "undula.cli", "spot", "watch", "--source", "aws", "--url", metadata.url]
             _start(
-                [*watcher, "--node", description["node"], "--address", description["address"]],
+                [*watcher, "--node", description["node"], "--cluster", description["address"]],
                 os.environ,
                 folder / "watch.log",
             )

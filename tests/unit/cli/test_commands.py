@@ -15,7 +15,7 @@ import pytest
 from priced_run import write_priced_run
 
 from undula.cli.main import cli
-from undula.config.job import as_tree
+from undula.config.job import absolute_paths, as_tree, load_spec
 from undula.data.planned import PlannedSamples
 from undula.data.write import write_shards
 from undula.plan.keys import multiset_digest
@@ -53,6 +53,12 @@ def test_every_command_and_option_has_help(undula: Command, path: tuple[str, ...
     assert all(each.help for each in command.params if isinstance(each, click.Option))
 
 
+def test_data_index_prints_json(undula: Command, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
+    found = json.loads(undula("data", "index", tmp_path, "--json").out)
+    assert (found["rows"], found["columns"]) == (2, {"x": "int64"})
+
+
 def test_data_index_says_how_many_files_it_skips(undula: Command, tmp_path: Path) -> None:
     for name in ("a", "_b", ".c"):
         pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"{name}.parquet")
@@ -81,11 +87,12 @@ def test_what_submits_a_job_or_looks_at_a_study_is_loaded_without_ray() -> None:
     ("line", "sentence"),
     [
         ("run", "Missing argument 'JOB.yaml' (see undula run --help)"),
-        ("run job.yaml --frsh", "No such option '--frsh'. Did you mean '--fresh'? (see undula run --help)"),
+        ("run job.yaml --keep-aliv", "No such option '--keep-aliv'. Did you mean '--keep-alive'? (see undula run --help)"),
         ("rnu", "No such command 'rnu'. Did you mean 'run'? (see undula --help)"),
         ("run none.yaml", "cannot read none.yaml: No such file or directory"),
         (f"run {JOB} plan.seed", "command line: 'plan.seed' is not an override; write key.sub=value"),
         (f"run {JOB} plan.gobal_batch=3 --print", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
+        (f"run {JOB} --detach --keep-alive", "command line: --detach ends this command, which --keep-alive needs; give one of them"),
         ("verify run --tolerance nan", "Invalid value for '--tolerance': nan is not a finite number (see undula verify --help)"),
         ("spot leave --notice nan", "Invalid value for '--notice': nan is not a finite number (see undula spot leave --help)"),
         ("spot watch --source fax", "command line: --source is fax; set it to one of aws, gcp, azure or file:PATH"),
@@ -106,7 +113,7 @@ def test_without_a_command_the_help_is_shown(undula: Command) -> None:
 
 
 def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("undula.report.render.terminal.print_runs", interrupted)
@@ -123,7 +130,11 @@ def test_ctrl_c_ends_a_command_with_status_130(undula: Command, monkeypatch: pyt
         "--address http://none:1 {job} plan.seed=1 --print plan.seed=5 --fresh name=mixed",
     ],
 )
-def test_overrides_and_options_can_be_mixed(undula: Command, line: str) -> None:
+def test_overrides_and_options_can_be_mixed(undula: Command, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def printed(script: Path, job: Path, overrides: tuple[str, ...]) -> str:
+        return load_spec(job, overrides).to_yaml()  # the script itself would take seconds to import torch and Ray
+
+    monkeypatch.setattr("undula.driver.print_job.printed_by_script", printed)
     shown = undula("run", *line.format(job=JOB).split())
     assert shown.status == 0
     assert "\n  seed: 5 " in shown.out
@@ -146,7 +157,58 @@ def test_show_and_report_look_in_the_folder_of_the_runs(undula: Command, runs: P
     assert (shown.status, json.loads(shown.out)["name"]) == (0, "spot-run")
     assert undula("report", "spot-run", "--runs", runs).out == f"{runs}/spot-run/report.html\n"
     assert (runs / "spot-run" / "report.html").exists()
-    assert [run["run"] for run in json.loads(undula("ls", runs, "--json").out)] == ["spot-run"]
+    for options in ((runs,), ("--runs", runs)):
+        assert [run["run"] for run in json.loads(undula("ls", *options, "--json").out)] == ["spot-run"]
+    assert "give one of them" in undula("ls", runs, "--runs", runs).err
+
+
+def test_undula_runs_is_the_default_folder_of_every_command(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNDULA_RUNS", str(runs))
+    assert json.loads(undula("show", "spot-run", "--json").out)["name"] == "spot-run"
+    assert json.loads(undula("report", "spot-run", "--json").out) == {"report": f"{runs}/spot-run/report.html"}
+    assert [run["run"] for run in json.loads(undula("ls", "--json").out)] == ["spot-run"]
+    loaded = load_spec(JOB)
+    assert (loaded.spec.runs, loaded.origin("runs")) == (str(runs), "UNDULA_RUNS")
+    assert f'runs="{runs}"' in absolute_paths(loaded.spec), "the cluster may have another UNDULA_RUNS"
+    job = runs.parent / "own.yaml"
+    job.write_text("name: own\nruns: mine\ndata: {train: x}\n")
+    assert load_spec(job).spec.runs == "mine", "what the job says comes first"
+
+
+def test_the_same_options_exist_where_they_make_sense() -> None:
+    names = {
+        " ".join(path): {option for each in command.params for option in each.opts}
+        for path, command in commands()
+        if not isinstance(command, click.Group)
+    }
+    of_runs = {
+        "run",
+        "chaos",
+        "ls",
+        "show",
+        "verify",
+        "report",
+        "compare",
+        "export",
+        "doctor",
+        "study run",
+        "study status",
+        "study report",
+    }
+    of_clusters = {"run", "ls", "logs", "stop", "study run"}
+    assert {name for name, options in names.items() if "--runs" in options} == of_runs
+    assert {name for name, options in names.items() if "--address" in options} == of_clusters
+    assert of_runs - {"run", "study run"} <= {name for name, options in names.items() if "--json" in options}
+
+
+def test_leave_fails_if_ray_does_not_accept_the_drain(undula: Command) -> None:
+    done = undula("spot", "leave", "--cluster", "127.0.0.1:1", "--notice", "0.1", "--node", "a" * 56)
+    assert done.status == 3
+    assert (
+        "the cluster at 127.0.0.1:1 has not accepted that this machine leaves, so its loss will be a crash" in done.err
+    )
 
 
 def test_verify_looks_for_both_runs_in_the_folder_of_the_runs(undula: Command, runs: Path) -> None:
@@ -185,9 +247,12 @@ def test_chaos_refuses_workers_that_do_not_fit_on_its_nodes(undula: Command, run
 def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
     undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("undula.driver.submit.submit", lambda *_: -9)
+    killed = type("Details", (), {"status": "FAILED", "driver_exit_code": -9})
+    monkeypatch.setattr("undula.driver.submit.connect", lambda dashboard: None)
+    monkeypatch.setattr("undula.driver.submit.start", lambda *_: "job")
+    monkeypatch.setattr("undula.driver.follow.follow_to_the_end", lambda *_, **__: killed)
     said = undula("run", JOB, "name=job", f"runs={runs}", "--address", "http://head:8265")
-    assert said.status == -9
+    assert said.status == 137
     assert said.out.splitlines()[-2:] == [
         f"run directory: {runs}/job",
         "submit it again under the name job to continue",

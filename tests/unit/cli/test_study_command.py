@@ -72,13 +72,13 @@ def test_status_says_whether_a_study_is_running(study: Store, undula: Command) -
     ledger = LedgerWriter(store, 1)
     ledger.event(StartEvent(1, 1, step=0))
     ledger.close()
-    assert [row["state"] for row in json.loads(output_of(undula, "study", "status", study.url, "--json")[1])] == [
-        "complete",
-        "waiting",
-    ]
+    found = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
+    assert (found["study"], found["driver_alive"], found["ended"]) == ("rates", False, False)
+    assert [row["state"] for row in found["trials"]] == ["complete", "waiting"]
     with keep_heartbeat(study):
-        _, rows = output_of(undula, "study", "status", study.url, "--json")
-        assert [row["state"] for row in json.loads(rows)] == ["complete", "running"]
+        found = json.loads(output_of(undula, "study", "status", study.url, "--json")[1])
+        assert found["driver_alive"]
+        assert [row["state"] for row in found["trials"]] == ["complete", "running"]
         _, text = output_of(undula, "study", "status", study.url)
     assert "not running" not in text
     assert "rates: 1 of 2 trials" in text
@@ -97,6 +97,8 @@ def test_a_study_is_found_in_the_folder_of_the_runs(
     status, text = output_of(undula, "study", "report", "rates", "--runs", str(tmp_path))
     assert status == 0
     assert f"report: {study.url}/report/index.html" in text
+    _, text = output_of(undula, "study", "report", "rates", "--runs", str(tmp_path), "--json")
+    assert json.loads(text)["report"] == f"{study.url}/report/index.html"
 
 
 def test_a_missing_study_is_reported_with_the_searched_folders(undula: Command) -> None:

@@ -186,7 +186,7 @@ def test_each_problem_is_reported_by_one_check_with_its_fix(
         (replace(HEALTHY, nodes=(HEAD, replace(SPOT, gpus=0), replace(ON_DEMAND, gpus=0)), reports=NO_CLOUD, gpus={}), "gpus",
          "no GPUs"),
         (replace(HEALTHY, nodes=(HEAD, replace(SPOT, is_spot=False), ON_DEMAND), reports=NO_CLOUD), "notices", "no cloud machines"),
-        (report_of(SPOT, notices=NoticeSource(in_pod=True)), "notices", "1 pod gets"),
+        (report_of(SPOT, notices=NoticeSource(in_pod=True)), "notices", "1 pod, where only a preStop hook"),
         (clock(0.6, round_trip_s=0.4), "clocks", "within 800.0 ms"),
     ],
 )  # fmt: skip

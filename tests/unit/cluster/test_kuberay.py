@@ -148,6 +148,11 @@ def test_the_token_comes_from_a_secret_and_workers_have_no_permissions_in_kubern
         assert pod["automountServiceAccountToken"] is False
 
 
+def test_the_job_is_submitted_again_if_its_head_is_lost(manifest: dict[str, Any]) -> None:
+    assert manifest["spec"]["backoffLimit"] >= 1
+    assert "runs=s3://" in manifest["spec"]["entrypoint"], "the run must outlive the head"
+
+
 def test_the_manifest_runs_a_job_of_this_repository(manifest: dict[str, Any]) -> None:
     from undula.config.job import load_spec
 

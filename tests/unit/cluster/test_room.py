@@ -9,7 +9,7 @@ import pytest
 from undula.cluster import local, room
 from undula.cluster.room import refuse_what_never_fits
 from undula.driver import submission
-from undula.driver.submission import Submission, submit_and_follow
+from undula.driver.submission import Submission, run_submission
 from undula.elastic.pure.nodes import Shortage, shortage
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.machine import machine_resources
@@ -86,7 +86,7 @@ def test_the_resources_of_a_local_node_are_those_that_ray_detects(monkeypatch: p
 
 
 def job(workers: WorkersSpec) -> Submission:
-    return Submission(Path("job.py"), (), workers, {"workers.gpus": "job.yaml:7"}, "run directory: /runs/job")
+    return Submission(Path("job.py"), (), workers, {"workers.gpus": "job.yaml:7"}, "run", "/runs/job")
 
 
 def test_a_job_that_never_fits_is_refused_before_a_local_cluster_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_job_that_never_fits_is_refused_before_a_local_cluster_starts(monkeypa
     with pytest.raises(
         SpecError, match=r"job\.yaml:7: workers\.gpus is 1, but this machine has no GPU, .* set workers\.gpus=0, or"
     ):
-        submit_and_follow(job(WorkersSpec(gpus=1)), None, LiveScreen(sys.stdout))
+        run_submission(job(WorkersSpec(gpus=1)), None, LiveScreen(sys.stdout), "follow")
 
 
 def test_a_job_for_another_cluster_is_not_refused_for_the_resources_of_this_machine(
@@ -108,10 +108,9 @@ def test_a_job_for_another_cluster_is_not_refused_for_the_resources_of_this_mach
 ) -> None:
     submitted: list[str] = []
 
-    def submit(dashboard: str, *_: Any) -> int:
-        submitted.append(dashboard)
-        return 0
-
-    monkeypatch.setattr("undula.driver.submit.submit", submit)
-    assert submit_and_follow(job(WorkersSpec(gpus=1)), "http://head:8265", LiveScreen(sys.stdout)) == 0
+    ended = type("Details", (), {"status": "SUCCEEDED"})
+    monkeypatch.setattr("undula.driver.submit.connect", submitted.append)
+    monkeypatch.setattr("undula.driver.submit.start", lambda *_: "job")
+    monkeypatch.setattr("undula.driver.follow.follow_to_the_end", lambda *_, **__: ended)
+    assert run_submission(job(WorkersSpec(gpus=1)), "http://head:8265", LiveScreen(sys.stdout), "follow") == 0
     assert submitted == ["http://head:8265"]

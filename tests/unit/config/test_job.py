@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from undula.config.job import JobSpec, LoadedSpec, absolute_paths, as_tree, hide_secrets, json_schema, load_spec
+from undula.config.job import JobSpec, LoadedSpec, absolute_paths, as_tree, json_schema, load_spec
 from undula.config.yaml_file import flatten
 from undula.driver.launch import job_of
 from undula.errors import SpecError
@@ -447,15 +447,3 @@ def test_relative_paths_with_any_characters_become_absolute(load: Load) -> None:
     loaded = load("runs: 'my #runs'\n")
     (override,) = absolute_paths(replace(loaded.spec, data=replace(loaded.spec.data, train="/data")))
     assert load("", override).spec.runs == str(Path("my #runs").absolute())
-
-
-def test_secrets_of_the_spec_are_not_shown() -> None:
-    deep = {"PASSWORD": "z", "secret": None}
-    tree = {
-        "config": {"hf_token": "x", "tokens": 3, "api_key": "y", "deep": deep, "loggers": [{"api_key": "y"}, "file"]}
-    }
-    shown = hide_secrets(tree)
-    assert shown["config"]["loggers"] == [{"api_key": "(hidden)"}, "file"]
-    assert shown["config"]["tokens"] == 3
-    assert shown["config"]["deep"] == {"PASSWORD": "(hidden)", "secret": None}
-    assert (shown["config"]["hf_token"], shown["config"]["api_key"]) == ("(hidden)", "(hidden)")

@@ -8,8 +8,8 @@ import pytest
 import requests
 from ray.job_submission import JobStatus
 
-from undula.driver import submit
-from undula.errors import ClusterError
+from undula.driver import follow
+from undula.errors import ConnectionLostError
 
 
 @dataclass
@@ -18,6 +18,7 @@ class Api:
 
     answers: Iterator[JobStatus | Exception]
     lines: list[str] = field(default_factory=list)
+    error_type: str | None = None
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
         for line in self.lines:
@@ -28,18 +29,19 @@ class Api:
         answer = next(self.answers)
         if isinstance(answer, Exception):
             raise answer
-        return type("Details", (), {"status": answer})
+        return type("Details", (), {"status": answer, "error_type": self.error_type})
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(follow, "RECONNECT_S", 0.0)
 
 
 def test_a_lost_connection_is_restored_and_no_line_is_shown_twice() -> None:
     lost = requests.exceptions.ConnectionError("Remote end closed connection")
     api, shown = Api(iter([lost, JobStatus.RUNNING, lost, JobStatus.SUCCEEDED]), ["line 0"]), []
-    details = submit._follow_to_the_end(api, "job", shown.append)  # type: ignore[arg-type]
+    details = follow.follow_to_the_end(api, "job", shown.append)  # type: ignore[arg-type]
+    assert details
     assert details.status == JobStatus.SUCCEEDED
     assert [line for line in shown if line.startswith("line")] == [f"line {number}" for number in range(4)]
     assert "lost the connection to the job, which continues; reconnecting: Remote end closed connection" in shown
@@ -48,6 +50,18 @@ def test_a_lost_connection_is_restored_and_no_line_is_shown_twice() -> None:
 def test_a_lost_job_api_ends_following_with_one_sentence() -> None:
     api = Api(iter([requests.exceptions.ConnectionError("refused")] * 99))
     with pytest.raises(
-        ClusterError, match="lost the connection to the job raysubmit_1, which may still be running: refused"
+        ConnectionLostError, match="lost the connection to the job raysubmit_1, which may still be running: refused"
     ):
-        submit._follow_to_the_end(api, "raysubmit_1", lambda line: None)  # type: ignore[arg-type]
+        follow.follow_to_the_end(api, "raysubmit_1", lambda line: None)  # type: ignore[arg-type]
+
+
+def test_a_job_that_a_new_head_does_not_know_is_lost() -> None:
+    unknown = RuntimeError("Request failed with status code 404: Job job does not exist.")
+    refused = requests.exceptions.ConnectionError("refused")
+    api = Api(iter([refused] * 40 + [unknown, unknown]))
+    assert follow.follow_to_the_end(api, "job", lambda line: None, forever=True) is None  # type: ignore[arg-type]
+
+
+def test_a_job_whose_process_on_the_head_died_is_lost() -> None:
+    api = Api(iter([JobStatus.FAILED]), error_type="JOB_SUPERVISOR_ACTOR_DIED")
+    assert follow.follow_to_the_end(api, "job", lambda line: None) is None  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
 import io
 import json
 import math
+import re
 import threading
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from undula.errors import RunError
 from undula.report.data.cost import Cost
 from undula.report.data.goodput import CLASSES
 from undula.report.data.run_record import RecordedRun
-from undula.report.data.summary import SECONDS_CLASSES, RunSummary
+from undula.report.data.summary import SECONDS_CLASSES, RunSummary, State
 from undula.report.render import terminal
 from undula.report.render.plots import plot, strip
 from undula.report.render.terminal import print_run, print_runs, run_tables
@@ -117,6 +119,15 @@ def test_runs_are_listed_newest_first_and_unreadable_ones_with_the_reason(tmp_pa
     assert "elsewhere" not in text
     assert f"rates is a study; use `undula study status {tmp_path}/rates`" in text
     assert "\x1b" not in text
+
+
+def test_the_state_of_a_run_is_that_of_its_job_if_a_cluster_has_one(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    write_run(store / "left", "left")
+    jobs: dict[str, State] = {"left": "running", "new": "pending"}
+    text = shown(120, partial(print_runs, jobs=jobs), store)
+    assert re.search("left +running", text)
+    assert "new is pending and has no directory yet" in text
 
 
 def test_several_runs_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,15 @@ def test_all_trials_have_the_gpus_of_the_resolved_job(study: StudyOf) -> None:
     assert json.loads(made.store.read("study.json"))["job"]["workers"]["gpus"] == 1
 
 
+def test_a_study_hides_its_secrets_and_does_not_continue_with_others(study: StudyOf) -> None:
+    made = study(overrides={"config.api_key": "hunter2"})
+    begin(made)
+    assert b"hunter2" not in b"".join(made.store.read(entry.name) for entry in made.store.list())
+    check(study(overrides={"config.api_key": "hunter2"}))
+    with pytest.raises(RunError, match=r"with config\.api_key \"\(hidden, digest \w+\)\", but it is \"\(hidden"):
+        check(study(overrides={"config.api_key": "hunter3"}))
+
+
 def test_a_warmup_that_is_longer_than_a_trial_is_refused_with_its_origin(study: StudyOf) -> None:
     with pytest.raises(SpecError, match=r"study\.yaml:5: own-none-b8-lr0\.1-w999-s0 has a warmup of 999 samples"):
         check(study(warmups=[999]))
@@ -182,7 +191,7 @@ def test_an_unfinished_study_needs_a_cluster(
     state: State = "complete" if is_fresh else "failed"
     write_outcome(made.store / TRIALS / failed.name, TrialRecord(failed, state, 0.1), False)
     asked: list[str] = []
-    monkeypatch.setattr(submission, "submit_and_follow", lambda *arguments: asked.append("submitted") or 0)
+    monkeypatch.setattr(submission, "run_submission", lambda *arguments: asked.append("submitted") or 0)
     with pytest.raises(SystemExit) as exit:
         main(["study", str(tmp_path / "study.yaml"), *(["--fresh"] if is_fresh else [])])
     assert (exit.value.code, asked) == (0, ["submitted"])
@@ -193,7 +202,7 @@ def test_a_study_for_a_running_cluster_is_not_checked_here(
 ) -> None:
     study()
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://elsewhere:8265")
-    monkeypatch.setattr(submission, "submit_and_follow", lambda *arguments: 0)
+    monkeypatch.setattr(submission, "run_submission", lambda *arguments: 0)
     with pytest.raises(SystemExit) as exit:
         main(["study", str(tmp_path / "study.yaml"), "overrides.data.train=/on/the/cluster"])
     assert exit.value.code == 0

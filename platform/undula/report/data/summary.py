@@ -20,7 +20,8 @@ TRAINING_LOSS_STEPS = 20
 SECONDS_CLASSES = ("compute", "communication", "data", "transfer", "other")
 """Classes in which the ledger divides the seconds of a step."""
 
-State = Literal["finished", "running", "stopped"]
+State = Literal["finished", "running", "stopped", "pending"]
+"""State of a run; `pending` if a cluster has its job and has not started the driver yet, which a ledger does not tell."""
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 

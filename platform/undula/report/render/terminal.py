@@ -4,7 +4,9 @@ import json as json_format
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from rich import box
@@ -19,7 +21,7 @@ from undula.report.data.comparison import Comparison
 from undula.report.data.cost import Cost, PriceFinder, cost_of
 from undula.report.data.run_record import leaves, read_run
 from undula.report.data.selection import Selection, Values
-from undula.report.data.summary import SECONDS_CLASSES, RunSummary, summarize, without_nan
+from undula.report.data.summary import SECONDS_CLASSES, RunSummary, State, summarize, without_nan
 from undula.report.render.cost_section import COST_LABELS, cost_lines
 from undula.report.render.plots import loss_plot, speed_plot
 from undula.report.text import DASH, counted, dollars, duration, goodput_text, number, printable
@@ -43,7 +45,7 @@ SHOWN_KEYS = ("run", "name", "state", "steps", "total_steps", "last_validation_l
 """Keys of a selection that these columns show."""
 _GAP = "   "
 _BAR_CELLS = 24
-_STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "unreadable": "red"}
+_STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "pending": "cyan", "unreadable": "red"}
 _KIND_STYLE = {
     "crash": "red",
     "notice": "yellow",
@@ -69,10 +71,19 @@ def print_runs(
     json: bool = False,
     selection: Selection | None = None,
     *,
+    jobs: Mapping[str, State] = MappingProxyType({}),
     now: float | None = None,
     console: Console | None = None,
 ) -> None:
     """Print the runs below a path or URL, by default newest first. Runs that cannot be read come last, with the reason.
+
+    Args:
+        store_of_runs: Folder of the runs.
+        json: Whether to print JSON.
+        selection: Conditions and order of the runs.
+        jobs: States of the jobs that a cluster runs now, by the folder of their run. They come before what the ledgers say.
+        now: Time in seconds since the epoch; by default the current time.
+        console: Console to print on.
 
     Raises:
         SpecError: No run has a key of the selection.
@@ -92,16 +103,19 @@ def print_runs(
             if isinstance(found, UndulaError):
                 reasons[folder] = str(found)
             else:
-                summaries[folder], spec = found
+                summary, spec = found
+                summaries[folder] = replace(summary, state=jobs.get(folder, summary.state))
                 values[folder] = dict(leaves({"run": folder, **spec, **summaries[folder].as_json()}))
+    unseen = [] if selection.keys else [folder for folder in jobs if folder not in (*folders, *studies)]
     newest_first = sorted(summaries, key=lambda folder: -(summaries[folder].latest or 0.0))
     chosen = selection.of({folder: values[folder] for folder in newest_first})
     if json:
         rows = [{"run": folder, **summaries[folder].as_json()} for folder in chosen]
+        rows += [{"run": folder, "state": jobs[folder]} for folder in unseen]
         _print_json([*rows, *({"run": folder, "error": reason} for folder, reason in reasons.items())])
         return
     console = console or Console()
-    if not (chosen or reasons or studies):
+    if not (chosen or reasons or studies or unseen):
         which = f"none of the {len(summaries)} runs" if summaries else "no runs"
         console.print(Text(f"{which} below {store_of_runs.url}" + (" is selected" if summaries else "")))
         return
@@ -117,6 +131,8 @@ def print_runs(
         url = printable(f"{store_of_runs.url.rstrip('/')}/{folder}")
         # Users copy this command, so it must stay on one line.
         console.print(Text(f"{printable(folder)} is a study; use `undula study status {url}`"), soft_wrap=True)
+    for folder in unseen:
+        console.print(Text(f"{printable(folder)} is {jobs[folder]} and has no directory yet"))
     for reason in reasons.values():
         console.print(Text(f"unreadable: {printable(reason)}"))
 

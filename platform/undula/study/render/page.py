@@ -13,6 +13,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 import yaml
 
+from undula.config.secrets import hide_secrets
 from undula.plan.rules import changes_rate_alone
 from undula.report.data.cost import HOUR_S
 from undula.report.render.html import Tile, render_page
@@ -107,7 +108,7 @@ def render(findings: Findings, groups: Sequence[Sequence[StudyFigure]], warmups:
         "cost": tables.cost_table(findings),
         "trials": tables.trials_table(findings),
         "trials_left_out": max(len(findings.records) - tables.TRIALS_SHOWN, 0),
-        "spec": yaml.safe_dump(_plain(asdict(spec)), sort_keys=False, allow_unicode=True),
+        "spec": yaml.safe_dump(_plain(hide_secrets(asdict(spec))), sort_keys=False, allow_unicode=True),
     }
     return render_page("study.html", context, package="undula.study.render", more_style=_dark_colors(spec.batches))
 

@@ -1,0 +1,115 @@
+"""Commands `undula logs` and `undula stop`, for jobs that were submitted to a cluster."""
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from undula.cli.options import address_option, json_option, print_json
+from undula.errors import INTERRUPTED, ClusterError, RunError
+
+if TYPE_CHECKING:
+    from undula.driver.submit import JobApi
+    from undula.report.data.summary import State
+
+STOP_LIMIT_S = 60.0
+"""Maximum time in seconds to wait until a job has stopped."""
+
+
+@click.command(short_help="Show what a submitted job has printed.")
+@click.argument("run", metavar="RUN")
+@address_option
+@click.option("--follow", is_flag=True, help="Also show what the job will print, and end with its exit status.")
+def logs(run: str, address: str | None, follow: bool) -> int:
+    """Show what the newest job of a run or study has printed.
+
+    RUN is the name of a run or study that was submitted to the cluster, or its directory. Ctrl-C does not stop the job.
+    """
+    from undula.driver.follow import exit_status, follow_to_the_end, lines_of
+    from undula.driver.submit import jobs_of
+    from undula.telemetry.live import LiveScreen
+
+    api = _connected(address)
+    job = jobs_of(api, run)[0].submission_id
+    assert job is not None
+    if not follow:
+        click.echo("\n".join(lines_of(api.get_job_logs(job))))
+        return 0
+    screen = LiveScreen(sys.stdout)
+    try:
+        details = follow_to_the_end(api, job, screen.show)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        screen.close()
+    if details is None:
+        raise ClusterError(f"the cluster at {api.get_address()} has lost the job {job}, because its head was replaced")
+    return exit_status(details, screen.show)
+
+
+@click.command(short_help="Stop a submitted job, which can be continued later.")
+@click.argument("run", metavar="RUN")
+@address_option
+@json_option
+def stop(run: str, address: str | None, as_json: bool) -> None:
+    """Stop the jobs of a run or study, and wait until they have ended. Submit the run again to continue it.
+
+    RUN is the name of a run or study that was submitted to the cluster, or its directory.
+    """
+    from undula.driver import submit
+
+    api = _connected(address)
+    running = [job for job in submit.jobs_of(api, run) if not job.status.is_terminal()]
+    if not running:
+        raise RunError(f"no job of {run} is running on the cluster at {api.get_address()}")
+    for job in running:
+        assert job.submission_id is not None
+        if not submit.stop(api, job.submission_id, STOP_LIMIT_S):
+            raise ClusterError(
+                f"the job {job.submission_id} has not ended within {STOP_LIMIT_S:.0f} s; run the command again"
+            )
+    stopped = [job.submission_id for job in running]
+    if as_json:
+        print_json({"stopped": stopped})
+    else:
+        click.echo(f"stopped {', '.join(map(str, stopped))}; submit {run} again to continue")
+
+
+def states_of_jobs(runs: str, address: str | None) -> "dict[str, State]":
+    """Return the states of the jobs that a cluster runs now, by the folder of their run below the folder of the runs.
+
+    Without an address, the result is empty if no cluster at hand can be asked.
+
+    Raises:
+        ClusterError: The cluster at the address cannot be reached.
+    """
+    from undula.cluster.local import cluster_at_hand
+
+    if not (dashboard := address or cluster_at_hand()):
+        return {}
+    from undula.driver.submit import connect, directory, jobs_by_run
+
+    try:
+        found = jobs_by_run(connect(dashboard))
+    except ClusterError:
+        if address:
+            raise
+        return {}
+    states: dict[str, State] = {}
+    for url, (newest, *_) in found.items():
+        parent, _, folder = url.rpartition("/")
+        if parent == directory(runs) and not newest.status.is_terminal():
+            states[folder] = "pending" if newest.status == "PENDING" else "running"
+    return states
+
+
+def _connected(address: str | None) -> "JobApi":
+    from undula.cluster.local import cluster_at_hand
+    from undula.driver.submit import connect
+
+    dashboard = address or cluster_at_hand()
+    if dashboard is None:
+        raise ClusterError(
+            "no Ray cluster runs on this machine; give --address http://HOST:8265, or set UNDULA_ADDRESS"
+        )
+    return connect(dashboard)

@@ -1,0 +1,71 @@
+"""Environment variables that the user of a command gives to a job, by `--env`, `--secret` and `--secret-file`."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from undula.config.secrets import has_secret
+from undula.errors import SpecError
+
+OVERRIDES = "UNDULA_OVERRIDES"
+"""Environment variable of a job's driver with overrides that its command line must not show, as a JSON list."""
+_NAME = r"[A-Za-z_]\w*"
+
+
+def job_environment(env: Sequence[str], secrets: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
+    """Return the environment variables of a job.
+
+    Args:
+        env: Variables as NAME=VALUE.
+        secrets: Names of variables of this process.
+        files: Files with a line NAME=VALUE for each variable, as Docker and dotenv read them.
+
+    Raises:
+        SpecError: A name is invalid, or a variable or a file does not exist. The message shows no value.
+    """
+    found: dict[str, str] = {}
+    for file in files:
+        found.update(_read(file))
+    for name in secrets:
+        if name not in os.environ:
+            raise SpecError(f"command line: --secret {name}: the environment has no such variable; export it first")
+        found[name] = os.environ[name]
+    for each in env:
+        name, equals, value = each.partition("=")
+        if not equals or not re.fullmatch(_NAME, name):
+            fix = f"write NAME=VALUE, or --secret {name} to pass on a variable" if not equals else "write NAME=VALUE"
+            raise SpecError(f"command line: --env {name}: {fix}")
+        found[name] = value
+    return found
+
+
+def _read(file: Path) -> Mapping[str, str]:
+    try:
+        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"command line: --secret-file {file} cannot be read: {type(error).__name__}") from error
+    found = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = re.fullmatch(rf"\s*(?:export\s+)?({_NAME})\s*=\s*(.*?)\s*", line)
+        if match is None:
+            raise SpecError(f"{file}:{number}: the line is not NAME=VALUE")
+        name, value = match.groups()
+        found[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
+    return found
+
+
+def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Divide the arguments of a driver into those that its command line may show, and the environment variable with the others."""
+    private = [argument for argument in arguments if "=" in argument and has_secret(argument)]
+    shown = tuple(argument for argument in arguments if argument not in private)
+    return shown, {OVERRIDES: json.dumps(private)} if private else {}
+
+
+def private_overrides() -> list[str]:
+    """Return the overrides of this driver that its command line does not show."""
+    found: list[str] = json.loads(os.environ.get(OVERRIDES, "[]"))
+    return found

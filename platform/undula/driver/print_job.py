@@ -1,0 +1,28 @@
+"""Resolution of a job by its script, which alone knows the defaults and the types of its own settings."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from undula.config.environment import OVERRIDES, without_secrets
+from undula.errors import SpecError
+
+
+def printed_by_script(script: Path, job: Path, overrides: Sequence[str]) -> str:
+    """Return what a job's script prints for `--print`: every value of the job with its origin.
+
+    Raises:
+        SpecError: The job is invalid, or the script cannot be run on this machine.
+    """
+    shown, private = without_secrets(overrides)
+    command = [sys.executable, str(script), "--config", str(job), "--print", *shown]
+    env = {**os.environ, OVERRIDES: private.get(OVERRIDES, "[]")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode == 0:
+        return done.stdout
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    if last.startswith("undula: "):
+        raise SpecError(last.removeprefix("undula: "))
+    raise SpecError(f"{script} cannot be run on this machine, and only it can check its own settings: {last}")

@@ -1,0 +1,58 @@
+"""Environment variables of a job that appear in no list of jobs, log or file, such as secrets.
+
+The submitter stores them in the memory of the cluster's head, in place of a package. Each process of the job, its driver included, takes
+them from there when it starts, before it imports anything of the job. The driver deletes them when it ends.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from secrets import token_hex
+from typing import Any
+
+URI = "UNDULA_PRIVATE"
+"""Environment variable with the name of the package, which the lists of jobs may show: only processes of the cluster can read it."""
+HOOK = f"{__name__}.take"
+
+
+def new_package() -> str:
+    """Return the name of a new package, whose URI is gcs://NAME."""
+    return f"_ray_pkg_{token_hex(16)}.zip"
+
+
+def packed(variables: Mapping[str, str]) -> bytes:
+    """Return the content of the package with these variables."""
+    return json.dumps(dict(variables)).encode()
+
+
+def runtime_env(package: str) -> dict[str, Any]:
+    """Return the part of a job's runtime environment with which its processes take the variables of a package.
+
+    Ray does not run the hook of a job in its supervisor, which starts the driver, unless the variable is set with which it passes the hook
+    to other processes.
+    """
+    variable = import_module("ray._private.ray_constants").WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+    return {"env_vars": {URI: f"gcs://{package}", variable: HOOK}}
+
+
+def take() -> None:
+    """Set the variables of the job in this process, which Ray has just started.
+
+    Raises:
+        RuntimeError: The head has no such variables any more. Ray then ends this process.
+    """
+    content = _storage()._internal_kv_get(os.environ[URI])
+    if content is None:
+        raise RuntimeError("the job has ended, and its environment variables were deleted")
+    os.environ.update(json.loads(content))
+
+
+def forget() -> None:
+    """Delete the variables of this job from the head, if it has any. This process must be connected to the cluster."""
+    if uri := os.environ.pop(URI, None):
+        _storage()._internal_kv_del(uri)
+
+
+def _storage() -> Any:
+    return import_module("ray.experimental.internal_kv")

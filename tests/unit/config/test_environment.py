@@ -1,0 +1,52 @@
+"""Tests of the environment variables that a user gives to a job."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from undula.config.environment import OVERRIDES, job_environment, private_overrides, without_secrets
+from undula.errors import SpecError
+
+
+def test_variables_come_from_the_command_line_the_environment_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.env").write_text("# comment\n\nA=1\nexport B = 'two words' \nC=x=y#z\nD=\n")
+    monkeypatch.setenv("HF_TOKEN", "t")
+    found = job_environment(["A=2", "E=a=b"], ["HF_TOKEN"], [tmp_path / "a.env"])
+    assert found == {"A": "2", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b", "HF_TOKEN": "t"}
+
+
+@pytest.mark.parametrize(
+    ("env", "secrets", "text", "sentence"),
+    [
+        (["HF_TOKEN"], [], "", "command line: --env HF_TOKEN: write NAME=VALUE, or --secret HF_TOKEN"),
+        (["A-B=hunter2"], [], "", "command line: --env A-B: write NAME=VALUE"),
+        ([], ["MISSING_X"], "", "--secret MISSING_X: the environment has no such variable"),
+        ([], [], "A=1\nhunter2 hunter2\n", "secrets.env:2: the line is not NAME=VALUE"),
+    ],
+)
+def test_invalid_variables_are_refused_without_their_values(
+    env: list[str], secrets: list[str], text: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secrets.env").write_text(text)
+    with pytest.raises(SpecError) as error:
+        job_environment(env, secrets, [tmp_path / "secrets.env"])
+    assert sentence in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"--secret-file .* cannot be read: FileNotFoundError"):
+        job_environment([], [], [tmp_path / "none"])
+
+
+def test_overrides_with_secrets_do_not_stand_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--fresh", "name=a", "config.api_key=k", "config.eos_token='</s>'"]
+    shown, private = without_secrets(given)
+    assert shown == ("--fresh", "name=a", "config.eos_token='</s>'")
+    monkeypatch.setenv(OVERRIDES, private[OVERRIDES])
+    assert private_overrides() == ["config.api_key=k"]
+    assert without_secrets(["name=a"]) == (("name=a",), {})
+    assert json.loads(private[OVERRIDES]) == ["config.api_key=k"]
