@@ -135,7 +135,7 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
     for file, chunks in sorted(wanted.items()):
         try:
             source = TensorFile(store, f"{commit.folder}/{file}")
-            for name, key, box in chunks:
+            for name, key, box in sorted(chunks, key=lambda chunk: source.position(chunk[1])):
                 stored, target = source.read(key), targets[name]
                 stored = torch.view_as_complex(stored) if target.tensor.is_complex() else stored
                 copy_overlap(box, stored.view(box[1]), target)
