@@ -27,18 +27,25 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of proces
 settings.register_profile("undula", deadline=None)  # a test on a busy machine must not fail for being slow
 settings.load_profile("undula")
 
+SHARED = {"spot", "cluster"}
+"""Fixtures of clusters that tests share. Tests on both in turn need as long as at the same time, and are not slowed by each other."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a cluster run in one process, one after another; the other files run beside them, each in one process.
 
-    A long file comes first, because one process would be idle if the other ran it last.
+    The longest come first, because one process would be idle if the other ran them last.
     """
-    items.sort(key=lambda item: item.path.name != "test_conformance.py")
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        shared = next((name for name in ("spot", "cluster") if name in fixtures), None)
-        item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
+        is_shared = SHARED.intersection(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("clusters" if is_shared else str(item.path)))
+    items.sort(
+        key=lambda item: (
+            not SHARED.intersection(getattr(item, "fixturenames", ())),
+            item.path.name != "test_conformance.py",
+        )
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

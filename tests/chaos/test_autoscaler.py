@@ -124,7 +124,7 @@ def test_the_autoscaler_brings_a_gpu_by_default(forking_python: str, text: str, 
     with cloud({"gpu": gpu}, {ON_DEMAND: 1}, python=forking_python) as there:
         driver = start(there, text, tmp_path, "plan.max_steps=4")
         try:
-            assert driver.process.wait(LIMIT_S) == 2, driver.lines[-5:]
+            assert driver.process.wait(LIMIT_S) == 3, driver.lines[-5:]
         finally:
             driver.stop()
         assert any(line.endswith("starting 1 to 2 workers with 1 GPU each ...") for line in driver.lines)

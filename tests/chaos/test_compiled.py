@@ -28,12 +28,13 @@ def prepared(module):
 """
 LIMIT_S = 500
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(which("g++") is None, reason="g++ is not installed"),
 ]
 
 
-@pytest.mark.parametrize("hook", [TINY, pytest.param("", marks=pytest.mark.soak)], ids=["tiny", "main job"])
+@pytest.mark.parametrize("hook", [TINY, ""], ids=["tiny", "main job"])
 def test_growth_and_short_steps_of_a_compiled_model_lose_no_worker_and_change_no_bit(
     spot: Nodes, text: str, tmp_path: Path, hook: str
 ) -> None:

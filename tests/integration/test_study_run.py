@@ -143,5 +143,5 @@ def test_a_study_can_be_extended_but_not_changed(whole: Studies) -> None:
     assert driver.returncode == 2
     assert "was started with samples 960, but it is 480 now" in out
     command = [sys.executable, "-m", "undula.cli", "study", "status", str(whole.folder / "whole"), "--json"]
-    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)["trials"]
     assert [row["base_lr"] for row in rows] == [rate for rate in rates for _ in range(2)]

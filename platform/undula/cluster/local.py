@@ -42,6 +42,8 @@ class LocalCluster:
     """`ray start --block`, which leads the process group of all of the cluster's processes."""
     python: str
     """Path of the interpreter of the cluster and its jobs."""
+    folder: Path
+    """Folder of the cluster's sockets, logs and token."""
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def local_cluster(
         # SIGTERM makes `ray start --block` end its children.
         stack.callback(end_group, process, STOP_TIMEOUT_S)
         url = f"http://127.0.0.1:{dashboard}"
-        cluster = LocalCluster(f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python)
+        cluster = LocalCluster(f"127.0.0.1:{gcs}", url, auth, psutil.Process(process.pid), python, folder)
         _await_jobs(cluster, folder / "start.log")
         yield cluster
 

@@ -149,6 +149,8 @@ class Nodes:
             if node not in self.nodes:
                 return False
             (self._memory / node).mkdir(exist_ok=True)
+            for file in self.cluster.folder.glob(f"session_*/*_port_{node}"):
+                file.unlink()  # otherwise, the node would wait at the ports of a former attempt
             process = self._processes[node] = subprocess.Popen(
                 command, env={**self._env, **own},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,

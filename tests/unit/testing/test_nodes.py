@@ -35,7 +35,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     (tmp_path / "started").touch()
     monkeypatch.setattr(module, "Head", SilentHead)
     monkeypatch.setattr(module, "ATTEMPTS", 1)
-    found = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python)), {})
+    found = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python), tmp_path), {})
     yield found
     found.close()
 
@@ -69,3 +69,21 @@ def test_a_node_that_does_not_join_is_not_kept(cluster: Nodes, tmp_path: Path, m
     assert cluster._processes == {}
     cluster.kill(node)
     assert list(cluster._memory.iterdir()) == []
+
+
+def test_a_node_does_not_find_the_ports_of_its_former_attempt(
+    cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = tmp_path / "session_of_a_test"
+    session.mkdir()
+
+    def former_attempt(count: int) -> list[int]:
+        (session / f"runtime_env_agent_port_{cluster.nodes[0]}").write_text("1")
+        (session / "runtime_env_agent_port_of_another").write_text("2")
+        return free_ports(count)
+
+    monkeypatch.setattr(module, "free_ports", former_attempt)
+    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.3)
+    cluster.add()
+    await_starter(cluster)
+    assert [file.name for file in session.iterdir()] == ["runtime_env_agent_port_of_another"]
