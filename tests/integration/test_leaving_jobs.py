@@ -39,7 +39,7 @@ class User:
     def run(self, *options: str) -> "subprocess.Popen[str]":
         """Start `undula run` for a job that trains for long."""
         data = (f"data.train={self.text}/train", f"data.validation={self.text}/validation", f"name={self.name}")
-        settings = (*data, *SMALL, "workers.max=1", "plan.epochs=1000")
+        settings = (*data, *SMALL, "workers.max=1", "plan.max_steps=1000000")
         return self.start("run", str(LANGUAGE_MODEL.with_suffix(".yaml")), *settings, *options)
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":

@@ -330,7 +330,7 @@ def test_the_watcher_is_an_undula_command_and_runs_as_the_user_of_the_nodes(stor
     program, *arguments = service["ExecStart"].split()
     assert program == f"/home/{service['User']}/venv/bin/undula"
     assert arguments[:2] == ["spot", "watch"]
-    assert watch.make_context("watch", arguments[2:]).params["address"] == "auto"
+    assert watch.make_context("watch", arguments[2:]).params["cluster"] == "auto"
     assert service["Restart"] == "always"
 
 
