@@ -144,7 +144,7 @@ def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(
 
 
 def test_ctrl_c_leaves_no_process_behind(forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path) -> None:
-    process = start_undula_run(forking_undula, mark, text, tmp_path, "name=interrupted", "plan.epochs=1000")
+    process = start_undula_run(forking_undula, mark, text, tmp_path, "name=interrupted", "plan.max_steps=1000000")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):
@@ -167,7 +167,7 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     await_nothing_left(mark)
 
     # A killed driver cannot print anything itself.
-    process = start_undula_run(UNDULA, mark, text, tmp_path, "name=killed", "plan.epochs=1000", env=env)
+    process = start_undula_run(UNDULA, mark, text, tmp_path, "name=killed", "plan.max_steps=1000000", env=env)
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step "))
     (driver,) = drivers_of("name=killed")
