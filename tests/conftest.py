@@ -28,7 +28,7 @@ settings.register_profile("undula", deadline=None)  # a test on a busy machine m
 settings.load_profile("undula")
 
 SHARED = {"spot", "cluster"}
-"""Fixtures of clusters that tests share. Tests on both in turn need as long as at the same time, and are not slowed by each other."""
+"""Fixtures of clusters that tests share. On few cores, tests on two clusters at the same time would only slow each other."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

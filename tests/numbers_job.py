@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.data.write import write_shards
@@ -39,6 +41,16 @@ def numbers_job(folder: Path, **plan: Any) -> Job:
         checkpoint=CheckpointSpec(every_steps=2),
         config={},
     )
+
+
+def network(is_sharded: bool = False) -> nn.Module:
+    """Return a small network, whose first layer and the rest are sharded on demand."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
+    if is_sharded:
+        fully_shard(module[0])
+        fully_shard(module)
+    return module
 
 
 def write_numbers(folder: Path, rows: int) -> None:

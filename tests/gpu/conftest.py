@@ -1,4 +1,4 @@
-"""Tests for `make test-gpu`. They use no Ray cluster. Where torch sees no GPU, those that need one are skipped.
+"""Tests for `make test-gpu`. They use no Ray cluster. Tests that need a GPU are skipped where torch sees none.
 
 `make test-gpu` leaves out the conftest.py of the folder above, which starts servers.
 """

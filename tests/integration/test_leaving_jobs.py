@@ -173,7 +173,7 @@ class Heads:
         if self.process:
             kill_tree(self.process)
             self.process.wait()
-        for process in psutil.process_iter(["environ"]):  # those that have left the tree
+        for process in psutil.process_iter(["environ"]):  # processes that left the tree
             if str(self.folder / "token") in (process.info["environ"] or {}).values() and process.pid != os.getpid():
                 name = " ".join(process.cmdline()) if process.is_running() else ""
                 if "undula run" not in name and f"{UNDULA} run" not in name:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from undula.cli.options import FiniteRange, json_option, print_json, runs_option
+from undula.cli.options import json_option, print_json, runs_option, tolerance_option
 from undula.cli.prices import price_finder, price_options
 
 
@@ -17,14 +17,7 @@ from undula.cli.prices import price_finder, price_options
     metavar="FILE",
     help="File for the page: a path or an s3:// URL.",
 )
-@click.option(
-    "--tolerance",
-    type=FiniteRange(min=0),
-    default=1e-5,
-    show_default=True,
-    metavar="X",
-    help="Maximum relative difference of a step's loss. Deterministic runs must be equal.",
-)
+@tolerance_option
 @runs_option
 @price_options
 @json_option

@@ -124,6 +124,15 @@ runs_option = click.option(
     help=f"Folder of the run directories: a path or an s3:// URL, like a job's `runs`.  [default: UNDULA_RUNS, else {DEFAULT_RUNS}]",
 )
 
+tolerance_option = click.option(
+    "--tolerance",
+    type=FiniteRange(min=0),
+    default=1e-5,
+    show_default=True,
+    metavar="X",
+    help="Maximum relative difference of a step's loss. Deterministic runs must be equal.",
+)
+
 
 def with_runs(overrides: Sequence[str], runs: str | None, key: str = "runs") -> tuple[str, ...]:
     """Return overrides with the one that `--runs` stands for, if it is given."""

@@ -2,21 +2,14 @@
 
 import click
 
-from undula.cli.options import FiniteRange, json_option, print_json, runs_option
+from undula.cli.options import json_option, print_json, runs_option, tolerance_option
 
 
 @click.command(short_help="Prove from its ledger that a run followed its plan.")
 @click.argument("run", metavar="RUN")
 @runs_option
 @click.option("--against", metavar="RUN", help="Another run of the same plan, with which RUN is compared.")
-@click.option(
-    "--tolerance",
-    type=FiniteRange(min=0),
-    default=1e-5,
-    show_default=True,
-    metavar="X",
-    help="Maximum relative difference of a step's loss. Deterministic runs must be equal.",
-)
+@tolerance_option
 @json_option
 def verify(run: str, runs: str | None, against: str | None, tolerance: float, as_json: bool) -> int:
     """Prove from a run's ledger and the manifest of its data that the run consumed the samples of its plan.

@@ -59,7 +59,7 @@ def _read(file: Path) -> Mapping[str, str]:
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Divide the arguments of a driver into those that its command line may show, and the environment variable with the others."""
+    """Return the arguments that the command line of a driver may show, and the environment variable that passes on the others."""
     private = [argument for argument in arguments if "=" in argument and has_secret(argument)]
     shown = tuple(argument for argument in arguments if argument not in private)
     return shown, {OVERRIDES: json.dumps(private)} if private else {}

@@ -1,6 +1,6 @@
 """Submission of a script to a Ray cluster, or to a new local cluster, for `undula run` and `undula study`.
 
-A job on a cluster that was there before does not need the process that has submitted it: Ctrl-C only ends the following.
+A job on a cluster that was there before does not need the process that has submitted it: Ctrl-C ends only this process.
 
 The module imports Ray only when the cluster is up, because Ray reads the cluster's token when it is imported.
 """
@@ -126,7 +126,7 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
     Raises:
         SpecError: A new local cluster would be too small for the job's workers, or would end before the job.
         ClusterError: The cluster does not accept the job, or the local cluster did not start.
-        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended the following. A job on a new local cluster was stopped.
+        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended this command. A job on a new local cluster was stopped.
     """
     if dashboard := address or cluster_at_hand():
         return _run_on_cluster(submission, dashboard, f" --address {address}" if address else "", screen, mode)

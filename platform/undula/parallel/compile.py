@@ -15,7 +15,7 @@ from undula.parallel.units import units_of
 from undula.state.pieces import is_sharded_tensor
 
 OTHER_GRAPHS = 8
-"""Number of graphs in addition to those that a plan needs, for example after a script has frozen parameters."""
+"""Number of graphs beyond what a plan needs, for example after a script has frozen parameters."""
 
 
 def compile_forward(module: nn.Module, activations: ActivationsSpec, graphs: int) -> Callable[[], None]:

@@ -127,7 +127,7 @@ class AtBatch:
     fewest: Fewest | None
     """Rate with the fewest steps to the target; None without a target, or if no trial reached it."""
     left_out: tuple[int, ...] = ()
-    """Seeds with which some rates are complete, but not all of those that are compared."""
+    """Seeds that are left out, because only some of the compared rates are complete with them."""
 
     @property
     def lowest(self) -> RatePoint | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, network, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -25,15 +25,6 @@ from undula.state.model_state import model_and_optimizer_state
 from undula.state.pieces import rank_state
 from undula.storage import Store
 from undula.train.job import Job
-
-
-def network(is_sharded: bool) -> nn.Module:
-    torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
-    if is_sharded:
-        fully_shard(module[0])
-        fully_shard(module)
-    return module
 
 
 def whole(module: nn.Module) -> dict[str, list[float]]:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, network, numbers_job
 from ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load, load_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from undula import load_weights
@@ -24,15 +23,6 @@ from undula.state.export import INDEX, ONE_FILE, export_weights
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 from undula.train.job import Job
-
-
-def network(is_sharded: bool = False) -> nn.Module:
-    torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 1))
-    if is_sharded:
-        fully_shard(module[0])
-        fully_shard(module)
-    return module
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
