@@ -14,7 +14,7 @@ from ranks import forks
 
 from undula.storage import Store, open_store
 
-LIMIT_S = 180.0
+LIMIT_S = 300.0
 
 
 def train_alone(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ranks import forks
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def run_script(

@@ -78,7 +78,7 @@ class Jobs:
         )
 
     def finish(self, process: "subprocess.Popen[str]", name: str) -> Finished:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=300)
         return Finished(process.returncode, out, err, open_store(f"{self.runs}/{name}"))
 
     def run(self, name: str, *overrides: str) -> Finished:

@@ -32,7 +32,7 @@ def forks() -> ForkServerContext:
     return context
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 180) -> list[Any]:
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 300) -> list[Any]:
     """Call function(rank, world_size, *arguments) in one process per rank and return the results by rank.
 
     The first result, and each later one, must come within `limit_s` seconds.

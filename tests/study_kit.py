@@ -70,7 +70,7 @@ class Studies:
 
     def run(self, file: Path, *options: str, script: Path = LANGUAGE_MODEL, status: int = 0) -> str:
         """Run a study and return what it printed."""
-        out, _ = (driver := self.start(file, *options, script=script)).communicate(timeout=240)
+        out, _ = (driver := self.start(file, *options, script=script)).communicate(timeout=300)
         assert driver.returncode == status, out[-3000:]
         return out
 

@@ -3,6 +3,7 @@
     UndulaError
     ├── SpecError          a setting in a YAML file or on the command line is invalid
     ├── StorageError       a URL cannot be read or written
+    │   └── UnavailableError   the store is busy or full, or cannot be reached; the same request may succeed later
     ├── ManifestError      a data set has no manifest or does not match it
     ├── CheckpointError    a checkpoint is damaged or does not fit the model
     ├── RunError           a run cannot continue under this name or with these settings
@@ -46,6 +47,12 @@ class StorageError(UndulaError):
     """A URL cannot be read or written."""
 
 
+class UnavailableError(StorageError):
+    """The store is busy or full, or cannot be reached. The same request may succeed later."""
+
+    status = FAILED
+
+
 class ManifestError(UndulaError):
     """A data set has no manifest or does not match it."""
 
@@ -76,6 +83,8 @@ class ConnectionLostError(ClusterError):
 
 class ConformanceError(UndulaError):
     """A training that was interrupted differs from the one that was not, for the model and the optimizer that were tested."""
+
+    status = FAILED
 
 
 class UsageError(UndulaError):

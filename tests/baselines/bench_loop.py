@@ -26,17 +26,16 @@ from undula.state.ledger import read_ledger
 from undula.storage import open_store
 
 ROOT = Path(__file__).parents[2]
-BASELINES = {
+BASELINES: dict[str, dict[str, tuple[str, ...]]] = {
     "torch": {"torchrun DDP": ()},
     # Ours looks for gradients every 5 ms on CPUs, and Horovod by default every one: a user may choose that, too.
     "horovod": {"horovodrun": (), "horovodrun at 5 ms": ("--cycle-time-ms", "5")},
 }
 SKIPPED_STEPS = 20
-GLOBAL_BATCH = 32
 
 
 def ours(
-    cluster: LocalCluster, data: str, runs: str, name: str, steps: int, workers: int, extra: list[str]
+    cluster: LocalCluster, data: str, runs: str, name: str, options: argparse.Namespace, extra: list[str]
 ) -> list[float]:
     """Return the duration of each measured step in seconds."""
     command = [
@@ -44,35 +43,34 @@ def ours(
         *(
             f"data.train={data}/train",
             "data.validation=null",
-            f"plan.max_steps={steps}",
-            f"plan.global_batch={GLOBAL_BATCH}",
+            f"plan.max_steps={options.steps}",
+            f"plan.global_batch={options.global_batch}",
         ),
-        *(f"workers.min={workers}", f"workers.max={workers}", "checkpoint.every_steps=100000", *extra),
+        *(f"workers.min={options.workers}", f"workers.max={options.workers}", "checkpoint.every_steps=100000", *extra),
     ]
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     return differences(read_ledger(open_store(f"{runs}/{name}")).steps["time"].to_pylist())
 
 
-def theirs(
-    engine: str, options: tuple[str, ...], data: str, folder: str, name: str, steps: int, workers: int, compute: str
-) -> list[float]:
+def theirs(flags: tuple[str, ...], data: str, folder: str, name: str, options: argparse.Namespace) -> list[float]:
     """Return the duration of each measured step in seconds."""
     out = Path(folder) / f"{name}.json"
     out.unlink(missing_ok=True)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", "--standalone")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.workers}", "--standalone")
     horovodrun = (
         str(Path(sys.executable).parent / "horovodrun"),
         "-np",
-        str(workers),
+        str(options.workers),
         "--gloo",
-        *options,
+        *flags,
         sys.executable,
     )
     command = [
-        *(torchrun if engine == "torch" else horovodrun),
-        *(str(ROOT / "tests" / "baselines" / "plain_loop.py"), f"--engine={engine}", f"--data={data}/train"),
-        *(f"--steps={steps}", f"--out={out}", f"--global-batch={GLOBAL_BATCH}", f"--compute={compute}"),
+        *(torchrun if options.engine == "torch" else horovodrun),
+        *(str(ROOT / "tests" / "baselines" / "plain_loop.py"), f"--engine={options.engine}", f"--data={data}/train"),
+        *(f"--steps={options.steps}", f"--global-batch={options.global_batch}", f"--compute={options.compute}"),
+        f"--out={out}",
     ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     return differences(json.loads(out.read_text()))
@@ -88,6 +86,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--global-batch", type=int, default=32, help="samples per step; fewer where a step takes seconds"
+    )
     parser.add_argument("--engine", choices=["torch", "horovod"], default="torch")
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32", help="bf16 compares with torch.amp")
     parser.add_argument("overrides", nargs="*", help="overrides of the job")
@@ -101,13 +102,11 @@ def main() -> None:
             name = f"round-{number}"
             overrides = [f"engine={options.engine}", f"precision.compute={options.compute}", *options.overrides]
             with local_cluster(num_cpus=2) as cluster:
-                our = ours(cluster, data, f"{folder}/runs", name, options.steps, options.workers, overrides)
-            figures = {"undula, samples/s": GLOBAL_BATCH / statistics.median(our)}
-            for baseline, extra in BASELINES[options.engine].items():
-                their = theirs(
-                    options.engine, extra, data, folder, name, options.steps, options.workers, options.compute
-                )
-                figures[f"{baseline}, samples/s"] = GLOBAL_BATCH / statistics.median(their)
+                our = ours(cluster, data, f"{folder}/runs", name, options, overrides)
+            figures = {"undula, samples/s": options.global_batch / statistics.median(our)}
+            for baseline, flags in BASELINES[options.engine].items():
+                their = theirs(flags, data, folder, name, options)
+                figures[f"{baseline}, samples/s"] = options.global_batch / statistics.median(their)
                 figures[f"ratio to {baseline}"] = statistics.median(their) / statistics.median(our)
             rounds.append(figures)
             print(

@@ -39,11 +39,15 @@ JOB = (
 STEPS_ALONE = (*ENDLESS, "checkpoint.every_steps=1000", "data.validation=null")
 """Overrides of a job that runs until it is stopped, and rarely does anything but steps."""
 
+FULL_SPEED = "full-speed"
+"""Name of a file that ends the waiting of steps."""
+
 LONG_LIVED = {"worker": "ray::ElasticWorker", "controller": "ray::ElasticController", "gcs": "gcs_server"}
 """Parts of the titles of processes, by name."""
 
 WRAPPED = """
 import time
+from pathlib import Path
 
 import language_model
 import undula
@@ -64,7 +68,8 @@ def train(run):
             began = time.monotonic()
             before(step)
             yield step
-            time.sleep(max(began + {pace_s} - time.monotonic(), 0.0))
+            if not Path({full_speed!r}).exists():
+                time.sleep(max(began + {pace_s} - time.monotonic(), 0.0))
     run.steps = steps
     run.model = lambda module: original_model(prepared(module))
     language_model.train(run)
@@ -78,12 +83,18 @@ def wrapped(folder: Path, hook: str = "", pace_s: float = PACE_S) -> Path:
     """Write a script of the main job in which a step takes at least `pace_s` seconds, because faults are scheduled by step.
 
     The code `hook` can define `before`, which is called at each step, and `prepared`, which is applied to the model.
+    After `release`, steps take as long as they need.
     """
     path = folder / "job" / "wrapped.py"
     shutil.copytree(SCRIPT.parent, path.parent)
-    path.write_text(WRAPPED.format(hook=hook, pace_s=pace_s))
+    path.write_text(WRAPPED.format(hook=hook, pace_s=pace_s, full_speed=str(folder / FULL_SPEED)))
     shutil.copy(SCRIPT.with_suffix(".yaml"), path.with_suffix(".yaml"))
     return path
+
+
+def release(folder: Path) -> None:
+    """Let the steps of a script that `wrapped` has written below a folder take as long as they need."""
+    (folder / FULL_SPEED).touch()
 
 
 def command(text: str, runs: str, name: str, *overrides: str, script: Path | None = None) -> list[str]:
@@ -103,7 +114,7 @@ def run_through(
     driver = start_driver([spot.cluster.python, *job[1:], "workers.max=2"], spot.cluster, print)
     chaos = Chaos(spot, open_store(url), driver)
     try:
-        status = chaos.run(faults, limit_s=300, steps_after=steps_after)
+        status = chaos.run(faults, limit_s=600, steps_after=steps_after)
         assert status == (0 if steps_after is None else None), driver.lines[-5:]
     finally:
         driver.stop()
@@ -169,7 +180,7 @@ class Running:
         """Wait until a group of `size` workers, of a later attempt than `after`, has made `steps` steps."""
         self.wait_for(lambda: sum(row["attempt"] > after and row["world_size"] == size for row in self.rows()) > steps)
 
-    def wait_for(self, condition: Callable[[], bool], limit_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], limit_s: float = 300) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert self.driver.process.poll() is None, self.driver.lines[-5:]
@@ -187,7 +198,7 @@ def running(
     pace_s: float = PACE_S,
     hook: str = "",
     runs: str | None = None,
-    limit_s: float = 120,
+    limit_s: float = 300,
 ) -> Iterator[Running]:
     """Start the job on a cluster with `num_nodes` nodes, wait for its first steps, and stop it after the block.
 

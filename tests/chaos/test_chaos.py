@@ -25,7 +25,7 @@ at step 80: kill node 0
 at step 110: sigkill worker 0
 """
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def assert_unchanged_by(faults: Sequence[Fault], spot: Nodes, text: str, runs: str) -> str:

@@ -15,7 +15,7 @@ from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
 
 JOB = Path(__file__).parents[2] / "jobs" / "language_model.yaml"
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def chaos(*arguments: str) -> "subprocess.CompletedProcess[str]":

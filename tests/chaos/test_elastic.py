@@ -14,7 +14,7 @@ from undula.state.events import BatchEvent, CheckpointEvent, ResizeEvent, SaveEv
 from undula.state.ledger import read_ledger
 from undula.testing.nodes import Nodes
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Nodes, text: str, tmp_path: Path) -> None:
@@ -102,6 +102,7 @@ def test_a_held_state_survives_the_loss_of_its_node(spot: Nodes, text: str, tmp_
     assert ledger.replaced.num_rows == 0
 
 
+@pytest.mark.soak
 def test_an_elastic_batch_follows_the_workers_and_the_rate_follows_the_batch(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:

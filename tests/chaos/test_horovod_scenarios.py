@@ -56,7 +56,7 @@ def before(step):
 """
 
 pytest.importorskip("horovod", reason="Horovod is not installed: make horovod")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def horovod_run(

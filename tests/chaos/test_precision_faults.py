@@ -33,7 +33,7 @@ def prepared(module):
     return module
 """
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @contextmanager
@@ -68,6 +68,7 @@ def torch_scales(steps: int) -> list[tuple[float, bool]]:
     return found
 
 
+@pytest.mark.soak
 def test_the_loss_scale_goes_through_growth_and_the_loss_of_a_node(spot: Nodes, text: str, tmp_path: Path) -> None:
     with through_growth_and_a_loss(spot, text, tmp_path, "precision.compute=fp16", hook=HOOK) as job:
         pass

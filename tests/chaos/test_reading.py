@@ -11,7 +11,7 @@ from reading_kit import Place, RankFound, Reading, readers, write_rows
 from undula.cluster.local import local_cluster
 from undula.testing.nodes import Nodes
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 PLAN = {"global_batch": 96, "virtual_workers": 6, "window": 3, "epochs": 2}
 SMALL_TASKS = {"prefetch_mib": 1, "read_tasks": 2}
 """A task of about two windows of 150 rows of a kilobyte."""

@@ -46,7 +46,7 @@ def kill_at(text: str, runs: str, step: int) -> None:
 def assert_certified(run: Finished, against: Finished) -> None:
     """Check the run with `undula verify`, as a user would."""
     command = [sys.executable, "-m", "undula.cli", "verify", run.store.url, "--against", against.store.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{STEPS} steps as in left-alone: the same samples and learning rates" in done.stdout
 

@@ -40,7 +40,7 @@ at step 35: sigkill worker 1
 at step 60: kill node 0
 """
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str, tmp_path: Path) -> None:
@@ -64,6 +64,7 @@ def test_a_sharded_model_survives_resizes_and_lost_ranks(spot: Nodes, text: str,
     assert run.ledger.replaced.num_rows < STEPS / 2
 
 
+@pytest.mark.soak
 def test_ranks_that_wait_for_one_without_data_are_not_lost(spot: Nodes, text: str, tmp_path: Path) -> None:
     settings = ("plan.max_steps=30", "deterministic=false", "workers.min=2")
     job = command(text, str(tmp_path), "stalled", *settings, script=wrapped(tmp_path, HOOK + STALL))

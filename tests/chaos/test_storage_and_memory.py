@@ -32,7 +32,7 @@ def before(step):
             held.append(torch.ones(64 * 2**20, dtype=torch.uint8))
 """
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:

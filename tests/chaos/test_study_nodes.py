@@ -50,7 +50,7 @@ def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys
         time.sleep(0.2)  # limits the polling rate
     spot.kill(spot.nodes[-1])
     spot.add()
-    out, _ = driver.communicate(timeout=240)
+    out, _ = driver.communicate(timeout=300)
     assert driver.returncode == 0, out[-3000:]
     table = studies.table("lost")
     assert len(table) >= 4

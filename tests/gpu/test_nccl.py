@@ -9,7 +9,7 @@ import torch
 
 from undula.elastic.ray.environment import SURVIVE_NCCL
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 ANOTHER_GROUP = """
 import torch, torch.distributed as dist
 

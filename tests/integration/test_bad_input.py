@@ -58,7 +58,7 @@ def test_a_missing_data_url_is_named(text: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("name: bad\nplan: {seed: 1}\n")
     done = subprocess.run(
-        [sys.executable, str(LANGUAGE_MODEL), "--config", str(job)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(LANGUAGE_MODEL), "--config", str(job)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
     assert f"{job}: data is missing; add it" in done.stderr
@@ -156,7 +156,7 @@ def test_a_job_that_cannot_be_submitted_ends_with_one_sentence(
     arguments: tuple[str, ...], status: int, sentence: str
 ) -> None:
     command = [sys.executable, "-m", "undula.cli", "run", str(LANGUAGE_MODEL.with_suffix(".yaml")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status
     assert f"undula: {sentence}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -79,7 +79,7 @@ def test_a_script_of_rays_former_trainer_runs(cluster: LocalCluster, tmp_path: P
     script = ROOT / "jobs" / "horovod_trainer.py"
     command = [cluster.python, str(script), f"--data={tmp_path}/digits/train", f"--storage={tmp_path}", "--epochs=2"]
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
     assert json.loads(line)["epoch"] == 1
@@ -92,7 +92,7 @@ def test_a_missing_horovod_is_reported_with_the_command_that_installs_it(session
     _, *script = session_jobs.command("without", "engine=horovod")
     env = {**session_jobs.env(), "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *script]  # the cluster's interpreter has imported the real Horovod
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 3
     assert done.stderr.strip() == (
         "undula: engine: horovod needs Horovod, which is not installed here; run `undula build-horovod` to build and install it"

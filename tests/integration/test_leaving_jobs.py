@@ -22,7 +22,7 @@ from undula.processes import kill_tree, send_signal
 from undula.state.ledger import read_ledger, steps_done
 from undula.storage import open_store
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 UNDULA = str(Path(sys.executable).parent / "undula")
 
 

@@ -47,7 +47,7 @@ def test_a_plain_script_resumes_from_its_last_reported_checkpoint(cluster: Local
     script.write_text(SCRIPT)
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
     command = [cluster.python, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     metrics = json.loads(line.removeprefix("RESULT "))

@@ -88,7 +88,7 @@ def test_planted_secrets_reach_the_script_and_appear_nowhere(
         *("--secret-file", str(job.parent / "secrets.env"), "--env", f"PLANTED_ENV={PLANTED['env']}"),
     ]
     env = {**os.environ, **cluster.env, "RAY_API_SERVER_ADDRESS": cluster.dashboard, "API_TOKEN": PLANTED["secret"]}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     out = done.stdout + done.stderr
     assert done.returncode == 0, out
 
@@ -112,7 +112,7 @@ def test_planted_secrets_reach_the_script_and_appear_nowhere(
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     ).stdout
     assert file in listed
     assert not [name for name, value in PLANTED.items() if value in listed]

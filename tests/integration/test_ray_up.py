@@ -33,7 +33,7 @@ TYPES = CLUSTER["available_node_types"]
 WORKERS = [name for name in TYPES if name != CLUSTER["head_node_type"]]
 INSTALLED = "spot-g6-xlarge"
 """Worker type of which one node is also set up."""
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 STAND_IN = """#!{python}
 import fnmatch, json, pathlib, shutil, sys
 hosts = pathlib.Path({hosts!r})

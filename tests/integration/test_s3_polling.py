@@ -34,7 +34,7 @@ from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 POLLED = 5
 """Minimum number of polls of each command while an attempt trains."""
 
@@ -119,7 +119,10 @@ def merges(store: Store) -> int:
     return max(numbers, default=0)
 
 
-@pytest.mark.parametrize(("takes", "resumes"), [("any", True), ("quoted", False), ("bare", False)])
+STRICT = [pytest.param(takes, False, marks=pytest.mark.soak) for takes in ("quoted", "bare")]
+
+
+@pytest.mark.parametrize(("takes", "resumes"), [("any", True), *STRICT])
 def test_a_run_on_s3_is_whole_whenever_somebody_looks(
     s3, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, takes: str, resumes: bool
 ) -> None:

@@ -83,7 +83,7 @@ def test_a_run_waits_for_a_busy_store_and_says_so_once(
     assert done.out.count(event.message) == 1
 
 
-def until(is_so: Callable[[], bool], process: "subprocess.Popen[str]", limit_s: float = 180.0) -> None:
+def until(is_so: Callable[[], bool], process: "subprocess.Popen[str]", limit_s: float = 300) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert process.poll() is None, process.communicate()
@@ -98,7 +98,7 @@ def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(
     file = studies.file("on-s3", packed=1, base_lrs=[1e-2], overrides={"runs": s3.url("runs")})
     store = open_store(s3.url("runs/on-s3"))
     drivers = [studies.start(file) for _ in range(2)]
-    outs = [driver.communicate(timeout=240)[0] for driver in drivers]
+    outs = [driver.communicate(timeout=300)[0] for driver in drivers]
     assert sorted(driver.returncode for driver in drivers) == [0, 2], outs
     refused = next(out for out, driver in zip(outs, drivers, strict=True) if driver.returncode)
     assert "is being trained by another job on this cluster" in refused

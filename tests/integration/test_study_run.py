@@ -41,7 +41,7 @@ def test_stopping_the_driver_does_not_change_the_results(studies: Studies, whole
         driver = studies.start(file)
         studies.await_outcomes(driver, "killed", count)
         driver.send_signal(number)
-        out, _ = driver.communicate(timeout=60)
+        out, _ = driver.communicate(timeout=300)
         if number == signal.SIGKILL:
             assert driver.returncode == -number
         else:
@@ -60,11 +60,11 @@ def test_stopping_the_driver_does_not_change_the_results(studies: Studies, whole
 
 
 def test_a_study_that_cannot_be_trained_is_refused(studies: Studies) -> None:
-    out, _ = (driver := studies.start(studies.file("slow", packed=1, warmups=[0, 1000]))).communicate(timeout=120)
+    out, _ = (driver := studies.start(studies.file("slow", packed=1, warmups=[0, 1000]))).communicate(timeout=300)
     assert driver.returncode == 2
     assert "adamw-none-b12-lr0.001-w1000-s0 has a warmup of 1,000 samples but only 960 samples in all" in out
     open_store(str(studies.folder / "run")).write("job.json", b"{}")
-    out, _ = (driver := studies.start(studies.file("run", packed=1))).communicate(timeout=120)
+    out, _ = (driver := studies.start(studies.file("run", packed=1))).communicate(timeout=300)
     assert driver.returncode == 2
     assert "/run is the directory of a run; give the study another name" in out
 
@@ -139,9 +139,9 @@ def test_a_study_can_be_extended_but_not_changed(whole: Studies) -> None:
     whole.run(whole.file("whole", packed=1, base_lrs=rates))
     assert ended.items() < whole.outcomes("whole").items()
     driver = whole.start(whole.file("whole", packed=1, samples=480))
-    out, _ = driver.communicate(timeout=120)
+    out, _ = driver.communicate(timeout=300)
     assert driver.returncode == 2
     assert "was started with samples 960, but it is 480 now" in out
     command = [sys.executable, "-m", "undula.cli", "study", "status", str(whole.folder / "whole"), "--json"]
-    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)["trials"]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)["trials"]
     assert [row["base_lr"] for row in rows] == [rate for rate in rates for _ in range(2)]

@@ -53,7 +53,7 @@ def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str
             *("python", "jobs/language_model.py", "--config", "jobs/language_model.yaml", *SMALL, "plan.max_steps=10"),
         ]
         env = {**os.environ, **cluster.env}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "finished: validation loss" in done.stdout
         assert read_ledger(open_store(str(home / "undula" / "runs" / "language-model"))).steps.num_rows == 10
@@ -61,7 +61,7 @@ def test_ray_job_submit_on_nodes_without_the_package(bare_python: str, text: str
         # Token authentication is on: without the token the same command is turned away.
         bare = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
         stranger = subprocess.run(
-            command, cwd=ROOT, env={**bare, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=60
+            command, cwd=ROOT, env={**bare, "RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=300
         )
         assert stranger.returncode != 0
         assert "Unauthorized" in stranger.stdout + stranger.stderr
@@ -131,7 +131,7 @@ def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(
     forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path
 ) -> None:
     process = start_undula_run(forking_undula, mark, text, tmp_path, "name=own", "plan.max_steps=10")
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert "started with 2 workers" in out
     assert re.search(
@@ -150,7 +150,7 @@ def test_ctrl_c_leaves_no_process_behind(forking_undula: Sequence[str], mark: st
         if line.startswith("step "):
             break
     signal_group(process, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, out + err
     await_nothing_left(mark)
 
@@ -161,7 +161,7 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     cluster = session_jobs.cluster
     env = {**cluster.env, "RAY_API_SERVER_ADDRESS": cluster.dashboard}
     process = start_undula_run(UNDULA, mark, text, tmp_path, "name=guest", "plan.max_steps=10", env=env)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert job_api_answers(cluster.dashboard)
     await_nothing_left(mark)
@@ -172,7 +172,7 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     next(line for line in process.stdout if line.startswith("step "))
     (driver,) = drivers_of("name=killed")
     send_signal(driver, signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode not in (0, 1, 2)
     assert (
         f"the job's driver was killed\nrun directory: {tmp_path}/killed\nsubmit it again under the name killed" in out
@@ -182,6 +182,6 @@ def test_undula_run_uses_a_running_cluster_and_does_not_stop_it(
     process = start_undula_run(
         UNDULA, mark, text, tmp_path, "name=guest", "plan.max_steps=10", "config.modle=1", env=env
     )
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "unknown key config.modle: did you mean model?" in out

@@ -24,7 +24,7 @@ from undula.storage import Store
 
 
 def test_prometheus_can_scrape_the_metrics_of_a_run(jobs: Jobs, tmp_path: Path) -> None:
-    process = with_script(jobs, tmp_path).start("watched", "plan.max_steps=1000", "config.pace_s=0.1")
+    process = with_script(jobs, tmp_path).start("watched", "plan.max_steps=1000", "config.pace_s=0.3")
     try:
         targets = Path(jobs.cluster.env["RAY_AUTH_TOKEN_PATH"]).parent / "prom_metrics_service_discovery.json"
         gauges = ("step", "loss", "learning_rate", "samples_per_second", "world_size")

@@ -21,7 +21,7 @@ from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 STEPS = 40
 SEEN, HAS_BEGUN, HAS_ENDED = 6, "newer has begun", "older has ended"
 """Number of steps that the older job commits alone, and files with which the jobs show each other how far they are."""

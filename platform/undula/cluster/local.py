@@ -23,7 +23,7 @@ from undula.errors import ClusterError
 from undula.processes import end_group, is_alive
 
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for no benefit
 _PR_SET_PDEATHSIG = 1
 

@@ -166,7 +166,7 @@ def _run_directory(loaded: LoadedSpec) -> Store:
         store = open_store(loaded.spec.run_url)
         store.check_writable()
     except StorageError as error:
-        raise StorageError(f"{loaded.origin('runs')}: runs: the run directory is not writable: {error}") from error
+        raise type(error)(f"{loaded.origin('runs')}: runs: the run directory is not writable: {error}") from error
     if store.exists(STUDY_FILE):
         raise RunError(f"{store.url} is a study's directory; give the run another name")
     return store

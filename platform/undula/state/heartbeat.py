@@ -25,33 +25,35 @@ class Heartbeat:
     """Heartbeat of a driver."""
 
     time: float
-    """Time of the heartbeat in seconds since the epoch."""
+    """Time of the heartbeat in seconds since the epoch; ENDED if the driver has ended."""
     driver: ProcessIdentity | None = None
     """Process of the driver; None if unknown."""
 
 
+ENDED = 0.0
 NEVER = Heartbeat(0.0)
 
 
 @contextmanager
 def keep_heartbeat(store: Store) -> Iterator[None]:
-    """Write heartbeats during this block, and delete the file at its end. If the driver is killed, its last heartbeat remains.
+    """Write heartbeats during this block, and a last one at its end, which says that the driver has ended.
+
+    If the driver is killed, its last heartbeat remains and becomes too old.
 
     Args:
         store: Directory of the run or study.
     """
     closed, driver = threading.Event(), own_identity()
 
-    def beat() -> None:
-        heartbeat = Heartbeat(time.time(), driver)
+    def write(heartbeat: Heartbeat) -> None:
         with suppress(StorageError):  # the training reports a failure of the storage
             store.write(HEARTBEAT_FILE, json.dumps(asdict(heartbeat)).encode())
 
     def beat_regularly() -> None:
         while not closed.wait(INTERVAL_S):
-            beat()
+            write(Heartbeat(time.time(), driver))
 
-    beat()
+    write(Heartbeat(time.time(), driver))
     thread = threading.Thread(target=beat_regularly, name="undula-heartbeat", daemon=True)
     thread.start()
     try:
@@ -59,8 +61,7 @@ def keep_heartbeat(store: Store) -> Iterator[None]:
     finally:
         closed.set()
         thread.join()
-        with suppress(StorageError):
-            store.delete(HEARTBEAT_FILE)
+        write(Heartbeat(ENDED, driver))
 
 
 def has_driver(store: Store) -> bool:
@@ -69,7 +70,7 @@ def has_driver(store: Store) -> bool:
 
 
 def driver_state(store: Store) -> bool | None:
-    """Return whether a driver is running, or None if there is no heartbeat, as after the end of a driver that was not killed."""
+    """Return whether a driver is running, or None if there is no heartbeat, as in the folders of packed trials."""
     heartbeat = _read(store)
     if heartbeat == NEVER:
         return None

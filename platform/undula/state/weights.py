@@ -1,6 +1,7 @@
 """Weights of a run outside of its training: loaded into a plain model, from a checkpoint that the user chooses."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal, TypeAlias
 
 from torch import nn
@@ -34,9 +35,15 @@ def load_weights(model: nn.Module, run: str, which: Which = "last", *, runs: str
         The number of steps after which the run had these weights.
 
     Raises:
+        SpecError: A tensor of the model is on the meta device.
         RunError: There is no such run.
         CheckpointError: There is no such checkpoint, it is damaged, or it is from another model.
     """
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if on_meta := [name for name, tensor in tensors if tensor.is_meta]:
+        raise SpecError(
+            f"{on_meta[0]} of the model is on the meta device, which holds no values; call model.to_empty(device=...) before load_weights"
+        )
     store = locate_run(run, runs)
     commit = chosen_checkpoint(store, which)
     table, source = table_of(commit), f"{store.url}/{commit.folder}"
@@ -77,7 +84,8 @@ def chosen_checkpoint(store: Store, which: Which) -> Commit:
 
 def _best(store: Store, commits: Sequence[Commit]) -> Commit:
     """Return the checkpoint of the best validation of the run."""
-    goal = _goal(store)
+    recorded = job_record(store).get("spec", {}).get("checkpoint", {}).get("keep_best")
+    goal = GoalSpec(**(recorded or {}))
     by = f"by {goal.metric} ({goal.mode})"
     best, found = commits[0].results.best(goal), best_commit(commits, goal)
     if best is None or best.step is None:
@@ -86,17 +94,13 @@ def _best(store: Store, commits: Sequence[Commit]) -> Commit:
         )
     if found is None or found.step != best.step:
         steps = ", ".join(map(str, sorted({commit.step for commit in commits})))
+        lost = "could not be written" if recorded is not None else "was not kept"
+        advice = "" if recorded is not None else "set checkpoint.keep_best before a run, or "
         raise CheckpointError(
-            f"the best validation of {store.url} {by} is that of step {best.step}, whose checkpoint was not kept (it has {steps}); set "
-            "checkpoint.keep_best before a run, or use the last checkpoint or a step"
+            f"the best validation of {store.url} {by} is that of step {best.step}, whose checkpoint {lost} (it has {steps}); {advice}use "
+            "the last checkpoint or a step"
         )
     return found
-
-
-def _goal(store: Store) -> GoalSpec:
-    """Return the goal by which the run keeps its best checkpoint; the lowest loss if it keeps none."""
-    recorded = job_record(store).get("spec", {}).get("checkpoint", {}).get("keep_best") or {}
-    return GoalSpec(**recorded)
 
 
 def parsed_which(text: str) -> Which:

@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from undula.errors import StorageError
-from undula.state.events import Event, LossEvent, ValidationEvent
+from undula.state.events import EndEvent, Event, LossEvent, ValidationEvent
+from undula.state.goals import LOSS
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
@@ -51,6 +52,8 @@ class Telemetry:
         self._seconds_per_step = 0.0
         self._samples_per_s = 0.0
         self._losses: list[tuple[float, int]] = []
+        self._unsent: StepRow | None = None
+        """Newest step if the driver has no status of it yet."""
 
     @property
     def stored_steps(self) -> int:
@@ -73,19 +76,25 @@ class Telemetry:
         values = {"loss/train": row.loss, "lr": row.lr, "samples_per_s": row.step_samples / max(seconds, 1e-9)}
         values |= {f"logged/{name}": value for name, value in json.loads(row.logged).items()}
         self._tensorboard.add(row.done, values)
-        now = time.monotonic()
-        if now - self._status_at >= STATUS_INTERVAL_S or row.done == self._total_steps:
-            self._status_at = now
+        self._unsent = row
+        if time.monotonic() - self._status_at >= STATUS_INTERVAL_S or row.done == self._total_steps:
             self._send_status(row)
 
     def event(self, event: Event) -> None:
         """Report an event."""
+        if isinstance(event, EndEvent) and self._unsent:  # the run may end before its last planned step
+            self._send_status(self._unsent)
         self._ledger.event(event)
         self._publish(event)
         if isinstance(event, ValidationEvent):
             self._tensorboard.add(event.step, {f"{name}/validation": value for name, value in event.means.items()})
-            self._gauges.set({"undula_validation_loss": event.loss})
-            self._gauges.set_means(event.metrics)
+            self.export_means(event.means)
+
+    def export_means(self, means: Mapping[str, float]) -> None:
+        """Export the means of the newest validation by name; it may be one of a former attempt."""
+        if LOSS in means:
+            self._gauges.set({"undula_validation_loss": means[LOSS]})
+        self._gauges.set_means({name: mean for name, mean in means.items() if name != LOSS})
 
     def mean_loss(self, done: int) -> None:
         """Report the mean training loss per sample since the last call."""
@@ -113,6 +122,7 @@ class Telemetry:
             self.flush()
 
     def _send_status(self, row: StepRow) -> None:
+        self._status_at, self._unsent = time.monotonic(), None
         left = (self._total_steps - row.done) / row.merged_steps * self._seconds_per_step
         self._publish(Status(row.done, self._total_steps, row.loss, row.lr, self._samples_per_s, row.world_size, left))
         values = (row.done, row.loss, row.lr, self._samples_per_s, row.world_size)

@@ -25,6 +25,9 @@ from undula.state.records import StepRow
 from undula.train.context import TrainContext
 from undula.train.step_reduction import Wants
 
+BEST_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses in seconds after which the checkpoint of the best state is written again if the storage has failed."""
+
 
 class StepBoundary:
     """Commits steps, saves the state between steps, and hands it over to the next worker group.
@@ -119,11 +122,10 @@ class StepBoundary:
         began = time.perf_counter()
         leaves, is_saving = wants.leaves and not ends, context.checkpoints.saving_step is not None
         worker.owes_save = checkpoint_is_due or wants.saves or wants.owes_save
-        saves_best = is_best and not leaves
-        if ends or saves_best or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
+        if is_best and not leaves and not ends:
+            self.save_best(done)
+        elif ends or (leaves and wants.saves) or (worker.owes_save and not leaves and not is_saving):
             self.save(done)
-        if saves_best:
-            self.finish_saving()
         if leaves and (wants.saves or wants.abandons or not is_saving):
             self._leave(done)
         worker.enter(BETWEEN_STEPS)
@@ -136,6 +138,21 @@ class StepBoundary:
         self._enter_save()
         context.checkpoints.save(done, context.setup.plan_digest, context.live.held())
         context.setup.worker.owes_save = False
+
+    def save_best(self, done: int) -> None:
+        """Write the checkpoint of the best state, and wait until it is committed. All ranks do the same.
+
+        It is tried again if the storage fails, because later states do not have these weights. A failure that lasts, such as a full
+        disk, does not stop the training.
+        """
+        self.save(done)
+        for pause_s in BEST_PAUSES_S:
+            if self.finish_saving() is None:
+                return
+            self._enter_save()
+            time.sleep(pause_s)  # gives the storage time to recover
+            self.save(done)
+        self.finish_saving()
 
     def finish_saving(self) -> BaseException | None:
         """Wait for the checkpoint that is being written, and report its failure.

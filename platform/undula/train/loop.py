@@ -124,6 +124,8 @@ class TrainingLoop:
         context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
         context.group_rates.restore(restored.values)
         context.results.restore(restored.values)
+        if context.telemetry:
+            context.telemetry.export_means(context.results.means)
         if change:
             context.report(change)
         if job.deterministic:
@@ -183,8 +185,7 @@ class TrainingLoop:
     def _save_owed_best(self, done: int) -> None:
         """Save the restored state if it is the best one and the previous group was lost, or left, before its checkpoint was committed."""
         if self._context.results.is_best(self._context.setup.job.checkpoint.keep_best, done) and not self._ends(done):
-            self.boundary.save(done)
-            self.boundary.finish_saving()
+            self.boundary.save_best(done)
 
     def _repeat_validation(self, restored: Restored) -> None:
         """Validate the restored state if the previous group should have done so but was lost before."""

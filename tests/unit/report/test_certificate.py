@@ -103,6 +103,12 @@ def test_merged_steps_that_do_not_fit_the_world_size_are_named(manifest: Manifes
     assert found.difference.startswith("step 3 has (merged steps, epoch, samples, samples so far) [2, 0,")
 
 
+def test_a_run_that_has_not_begun_differs_from_no_other(manifest: Manifest) -> None:
+    found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, []))
+    assert found.holds
+    assert "that the steps are as in run: that run has no committed step" in found.not_proved
+
+
 def test_an_unfinished_run_is_certified_up_to_its_last_step(manifest: Manifest) -> None:
     found = certify(run(manifest, rows(manifest, 3)), manifest, against=run(manifest, rows(manifest)))
     assert found.holds

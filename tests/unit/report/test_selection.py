@@ -11,7 +11,7 @@ RUNS = {
     "a": {"run": "a", "state": "finished", "steps": 100, "last_validation_loss": 2.5, "schedule.base_lr": 0.001, "stop": None},
     "b": {"run": "b", "state": "stopped", "steps": 20, "last_validation_loss": None, "schedule.base_lr": 0.01, "stop.patience": 3},
     "c": {"run": "c", "state": "finished", "steps": 60, "last_validation_loss": 1.5, "deterministic": True, "plan.seed": 1},
-    "d": {"run": "d", "state": "running", "steps": 5, "last_validation_loss": math.nan},
+    "d": {"run": "d", "state": "running", "steps": 5, "last_validation_loss": math.nan, "tag": "007", "mode": "on", "day": "2026-01-15"},
 }  # fmt: skip
 
 
@@ -33,6 +33,10 @@ RUNS = {
         (["stop=null"], "a"),
         (["stop!=null"], "bcd"),
         (["run>b"], "cd"),
+        (["tag=007"], "d"),
+        (["tag!=007"], "abc"),
+        (["mode=on"], "d"),
+        (["day=2026-01-15"], "d"),
     ],
 )
 def test_conditions_select_runs(where: list[str], names: str) -> None:

@@ -116,6 +116,13 @@ def finished(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatc
     return Store(job.run_url)
 
 
+def test_a_model_on_the_meta_device_is_refused(finished: Store) -> None:
+    with torch.device("meta"):
+        model = network()
+    with pytest.raises(SpecError, match=r"0\.weight of the model is on the meta device.*; call model\.to_empty\("):
+        load_weights(model, finished.url)
+
+
 def test_what_does_not_fit_is_refused_and_named(finished: Store, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has checkpoints of the steps 2, 4, and none of step 3; name a step"):
         load_weights(network(), finished.url, 3)
@@ -214,4 +221,4 @@ def _status(key: str) -> float:
 
 def test_an_export_holds_one_file_at_a_time(tmp_path: Path) -> None:
     (taken,) = on_ranks(1, _memory_of_export, str(tmp_path))
-    assert taken < 128
+    assert taken < 200  # a whole copy would take 256 MiB

@@ -1,5 +1,6 @@
 """Tests of files at a URL, both on a disk and on an S3 server."""
 
+import errno
 import os
 import random
 import threading
@@ -14,8 +15,8 @@ from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undula.errors import StorageError
-from undula.storage import Store, open_store, part_size, s3_requests
+from undula.errors import FAILED, WRONG_INPUT, StorageError
+from undula.storage import Store, named_errors, open_store, part_size, s3_requests
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -167,6 +168,21 @@ def test_a_failed_write_leaves_the_former_file_and_no_other(tmp_path: Path) -> N
         store.write("file", "text")  # type: ignore[arg-type]
     assert store.read("file") == b"former"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_told_from_a_wrong_path() -> None:
+    for number, status in ((errno.ENOSPC, FAILED), (errno.EACCES, WRONG_INPUT)):
+        with pytest.raises(StorageError) as raised, named_errors("write", "/full/file"):
+            raise OSError(number, os.strerror(number))
+        assert raised.value.status == status
+
+
+def test_a_busy_store_is_told_from_a_wrong_request() -> None:
+    for status_code, status in ((503, FAILED), (403, WRONG_INPUT)):
+        response: Any = {"Error": {"Code": "x"}, "ResponseMetadata": {"HTTPStatusCode": status_code}}
+        with pytest.raises(StorageError) as raised, named_errors("read", "s3://bucket/key"):
+            raise ClientError(response, "GetObject")
+        assert raised.value.status == status
 
 
 def test_a_path_below_a_file_is_not_writable(tmp_path: Path) -> None:

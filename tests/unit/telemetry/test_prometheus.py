@@ -3,15 +3,19 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from ledger_rows import step_row
 
-from undula.state.events import CrashEvent, LostEvent, NoticeEvent, ResizeEvent, StartEvent, ValidationEvent
+from undula.state.events import CrashEvent, EndEvent, LostEvent, NoticeEvent, ResizeEvent, StartEvent, ValidationEvent
+from undula.storage import Store
 from undula.telemetry import prometheus
 from undula.telemetry.counts import COMMITTED, HELP, LOST, NOTICES, REPLAYED, RESIZES, RESTARTS, RunCounts
 from undula.telemetry.messages import Message, Status
 from undula.telemetry.prometheus import RunGauges
+from undula.telemetry.reporter import Telemetry
 
 
 class RecordedGauge:
@@ -65,6 +69,31 @@ def test_other_means_of_a_validation_are_set_again_with_their_name(gauges: RunGa
     gauge = RecordedGauge.made["undula_validation_metric"]
     gauge.await_values(0.5, 0.5, 0.5)
     assert (gauge.tags, gauge.own_tags) == ({"run": "run"}, {"metric": "accuracy"})
+
+
+@pytest.fixture
+def telemetry(gauges: RunGauges, tmp_path: Path) -> Iterator[tuple[Telemetry, list[Message]]]:
+    messages: list[Message] = []
+    found = Telemetry(Store(str(tmp_path)), "run", attempt=2, start=0, total_steps=100, publish=messages.append)
+    yield found, messages
+    found.close()
+
+
+def test_the_means_of_a_former_attempt_are_exported_before_the_first_validation(
+    telemetry: tuple[Telemetry, list[Message]],
+) -> None:
+    telemetry[0].export_means({"loss": 1.5, "accuracy": 0.5})
+    RecordedGauge.made["undula_validation_loss"].await_values(1.5, 1.5)
+    RecordedGauge.made["undula_validation_metric"].await_values(0.5, 0.5)
+
+
+def test_the_last_step_of_a_run_that_stops_early_is_counted(telemetry: tuple[Telemetry, list[Message]]) -> None:
+    reporter, messages = telemetry
+    for step in range(3):  # within the shortest time between two statuses
+        reporter.step(step_row(2, step))
+    reporter.event(EndEvent("loss has not improved", step=3))
+    assert [each.step for each in messages if isinstance(each, Status)] == [1, 3]
+    assert counted(start(0), *messages) == {COMMITTED: 3}
 
 
 def counted(*messages: Message) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from undula import load_weights
 from undula.data.spec import ValidationSpec
-from undula.errors import CheckpointError, UsageError
+from undula.errors import CheckpointError, StorageError, UsageError
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
@@ -25,6 +25,7 @@ from undula.state.goals import GoalSpec, StopSpec
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
+from undula.train import boundary
 from undula.train.job import Job
 
 Moment: TypeAlias = Literal["the validation", "the checkpoint", "the step after it"]
@@ -161,6 +162,57 @@ def test_a_sigkill_changes_neither_the_best_checkpoint_nor_the_last_step(
     assert train_group(tmp_path, job, 2, killed_in)[1] == -signal.SIGKILL
     assert train_group(tmp_path, job, then) == [0] * then
     assert outcome(job) == reference
+
+
+def train_here(job: Job) -> None:
+    run, model = start(job, 0, 1)
+    for step in run.steps(validate=lambda batch: means(model, batch["x"])):
+        for batch in step.batches():
+            step.backward(means(model, batch["x"])["loss"])
+        step.update()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("failures", [2, 1000])
+def test_the_best_checkpoint_is_written_again_if_the_storage_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: tuple[Any, ...], failures: int
+) -> None:
+    write, left = checkpoint.write_share, [StorageError("the disk is full")] * failures
+
+    def failing(store: Store, folder: str, *arguments: Any) -> Any:
+        if checkpoint.step_of(folder) == BEST and left:
+            raise left.pop()
+        return write(store, folder, *arguments)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "write_share", failing)
+    monkeypatch.setattr(boundary, "BEST_PAUSES_S", [0.0] * 3)
+    job = job_in(tmp_path)
+    train_here(job)
+    if failures == 2:
+        assert outcome(job) == reference
+        return
+    assert read_ledger(Store(job.run_url)).steps.num_rows == END, "the training goes on"
+    with pytest.raises(
+        CheckpointError, match=r"is that of step 8, whose checkpoint could not be written \(it has 14\); use"
+    ):
+        load_weights_of_best(nn.Linear(1, 1), Store(job.run_url))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_best_checkpoint_at_the_end_that_cannot_be_written_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> Any:
+        raise StorageError("the disk is full")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "write_share", failing)
+    monkeypatch.setattr(boundary, "BEST_PAUSES_S", ())
+    job = replace(job_in(tmp_path), stop=StopSpec(patience=1, metric="loss", mode="max"))
+    keep_best = GoalSpec("loss", "min")
+    with pytest.raises(StorageError, match="the last checkpoint of the run could not be written: the disk is full"):
+        train_here(replace(job, checkpoint=replace(job.checkpoint, keep_best=keep_best)))
 
 
 @pytest.mark.usefixtures("process_group")

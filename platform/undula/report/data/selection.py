@@ -32,12 +32,16 @@ class Condition:
     key: str
     sign: str
     value: Any
+    text: str = ""
+    """The value as it was typed, which a text of the run is compared with: YAML reads 007 as 7 and `on` as true."""
 
     def holds(self, values: Values) -> bool:
         """Return whether a run satisfies the condition. A run without the value satisfies only `!=`."""
         if self.key not in values:
             return self.sign == "!="
         own, given = values[self.key], self.value
+        if isinstance(own, str) and own == self.text:
+            given = own
         if self.sign in ("=", "!="):
             return _OPERATORS[self.sign](_comparable(own), _comparable(given))
         if _is_number(own) and _is_number(given):
@@ -100,7 +104,7 @@ def selection(where: Sequence[str], sort: str | None) -> Selection:
         if not found:
             raise SpecError(f"--where {text!r} is no condition; write KEY=VALUE, or one of != < <= > >= in place of =")
         sign = "=" if found[2] == "==" else found[2]
-        conditions.append(Condition(found[1], sign, _parsed(found[3])))
+        conditions.append(Condition(found[1], sign, _parsed(found[3]), found[3]))
     if not sort:
         return Selection(tuple(conditions))
     return Selection(tuple(conditions), sort.removeprefix("-"), sort.startswith("-"))
