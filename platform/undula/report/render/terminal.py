@@ -106,7 +106,11 @@ def print_runs(
                 summary, spec = found
                 summaries[folder] = replace(summary, state=jobs.get(folder, summary.state))
                 values[folder] = dict(leaves({"run": folder, **spec, **summaries[folder].as_json()}))
-    unseen = [] if selection.keys else [folder for folder in jobs if folder not in (*folders, *studies)]
+    unseen = [
+        folder
+        for folder, state in jobs.items()
+        if folder not in (*folders, *studies) and selection.has({"run": folder, "name": folder, "state": state})
+    ]
     newest_first = sorted(summaries, key=lambda folder: -(summaries[folder].latest or 0.0))
     chosen = selection.of({folder: values[folder] for folder in newest_first})
     if json:
