@@ -28,14 +28,14 @@ def logs(run: str, runs: str | None, address: str | None, follow: bool) -> int:
     the job.
     """
     from undula.driver.follow import exit_status, follow_to_the_end, lines_of
-    from undula.driver.submit import current, jobs_of
+    from undula.driver.submit import current, jobs_of, log_of
     from undula.telemetry.live import LiveScreen
 
     api = _connected(address)
     job = current(jobs_of(api, run, runs)).submission_id
     assert job is not None
     if not follow:
-        click.echo("\n".join(lines_of(api.get_job_logs(job))))
+        click.echo("\n".join(lines_of(log_of(api, job))))
         return 0
     screen = LiveScreen(sys.stdout)
     try:

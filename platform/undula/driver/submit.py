@@ -178,6 +178,20 @@ def current(jobs: Sequence[JobDetails]) -> JobDetails:
     return next((job for job in jobs if not job.status.is_terminal()), jobs[0])
 
 
+def log_of(api: JobApi, job: str) -> str:
+    """Return what a job has printed.
+
+    Raises:
+        ClusterError: The job API does not answer.
+    """
+    try:
+        return api.get_job_logs(job)
+    except LOST as error:
+        raise ClusterError(
+            f"the cluster at {api.get_address()} does not show the log of the job {job}: {_in_short(error)}"
+        ) from error
+
+
 def stop(api: JobApi, job: str, limit_s: float) -> bool:
     """Stop a job, and return whether it has ended within a time limit.
 

@@ -13,6 +13,7 @@ from ray.job_submission import JobStatus
 
 from undula.cluster.local import free_ports, job_api_answers
 from undula.driver import follow, submit
+from undula.errors import ClusterError
 
 SERVER = """
 import asyncio, sys
@@ -117,4 +118,6 @@ def test_no_request_waits_forever(head: Head) -> None:
     os.kill(head.process.pid, signal.SIGSTOP)
     with pytest.raises(OSError, match="timed out"):
         api.get_job_info("job")
+    with pytest.raises(ClusterError, match=r"does not show the log of the job job: .*timed out"):
+        submit.log_of(api, "job")
     os.kill(head.process.pid, signal.SIGCONT)
