@@ -32,7 +32,7 @@ def test_a_job_that_is_stopped_before_it_trains_leaves_no_secrets_on_the_head(
         connections.append(os.environ.pop(private_environment.URI))
 
     def stopped(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setenv(private_environment.URI, "gcs://package.zip")
     monkeypatch.setattr(connection, "connected", connected)

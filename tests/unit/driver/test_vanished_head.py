@@ -1,6 +1,5 @@
 """Tests of following a job whose head vanishes without closing a connection, with a fake job API in a process that is stopped."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from ray.job_submission import JobStatus
 from undula.cluster.local import free_ports, job_api_answers
 from undula.driver import follow, submit
 from undula.errors import ClusterError
+from undula.processes import send_signal
 
 SERVER = """
 import asyncio, sys
@@ -77,10 +77,10 @@ def test_a_head_that_vanishes_without_a_word_is_noticed_and_followed_again(head:
     def show(line: str) -> None:
         shown.append(line)
         if line == "line 0":
-            os.kill(head.process.pid, signal.SIGSTOP)
+            send_signal(head.process, signal.SIGSTOP)
         if line.startswith("lost the connection"):
             head.end.touch()
-            os.kill(head.process.pid, signal.SIGCONT)
+            send_signal(head.process, signal.SIGCONT)
 
     details = follow.follow_to_the_end(submit.connect(head.url), "job", show, forever=True)
     assert details
@@ -115,9 +115,9 @@ def test_a_dead_connection_to_a_living_head_is_opened_again(
 @pytest.mark.timeout(60)
 def test_no_request_waits_forever(head: Head) -> None:
     api = submit.connect(head.url)
-    os.kill(head.process.pid, signal.SIGSTOP)
+    send_signal(head.process, signal.SIGSTOP)
     with pytest.raises(OSError, match="timed out"):
         api.get_job_info("job")
     with pytest.raises(ClusterError, match=r"does not show the log of the job job: .*timed out"):
         submit.log_of(api, "job")
-    os.kill(head.process.pid, signal.SIGCONT)
+    send_signal(head.process, signal.SIGCONT)
