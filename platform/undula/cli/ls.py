@@ -35,9 +35,10 @@ def ls(
     """List the runs in the folder RUNS, which is short for --runs RUNS.
 
     If a cluster is at hand, the states of the runs that it trains now are those of its jobs. If the cluster of UNDULA_ADDRESS cannot be
-    reached, a note says so. The keys of --where and --sort are those of
-    --json, such as best_validation_loss or validation_metrics.accuracy, and the settings of the jobs, such as plan.global_batch. The list
-    shows their values.
+    reached, a note says so.
+
+    The keys of --where and --sort are those of --json, such as best_validation_loss or validation_metrics.accuracy, and the settings of the
+    jobs, such as plan.global_batch. The list shows their values.
     """
     from undula.report.data.selection import selection
     from undula.report.render.terminal import print_runs

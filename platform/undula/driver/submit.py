@@ -156,9 +156,9 @@ def jobs_of(api: JobApi, run: str, runs: str | None = None) -> list[JobDetails]:
     Raises:
         RunError: The cluster has no such job, or jobs of several runs fit.
     """
-    places = [] if "://" in run or run.startswith(("/", "~")) else [f"{(runs or default_runs()).rstrip('/')}/{run}"]
-    places += [] if places and runs else [run]
-    urls = {directory(place) for place in places}
+    is_name = "://" not in run and not run.startswith(("/", "~"))
+    below = f"{(runs or default_runs()).rstrip('/')}/{run}"
+    urls = {directory(place) for place in ([run] if not is_name else [below] if runs else [below, run])}
     jobs = jobs_by_run(api)
     found = sorted(urls & jobs.keys())
     if len(found) == 1:
