@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.train import TrainingFailedError
 
-from undula.config.environment import private_overrides
+from undula.config.environment import with_secrets
 from undula.config.job import JobSpec, load_spec, script_of
 from undula.driver.connection import (
     connected,
@@ -46,9 +46,10 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
     """
+    _end_on_sigterm()
     options = _parser().parse_intermixed_args(argv)
-    overrides = [*options.overrides, *private_overrides()]
     with one_sentence(), private_environment_of_job(), ExitStack() as stack:
+        overrides = with_secrets(options.overrides)
         if options.study:
             with needs_extra("study"):
                 from undula.study.conduct import conduct
@@ -97,7 +98,7 @@ def _fit(
         SystemExit: The driver was stopped from outside. An event in the ledger records this.
     """
     ship_modules_beside_the_script()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
+    _end_on_sigterm()  # Ray has replaced the handler when it connected
     try:
         launch(train, spec, store, hub, trainer)
     except TrainingFailedError as error:
@@ -108,6 +109,11 @@ def _fit(
         EventWriter(store, "driver").event(StopEvent())
         raise SystemExit(INTERRUPTED) from None  # Ray's handler of SIGINT would end the job with status 0
     return None
+
+
+def _end_on_sigterm() -> None:
+    """End this process with an exception on SIGTERM, so that blocks clean up: the secrets of a stopped job must not stay on the head."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
 
 
 def study_main(argv: Sequence[str] | None = None) -> None:
@@ -124,7 +130,7 @@ def study_main(argv: Sequence[str] | None = None) -> None:
         if not study or study.startswith("-"):
             raise SpecError("command line: the study is missing; give STUDY.yaml as the first argument")
         overrides = [argument for argument in rest if argument and not argument.startswith("-")]
-        script = script_of(load_study(Path(study), overrides).file)
+        script = script_of(load_study(Path(study), with_secrets(overrides)).file)
     sys.path.insert(0, str(script.parent))  # as Python does when it runs a script
     sys.argv = [str(script), "--study", study, *(argument for argument in rest if argument)]
     runpy.run_path(str(script), run_name="__main__")

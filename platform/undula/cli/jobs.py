@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from undula.cli.options import address_option, json_option, print_json
+from undula.cli.options import address_option, json_option, print_json, runs_option
 from undula.errors import INTERRUPTED, ClusterError, RunError
 
 if TYPE_CHECKING:
@@ -18,22 +18,24 @@ STOP_LIMIT_S = 60.0
 
 @click.command(short_help="Show what a submitted job has printed.")
 @click.argument("run", metavar="RUN")
+@runs_option
 @address_option
 @click.option("--follow", is_flag=True, help="Also show what the job will print, and end with its exit status.")
-def logs(run: str, address: str | None, follow: bool) -> int:
-    """Show what the newest job of a run or study has printed.
+def logs(run: str, runs: str | None, address: str | None, follow: bool) -> int:
+    """Show what the current job of a run or study has printed: the newest one that has not ended, or else the newest one.
 
-    RUN is the name of a run or study that was submitted to the cluster, or its directory. Ctrl-C does not stop the job.
+    RUN is the name of a run or study that was submitted to the cluster, or its directory as a path or an s3:// URL. Ctrl-C does not stop
+    the job.
     """
     from undula.driver.follow import exit_status, follow_to_the_end, lines_of
-    from undula.driver.submit import jobs_of
+    from undula.driver.submit import current, jobs_of, log_of
     from undula.telemetry.live import LiveScreen
 
     api = _connected(address)
-    job = jobs_of(api, run)[0].submission_id
+    job = current(jobs_of(api, run, runs)).submission_id
     assert job is not None
     if not follow:
-        click.echo("\n".join(lines_of(api.get_job_logs(job))))
+        click.echo("\n".join(lines_of(log_of(api, job))))
         return 0
     screen = LiveScreen(sys.stdout)
     try:
@@ -49,17 +51,19 @@ def logs(run: str, address: str | None, follow: bool) -> int:
 
 @click.command(short_help="Stop a submitted job, which can be continued later.")
 @click.argument("run", metavar="RUN")
+@runs_option
 @address_option
 @json_option
-def stop(run: str, address: str | None, as_json: bool) -> None:
+def stop(run: str, runs: str | None, address: str | None, as_json: bool) -> None:
     """Stop the jobs of a run or study, and wait until they have ended. Submit the run again to continue it.
 
-    RUN is the name of a run or study that was submitted to the cluster, or its directory.
+    RUN is the name of a run or study that was submitted to the cluster, or its directory as a path or an s3:// URL. Jobs of other runs that
+    have the same name in other folders train on.
     """
     from undula.driver import submit
 
     api = _connected(address)
-    running = [job for job in submit.jobs_of(api, run) if not job.status.is_terminal()]
+    running = [job for job in submit.jobs_of(api, run, runs) if not job.status.is_terminal()]
     if not running:
         raise RunError(f"no job of {run} is running on the cluster at {api.get_address()}")
     for job in running:
@@ -78,28 +82,29 @@ def stop(run: str, address: str | None, as_json: bool) -> None:
 def states_of_jobs(runs: str, address: str | None) -> "dict[str, State]":
     """Return the states of the jobs that a cluster runs now, by the folder of their run below the folder of the runs.
 
-    Without an address, the result is empty if no cluster at hand can be asked.
+    Without an address, the result is empty if no cluster is at hand, or if the one of this machine cannot be asked.
 
     Raises:
-        ClusterError: The cluster at the address cannot be reached.
+        ClusterError: The cluster at the address, or that of RAY_API_SERVER_ADDRESS, cannot be reached.
     """
-    from undula.cluster.local import cluster_at_hand
+    from undula.cluster.local import DEFAULT_DASHBOARD, cluster_at_hand
 
     if not (dashboard := address or cluster_at_hand()):
         return {}
-    from undula.driver.submit import connect, directory, jobs_by_run
+    from undula.driver.submit import connect, current, directory, jobs_by_run
 
     try:
         found = jobs_by_run(connect(dashboard))
     except ClusterError:
-        if address:
+        if address or dashboard != DEFAULT_DASHBOARD:
             raise
         return {}
     states: dict[str, State] = {}
-    for url, (newest, *_) in found.items():
+    for url, jobs in found.items():
         parent, _, folder = url.rpartition("/")
-        if parent == directory(runs) and not newest.status.is_terminal():
-            states[folder] = "pending" if newest.status == "PENDING" else "running"
+        status = current(jobs).status
+        if parent == directory(runs) and not status.is_terminal():
+            states[folder] = "pending" if status == "PENDING" else "running"
     return states
 
 

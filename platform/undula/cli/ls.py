@@ -4,7 +4,7 @@ import click
 
 from undula.cli.jobs import states_of_jobs
 from undula.cli.options import address_option, json_option, runs_option
-from undula.errors import SpecError
+from undula.errors import ClusterError, SpecError
 from undula.state.defaults import default_runs
 
 
@@ -34,9 +34,11 @@ def ls(
 ) -> None:
     """List the runs in the folder RUNS, which is short for --runs RUNS.
 
-    If a cluster is at hand, the states of the runs that it trains now are those of its jobs. The keys of --where and --sort are those of
-    --json, such as best_validation_loss or validation_metrics.accuracy, and the settings of the jobs, such as plan.global_batch. The list
-    shows their values.
+    If a cluster is at hand, the states of the runs that it trains now are those of its jobs. If the cluster of UNDULA_ADDRESS cannot be
+    reached, a note says so.
+
+    The keys of --where and --sort are those of --json, such as best_validation_loss or validation_metrics.accuracy, and the settings of the
+    jobs, such as plan.global_batch. The list shows their values.
     """
     from undula.report.data.selection import selection
     from undula.report.render.terminal import print_runs
@@ -45,4 +47,13 @@ def ls(
     if folder and runs:
         raise SpecError(f"command line: RUNS is {folder} and --runs is {runs}; give one of them")
     url = folder or runs or default_runs()
-    print_runs(open_store(url), as_json, selection(where, sort), jobs=states_of_jobs(url, address))
+    wanted = selection(where, sort)
+    try:
+        jobs = states_of_jobs(url, address)
+    except ClusterError as error:
+        source = click.get_current_context().get_parameter_source("address")
+        if source is click.core.ParameterSource.COMMANDLINE:
+            raise
+        jobs = {}
+        click.echo(f"note: {error}; the states are those of the run directories", err=True)
+    print_runs(open_store(url), as_json, wanted, jobs=jobs)

@@ -11,6 +11,8 @@ from undula.errors import SpecError
 
 OVERRIDES = "UNDULA_OVERRIDES"
 """Environment variable of a job's driver with overrides that its command line must not show, as a JSON list."""
+PLACE = "(hidden)"
+"""Argument of a driver in place of an override that its command line must not show. Overrides are applied in the order of the arguments."""
 _NAME = r"[A-Za-z_]\w*"
 
 
@@ -60,12 +62,25 @@ def _read(file: Path) -> Mapping[str, str]:
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the arguments that the command line of a driver may show, and the environment variable that passes on the others."""
-    private = [argument for argument in arguments if "=" in argument and has_secret(argument)]
-    shown = tuple(argument for argument in arguments if argument not in private)
+    private = [argument for argument in arguments if _is_private(argument)]
+    shown = tuple(PLACE if _is_private(argument) else argument for argument in arguments)
     return shown, {OVERRIDES: json.dumps(private)} if private else {}
 
 
-def private_overrides() -> list[str]:
-    """Return the overrides of this driver that its command line does not show."""
-    found: list[str] = json.loads(os.environ.get(OVERRIDES, "[]"))
-    return found
+def with_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of this driver with the overrides that its command line does not show.
+
+    Raises:
+        SpecError: The overrides are missing, because the command line was copied.
+    """
+    private = json.loads(os.environ.get(OVERRIDES, "[]"))
+    if arguments.count(PLACE) > len(private):
+        raise SpecError(
+            f"command line: {PLACE} stands for an override that a list of jobs must not show; give the override itself"
+        )
+    rest = iter(private)
+    return [next(rest) if argument == PLACE else argument for argument in arguments]
+
+
+def _is_private(argument: str) -> bool:
+    return "=" in argument and has_secret(argument)

@@ -124,8 +124,9 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
             break
         branch = branch.setdefault(parent, {})
         if not isinstance(branch, dict):
+            shown = _shown(".".join(parents[: depth + 1]), branch)
             raise SpecError(
-                f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {_shown(parent, branch)!r}, not a mapping"
+                f"{origin}: {key} cannot be set: {'.'.join(parents[: depth + 1])} is {shown!r}, not a mapping"
             )
     branch[leaf] = value
     for path in [path for path in origins if path.startswith(f"{key}.")]:
@@ -242,7 +243,7 @@ def _sentence(error: ErrorDetails, path: tuple[str, ...], where: Where) -> str:
         return f"{where(here[:-1])}: {'.'.join(here)} is missing; add it"
     accepted = error["msg"].replace("Input should be", "it should be").replace("String should", "it should")
     accepted = accepted.replace("an object", "a mapping").replace("a valid array", "a list")
-    return f"{where(here)}: {'.'.join(here)} is {json.dumps(_shown(here[-1], error['input']))}: {accepted}"
+    return f"{where(here)}: {'.'.join(here)} is {json.dumps(_shown('.'.join(here), error['input']))}: {accepted}"
 
 
 def _shown(key: str, value: Any) -> Any:

@@ -21,6 +21,7 @@ from undula.config.environment import without_secrets
 from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import INTERRUPTED, ClusterError, SpecError
+from undula.state.defaults import default_runs
 from undula.telemetry.live import LiveScreen
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class Submission:
     def name(self) -> str:
         """Name of the run or study."""
         return self.url.rpartition("/")[2]
+
+    @property
+    def is_in_default_folder(self) -> bool:
+        """Whether commands find the run or study by its name."""
+        return self.url == f"{default_runs().rstrip('/')}/{self.name}"
 
     @property
     def continuing(self) -> str:
@@ -156,7 +162,7 @@ def _run_here(submission: Submission, dashboard: str, screen: LiveScreen) -> int
     from undula.driver import follow, submit  # these import Ray, which reads the token from the environment
 
     api = submit.connect(dashboard)
-    job = _start(api, submission)
+    _start(api, job := submit.new_job(), submission)
     try:
         return _ended(submission, follow.follow_to_the_end(api, job, screen.show), screen)
     except (KeyboardInterrupt, SystemExit):
@@ -181,15 +187,16 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
     """
     from undula.driver import follow, submit
 
-    hints = f"undula logs {submission.name} --follow{option}\nundula stop {submission.name}{option}"
+    run = submission.name if submission.is_in_default_folder else submission.url
+    hints = f"undula logs {run} --follow{option}\nundula stop {run}{option}"
     screen.show(f"submitting the job to the cluster at {dashboard} ...")
-    refusals = 0
+    refusals, job = 0, submit.new_job()
     while True:
         if mode == "keep-alive":
             _await_cluster(dashboard, screen)
         try:
             api = submit.connect(dashboard)
-            job = _start(api, submission)
+            _start(api, job, submission)
         except ClusterError:
             refusals += 1
             if mode != "keep-alive" or refusals > MOST_REFUSALS:
@@ -211,13 +218,13 @@ def _run_on_cluster(submission: Submission, dashboard: str, option: str, screen:
         if details is not None or mode != "keep-alive":
             return _ended(submission, details, screen)
         screen.show("the cluster has lost the job, because its head was replaced; submitting the job again ...")
-        submission = submission.again()
+        submission, job = submission.again(), submit.new_job()
 
 
-def _start(api: "JobApi", submission: Submission) -> str:
+def _start(api: "JobApi", job: str, submission: Submission) -> None:
     from undula.driver import submit
 
-    return submit.start(api, submission.url, submission.script, submission.arguments, submission.environment)
+    submit.start(api, job, submission.url, submission.script, submission.arguments, submission.environment)
 
 
 def _ended(submission: Submission, details: "JobDetails | None", screen: LiveScreen) -> int:

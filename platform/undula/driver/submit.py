@@ -6,24 +6,39 @@ import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from ray.exceptions import RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+from requests import Response
 
 import undula
-from undula.driver.follow import LOST
+from undula.driver.follow import LOST, is_unknown
 from undula.elastic.ray import private_environment
-from undula.errors import ClusterError, RunError, SpecError
+from undula.errors import ClusterError, ConnectionLostError, RunError, SpecError
+from undula.state.defaults import default_runs
 
 RUN = "undula_run"
 """Key of a job's metadata with the directory of its run or study."""
 POLL_S = 0.1
 """Seconds between two looks at a job that is being stopped."""
+CONNECT_TIMEOUT_S = 5.0
+"""Maximum time in seconds to reach a job API."""
+ANSWER_TIMEOUT_S = 30.0
+"""Maximum time in seconds to wait for an answer of a job API."""
+UPLOAD_TIMEOUT_S = 600.0
+"""Maximum time in seconds to upload a package."""
 
 
 class JobApi(JobSubmissionClient):
-    """Client of a cluster's job API that can also store the environment variables of a job."""
+    """Client of a cluster's job API that waits for no answer forever and can store the environment variables of a job."""
+
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> Response:
+        """Send a request with time limits. Ray's own requests would wait forever for a head that has vanished without a word."""
+        # While a request is sent, the limit for connecting applies to all of its content.
+        connect_s = UPLOAD_TIMEOUT_S if method == "PUT" else CONNECT_TIMEOUT_S
+        return super()._do_request(method, endpoint, timeout=(connect_s, ANSWER_TIMEOUT_S), **options)
 
     def store(self, variables: Mapping[str, str]) -> dict[str, Any]:
         """Store variables on the cluster, and return the part of the runtime environment with which the job's processes take them."""
@@ -53,25 +68,36 @@ def connect(dashboard: str) -> JobApi:
         raise ClusterError(f"the cluster at {dashboard} cannot be reached: {_in_short(error)}") from error
 
 
-def start(api: JobApi, run: str, script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+def new_job() -> str:
+    """Return the id of a job that is to be started."""
+    return f"raysubmit_{token_hex(8)}"
+
+
+def start(
+    api: JobApi, job: str, run: str, script: Path, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
     """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded for it.
+
+    A job is started once, also if this function is called again because the cluster's answer was lost.
 
     Args:
         api: Client of the job API.
+        job: Id of the job.
         run: Directory of the run or study.
         script: Path of the script; it can import files beside it.
         arguments: Arguments of the script.
         environment: Environment variables of the job's processes.
 
-    Returns:
-        The id of the job.
-
     Raises:
         ClusterError: The cluster does not accept the job.
+        ConnectionLostError: The cluster has not answered. It may have started the job.
     """
     package = Path(undula.__file__).parent
     try:
-        return api.submit_job(
+        if not is_unknown(api, job):
+            return
+        api.submit_job(
+            submission_id=job,
             entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
             metadata={RUN: directory(run)},
             runtime_env={
@@ -81,7 +107,20 @@ def start(api: JobApi, run: str, script: Path, arguments: Sequence[str], environ
             },
         )
     except (*LOST, ValueError, RayError) as error:
-        raise ClusterError(f"the cluster at {api.get_address()} does not accept the job: {_in_short(error)}") from error
+        _raise_unless_accepted(api, job, error)
+
+
+def _raise_unless_accepted(api: JobApi, job: str, error: Exception) -> None:
+    """Raise an error of a submission, unless the cluster has the job: then only its answer was lost."""
+    try:
+        if not is_unknown(api, job):
+            return
+    except (*LOST, RayError):
+        raise ConnectionLostError(
+            f"the cluster at {api.get_address()} has not answered the submission of the job {job}, which may train: {_in_short(error)}; "
+            "see `undula ls` once the cluster answers"
+        ) from error
+    raise ClusterError(f"the cluster at {api.get_address()} does not accept the job: {_in_short(error)}") from error
 
 
 def directory(run: str) -> str:
@@ -106,21 +145,51 @@ def jobs_by_run(api: JobApi) -> dict[str, list[JobDetails]]:
     return found
 
 
-def jobs_of(api: JobApi, run: str) -> list[JobDetails]:
-    """Return the jobs of a run or study, newest first, by its name or directory.
+def jobs_of(api: JobApi, run: str, runs: str | None = None) -> list[JobDetails]:
+    """Return the jobs of a run or study, newest first.
+
+    Args:
+        api: Client of the job API.
+        run: Directory of the run or study, or its name. Runs of other folders that have the same name may be other people's.
+        runs: Folder in which the name is looked up; by default the working directory and `default_runs`.
 
     Raises:
-        RunError: The cluster has no such job.
+        RunError: The cluster has no such job, or jobs of several runs fit.
     """
-    url = directory(run)
-    found = [
-        job for each, jobs in jobs_by_run(api).items() if each == url or each.rpartition("/")[2] == run for job in jobs
-    ]
-    if not found:
+    is_name = "://" not in run and not run.startswith(("/", "~"))
+    below = f"{(runs or default_runs()).rstrip('/')}/{run}"
+    urls = {directory(place) for place in ([run] if not is_name else [below] if runs else [below, run])}
+    jobs = jobs_by_run(api)
+    found = sorted(urls & jobs.keys())
+    if len(found) == 1:
+        return jobs[found[0]]
+    where = f"the cluster at {api.get_address()} has"
+    if found:
+        raise RunError(f"{where} jobs of {' and '.join(found)}; give one of these directories")
+    if others := sorted(url for url in jobs if url.rpartition("/")[2] == run):
         raise RunError(
-            f"the cluster at {api.get_address()} has no job of {run}; give the name of a run or study that was submitted to it"
+            f"{where} no job of {run} in {runs or default_runs()}, but of {' and '.join(others)}; give the directory of the run"
         )
-    return sorted(found, key=lambda job: -(job.start_time or 0))
+    raise RunError(f"{where} no job of {run}; give the name of a run or study that was submitted to it")
+
+
+def current(jobs: Sequence[JobDetails]) -> JobDetails:
+    """Return the newest job that has not ended, or else the newest one. A second submission of a run ends at once and is newer."""
+    return next((job for job in jobs if not job.status.is_terminal()), jobs[0])
+
+
+def log_of(api: JobApi, job: str) -> str:
+    """Return what a job has printed.
+
+    Raises:
+        ClusterError: The job API does not answer.
+    """
+    try:
+        return api.get_job_logs(job)
+    except LOST as error:
+        raise ClusterError(
+            f"the cluster at {api.get_address()} does not show the log of the job {job}: {_in_short(error)}"
+        ) from error
 
 
 def stop(api: JobApi, job: str, limit_s: float) -> bool:

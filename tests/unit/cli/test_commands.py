@@ -13,11 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from priced_run import write_priced_run
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from undula.cli.main import cli
+from undula.cluster.local import free_ports
 from undula.config.job import absolute_paths, as_tree, load_spec
 from undula.data.planned import PlannedSamples
 from undula.data.write import write_shards
+from undula.driver import submit
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.ledger import LedgerWriter
@@ -177,6 +180,42 @@ def test_undula_runs_is_the_default_folder_of_every_command(
     assert load_spec(job).spec.runs == "mine", "what the job says comes first"
 
 
+def test_ls_lists_runs_although_the_cluster_of_the_environment_is_down(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports(1)
+    down = f"http://127.0.0.1:{port}"
+    monkeypatch.setenv("UNDULA_ADDRESS", down)
+    listed = undula("ls", runs, "--json")
+    assert [run["run"] for run in json.loads(listed.out)] == ["spot-run"]
+    assert listed.status == 0
+    assert listed.err.startswith(f"note: the cluster at {down} cannot be reached: ")
+    assert undula("ls", runs, "--address", down).status == 3
+
+
+def test_stop_leaves_a_run_of_the_same_name_in_another_folder_alone(
+    undula: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    listed = [
+        JobDetails(
+            type=JobType.SUBMISSION,
+            submission_id=name,
+            status=JobStatus.RUNNING,
+            entrypoint="python",
+            metadata={submit.RUN: f"{folder}/first"},
+        )
+        for name, folder in (("mine", runs), ("theirs", "/home/them/runs"))
+    ]
+    api = type("Api", (), {"list_jobs": lambda _: listed, "get_address": lambda _: "http://head:8265"})()
+    monkeypatch.setattr(submit, "connect", lambda dashboard: api)
+    monkeypatch.setattr(submit, "stop", lambda api, job, limit_s: stopped.append(job) or True)
+    options = ("--address", "http://head:8265", "--json")
+    assert "give the directory of the run" in undula("stop", "first", *options).err
+    assert json.loads(undula("stop", "first", "--runs", runs, *options).out) == {"stopped": ["mine"]}
+    assert stopped == ["mine"]
+
+
 def test_the_same_options_exist_where_they_make_sense() -> None:
     names = {
         " ".join(path): {option for each in command.params for option in each.opts}
@@ -185,6 +224,8 @@ def test_the_same_options_exist_where_they_make_sense() -> None:
     }
     of_runs = {
         "run",
+        "logs",
+        "stop",
         "chaos",
         "ls",
         "show",
@@ -200,7 +241,7 @@ def test_the_same_options_exist_where_they_make_sense() -> None:
     of_clusters = {"run", "ls", "logs", "stop", "study run"}
     assert {name for name, options in names.items() if "--runs" in options} == of_runs
     assert {name for name, options in names.items() if "--address" in options} == of_clusters
-    assert of_runs - {"run", "study run"} <= {name for name, options in names.items() if "--json" in options}
+    assert of_runs - {"run", "logs", "study run"} <= {name for name, options in names.items() if "--json" in options}
 
 
 def test_leave_fails_if_ray_does_not_accept_the_drain(undula: Command) -> None:
@@ -249,7 +290,7 @@ def test_run_ends_with_the_path_of_its_run_if_its_driver_is_killed(
 ) -> None:
     killed = type("Details", (), {"status": "FAILED", "driver_exit_code": -9})
     monkeypatch.setattr("undula.driver.submit.connect", lambda dashboard: None)
-    monkeypatch.setattr("undula.driver.submit.start", lambda *_: "job")
+    monkeypatch.setattr("undula.driver.submit.start", lambda *_: None)
     monkeypatch.setattr("undula.driver.follow.follow_to_the_end", lambda *_, **__: killed)
     said = undula("run", JOB, "name=job", f"runs={runs}", "--address", "http://head:8265")
     assert said.status == 137

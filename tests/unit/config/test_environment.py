@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from undula.config.environment import OVERRIDES, job_environment, private_overrides, without_secrets
+from undula.config.environment import OVERRIDES, PLACE, job_environment, with_secrets, without_secrets
+from undula.config.job import load_spec
 from undula.errors import SpecError
 
 
@@ -45,8 +46,27 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_overrides_with_secrets_do_not_stand_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--fresh", "name=a", "config.api_key=k", "config.eos_token='</s>'"]
     shown, private = without_secrets(given)
-    assert shown == ("--fresh", "name=a", "config.eos_token='</s>'")
-    monkeypatch.setenv(OVERRIDES, private[OVERRIDES])
-    assert private_overrides() == ["config.api_key=k"]
-    assert without_secrets(["name=a"]) == (("name=a",), {})
+    assert shown == ("--fresh", "name=a", PLACE, "config.eos_token='</s>'")
     assert json.loads(private[OVERRIDES]) == ["config.api_key=k"]
+    assert without_secrets(["name=a"]) == (("name=a",), {})
+    monkeypatch.setenv(OVERRIDES, private[OVERRIDES])
+    assert with_secrets(shown) == given
+
+
+def test_overrides_with_secrets_are_applied_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver of a job and `--print` resolve the same values as the command that submits the job."""
+    file = tmp_path / "job.yaml"
+    file.write_text("name: job\ndata: {train: x}\n")
+    given = ["config.db={host: old, password: k}", "config.db.host=new", "config.db.password=l"]
+    shown, private = without_secrets(given)
+    monkeypatch.setenv(OVERRIDES, private[OVERRIDES])
+    assert load_spec(file, with_secrets(shown)).config == load_spec(file, given).config
+    assert load_spec(file, given).config.db == {"host": "new", "password": "l"}
+
+
+def test_a_copied_command_line_without_its_secrets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(OVERRIDES, raising=False)
+    with pytest.raises(
+        SpecError, match="stands for an override that a list of jobs must not show; give the override itself"
+    ):
+        with_secrets(["name=a", PLACE])

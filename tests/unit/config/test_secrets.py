@@ -18,6 +18,15 @@ SECRETS: dict[str, Any] = {
     "api_tokens": [SECRET], "dsn": SECRET, "auth": f"me:{SECRET}", "database_url": f"postgres://db/{SECRET}", "webhook_url": SECRET,
     "connection_string": f"Server=db;Password={SECRET}", "tracking_uri": f"https://me:{SECRET}@mlflow", "args": [f"--password={SECRET}"],
     "header": f"Authorization: Bearer {SECRET}", "image": f"https://b.s3/x?X-Amz-Signature={SECRET}",
+    "wandb": {"key": SECRET}, "openai": {"prod": {"key": SECRET}}, "api": {"key": SECRET}, "aws": {"key": SECRET},
+    "tracker": {"key": SECRET}, "api_keys": {"weather": SECRET}, "tokens": {"hub": SECRET}, "Token": {"hub": SECRET},
+    "access_key": {"value": SECRET}, "keys": {"openai": SECRET}, "webhooks": {"alerts": SECRET},
+    "private_key": {"pem": [SECRET]}, "authorization": {"basic": f"user:{SECRET}"}, "DSN": {"url": SECRET}, "credential": {"pin": 471147},
+    "database": {"url": f"postgres://db/{SECRET}"}, "api.keys": {"prod": {"weather": SECRET}}, "webhook": {"url": SECRET},
+    "hf_token_prod": SECRET, "password_prod": SECRET, "api_key_v2": SECRET, "otp": 471147, "command": f"login --password {SECRET}",
+    "slack": f"https://hooks.slack.com/services/T0/B0/{SECRET}", "arguments": ["--user", "me", "--password", SECRET],
+    "repository": f"https://{SECRET}@github.com/a/b", "sentry": f"https://{SECRET}@o1.ingest.sentry.io/2",
+    "telegram": f"471147471:{'A' * 20}-{SECRET}", "user_token": SECRET, "bot_token": SECRET, "chat": {"token": {"user": SECRET}},
     "deep": {"more": [{"pin_password": 1}]}, "note": "-----BEGIN RSA PRIVATE KEY-----\nMIIE", "setting": "hf_abcdefghijklmnopqrstuvwx",
 }  # fmt: skip
 """Secrets by their names and forms."""
@@ -31,6 +40,12 @@ HARMLESS: dict[str, Any] = {
     "monkey": "x",
     "data": "s3://bucket/train", "endpoint": "http://localhost:9000", "remote": "git@github.com:a/b", "prompt": "Answer: yes, please",
     "secret": None,
+    "license_key": "license", "auth": "none", "webhook": "None", "cookie": "enabled", "pass": "forward", "token": "char", "subtoken": "bpe",
+    "user_token": "### User:", "assistant_token": "ASSISTANT:", "tool_call_token": "tool_call", "password": "none", "wandb": {"key": None},
+    "tokens_of": {"max": 4096}, "Tokens": {"max": 4096, "train": "300B", "eos": "eos", "mask": "[MASK]"}, "key_dim": "64", "n_keys": "8",
+    "keys": {"image": "png"}, "sort": {"key": "name"}, "model": {"key": {"dim": "64"}}, "public_keys": {"me": "ssh-rsa A"},
+    "extra_special_tokens": {"user": "user"}, "sacred": {"observer": "mongo"}, "repository": "https://github.com/a/b@v1",
+    "ssh": "ssh://git@github.com/a", "jwt": {"expires_s": 3600, "is_on": True}, "command": "login --password-stdin --token-path /run/token",
     "has_password": True, "api_key": "", "hub_token": "${HF_TOKEN}", "kernel": "k=3, key=value",
 }  # fmt: skip
 """Settings that only look like secrets."""
@@ -41,6 +56,7 @@ def test_a_secret_is_hidden(name: str) -> None:
     shown = hide_secrets({"config": {name: SECRETS[name]}})
     assert shown != {"config": {name: SECRETS[name]}}
     assert SECRET not in str(shown)
+    assert "471147" not in str(shown)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -62,6 +78,11 @@ def test_overrides_with_secrets_are_known() -> None:
         "config.db={password: x}",
         "overrides={config.api_key: x}",
         "config.url=ftp://me:pw@x/",
+        "config.tracker.key=x",
+        "config.wandb={key: x}",
+        "config.wandb={key: hunter2",
+        "config.credentials.pin=1234",
+        "config.tokens.hub=x",
     )
     assert all(map(has_secret, hidden))
     assert not any(map(has_secret, ("plan.seed=3", "config.eos_token='</s>'", "name=job")))
@@ -96,6 +117,8 @@ def test_a_run_does_not_resume_with_another_value_whether_it_is_shown_or_hidden(
         ("", "config.api-key=hunter2"),
         ("", "config.api_key={hunter2"),
         ("config: {password: hunter2}", "config.password.x=1"),
+        ("config: {wandb: {key: hunter2}}", "config.wandb.key.x=1"),
+        ("", "config.wandb={key: hunter2"),
         ("runs: {password: hunter2}", ""),
     ],
 )

@@ -65,3 +65,11 @@ def test_a_job_that_a_new_head_does_not_know_is_lost() -> None:
 def test_a_job_whose_process_on_the_head_died_is_lost() -> None:
     api = Api(iter([JobStatus.FAILED]), error_type="JOB_SUPERVISOR_ACTOR_DIED")
     assert follow.follow_to_the_end(api, "job", lambda line: None) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"), [("STOPPED", None, 130), ("FAILED", None, 1), ("FAILED", -9, 137)]
+)
+def test_a_follower_ends_with_the_status_of_its_job(status: str, code: int | None, expected: int) -> None:
+    details = type("Details", (), {"status": JobStatus(status), "driver_exit_code": code, "message": "ended"})
+    assert follow.exit_status(details, lambda line: None) == expected  # type: ignore[arg-type]

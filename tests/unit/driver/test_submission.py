@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from undula.config.environment import OVERRIDES
+from undula.config.environment import OVERRIDES, PLACE
 from undula.config.job import load_spec
 from undula.driver.submission import Submission, run_submission, submission_of_job
+from undula.errors import ClusterError
 from undula.telemetry.live import LiveScreen
 
 DASHBOARD = "http://head:8265"
@@ -25,7 +26,7 @@ def submission(tmp_path: Path) -> Submission:
 
 def test_the_command_line_of_a_driver_shows_no_secret(submission: Submission) -> None:
     assert "hunter2" not in " ".join(submission.arguments)
-    assert "plan.seed=3" in submission.arguments
+    assert submission.arguments[3:5] == (PLACE, "plan.seed=3")
     assert submission.environment == {OVERRIDES: '["config.api_key=hunter2"]'}
 
 
@@ -33,16 +34,35 @@ def test_a_lost_job_is_submitted_again_and_does_not_start_over(
     submission: Submission, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = type("Details", (), {"status": "SUCCEEDED"})
-    followed, submitted = iter([None, None, ended]), []
+    followed, submitted, ids = iter([None, None, ended]), [], set()
+    answers = iter([None, ClusterError("the answer was lost"), None, None])
 
-    def start(api: object, run: str, script: Path, arguments: Any, environment: object) -> str:
+    def start(api: object, job: str, run: str, script: Path, arguments: Any, environment: object) -> None:
         submitted.append("--fresh" in arguments)
-        return "job"
+        ids.add(job)
+        if error := next(answers):
+            raise error
 
+    monkeypatch.setattr("undula.driver.submission.AWAIT_CLUSTER_S", 0.0)
     monkeypatch.setattr("undula.driver.submission.job_api_answers", lambda dashboard: True)
     monkeypatch.setattr("undula.driver.submit.connect", lambda dashboard: None)
     monkeypatch.setattr("undula.driver.submit.start", start)
     monkeypatch.setattr("undula.driver.follow.follow_to_the_end", lambda *_, **__: next(followed))
     assert run_submission(submission, DASHBOARD, LiveScreen(sys.stdout), "keep-alive") == 0
-    assert submitted == [True, False, False]
+    assert submitted == [True, False, False, False]
+    assert len(ids) == 3, "only the submission whose answer was lost has the id of another one"
     assert "its head was replaced; submitting the job again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("runs", "run"), [("/runs", "job"), ("/home/me/runs", "/runs/job")])
+def test_the_hints_of_a_job_that_is_left_alone_name_its_run(
+    runs: str, run: str, submission: Submission, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNDULA_RUNS", runs)
+    monkeypatch.setattr("undula.driver.submit.connect", lambda dashboard: None)
+    monkeypatch.setattr("undula.driver.submit.start", lambda *_: None)
+    assert run_submission(submission, DASHBOARD, LiveScreen(sys.stdout), "detach") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"undula logs {run} --follow --address {DASHBOARD}",
+        f"undula stop {run} --address {DASHBOARD}",
+    ]

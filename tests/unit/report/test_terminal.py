@@ -18,6 +18,7 @@ from undula.errors import RunError
 from undula.report.data.cost import Cost
 from undula.report.data.goodput import CLASSES
 from undula.report.data.run_record import RecordedRun
+from undula.report.data.selection import selection
 from undula.report.data.summary import SECONDS_CLASSES, RunSummary, State
 from undula.report.render import terminal
 from undula.report.render.plots import plot, strip
@@ -128,6 +129,17 @@ def test_the_state_of_a_run_is_that_of_its_job_if_a_cluster_has_one(tmp_path: Pa
     text = shown(120, partial(print_runs, jobs=jobs), store)
     assert re.search("left +running", text)
     assert "new is pending and has no directory yet" in text
+
+
+@pytest.mark.parametrize(
+    ("where", "listed"), [("state=pending", ["new"]), ("state=running", ["left"]), ("steps>=0", ["left"])]
+)
+def test_a_pending_job_without_a_directory_can_be_selected(where: str, listed: list[str], tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    write_run(store / "left", "left")
+    jobs: dict[str, State] = {"left": "running", "new": "pending"}
+    text = shown(120, partial(print_runs, jobs=jobs, selection=selection([where], None)), store)
+    assert [name for name in jobs if re.search(rf"^ ?{name} ", text, re.MULTILINE)] == listed
 
 
 def test_several_runs_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,10 @@ class Selection:
         """Keys that the selection uses, each once."""
         return tuple(dict.fromkeys([*(each.key for each in self.conditions), *([self.sort] if self.sort else [])]))
 
+    def has(self, values: Values) -> bool:
+        """Return whether a run with these values satisfies all conditions."""
+        return all(each.holds(values) for each in self.conditions)
+
     def of(self, runs: Mapping[str, Values]) -> list[str]:
         """Return the names of the selected runs in order. Runs without the value by which they are sorted come last.
 
@@ -79,7 +83,7 @@ class Selection:
             raise SpecError(
                 f"no run has {missing!r}; name a key of `undula ls --json`{near}, or a setting such as schedule.base_lr"
             )
-        chosen = [name for name, values in runs.items() if all(each.holds(values) for each in self.conditions)]
+        chosen = [name for name, values in runs.items() if self.has(values)]
         if self.sort is None:
             return chosen
         key = self.sort

@@ -2,7 +2,7 @@
 
 import json as json_format
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -106,7 +106,7 @@ def print_runs(
                 summary, spec = found
                 summaries[folder] = replace(summary, state=jobs.get(folder, summary.state))
                 values[folder] = dict(leaves({"run": folder, **spec, **summaries[folder].as_json()}))
-    unseen = [] if selection.keys else [folder for folder in jobs if folder not in (*folders, *studies)]
+    unseen = _without_directory(jobs, {*folders, *studies}, selection)
     newest_first = sorted(summaries, key=lambda folder: -(summaries[folder].latest or 0.0))
     chosen = selection.of({folder: values[folder] for folder in newest_first})
     if json:
@@ -164,6 +164,15 @@ def print_comparison(comparison: Comparison, *, console: Console | None = None) 
     if comparison.alone:
         lines.append(Text(printable(f"with a plan or data of their own: {', '.join(comparison.alone)}")))
     (console or Console()).print(Group(*lines))
+
+
+def _without_directory(jobs: Mapping[str, State], known: Set[str], selection: Selection) -> list[str]:
+    """Return the selected folders of jobs whose driver has not written a directory yet."""
+    return [
+        folder
+        for folder, state in jobs.items()
+        if folder not in known and selection.has({"run": folder, "name": folder, "state": state})
+    ]
 
 
 def print_run(
