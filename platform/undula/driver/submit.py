@@ -25,7 +25,7 @@ POLL_S = 0.1
 """Seconds between two looks at a job that is being stopped."""
 CONNECT_TIMEOUT_S = 5.0
 """Maximum time in seconds to reach a job API."""
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 60.0
 """Maximum time in seconds to wait for an answer of a job API."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time in seconds to upload a package."""
