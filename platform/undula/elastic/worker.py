@@ -109,7 +109,12 @@ def _check_compiler() -> None:
 
 
 def open_data(job: Job) -> None:
-    """Read a window of a job's data, so that connections are open and memory is allocated before the first batch is needed."""
+    """Read a window of a job's data, so that connections are open and memory is allocated before the first batch is needed.
+
+    Only the script can open a dataset of its own.
+    """
+    if job.script_data is not None:
+        return
     with suppress(UndulaError, OSError):  # the run reports the error when it reads the data itself
         data = load_data(job.data)
         rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)

@@ -4,14 +4,24 @@ A group ends when the controller asks its ranks to leave at a step boundary, or 
 keep their imports and their device contexts, and pass their state to the next group, in which they may have other ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from undula.recovery.progress import Phase, Progress
 from undula.recovery.snapshot import Age
 from undula.state.pieces import Holding, RankState
 from undula.state.records import StepRow
+
+
+class Kept(Protocol):
+    """Object of a run that outlives worker groups, such as one with processes that take long to start."""
+
+    def close(self) -> None: ...
+
+
+AnyKept = TypeVar("AnyKept", bound=Kept)
 
 
 class LeaveGroup(BaseException):
@@ -98,6 +108,8 @@ class WorkerState:
     """Exception that the train function of the last group raised, set before that group's collectives are shut down."""
     has_ended: bool = False
     """Whether the group has ended. Its train function may still be running in this process."""
+    kept: dict[str, Kept] = field(default_factory=dict)
+    """Objects that `keep` has made, by name."""
 
     def join_group(self) -> None:
         """Reset the data of a single group. Called before each train function."""
@@ -105,6 +117,17 @@ class WorkerState:
         self.is_run = self.is_sound = self.has_ended = False
         self.failure = None
         self.request = Request()
+
+    def keep(self, name: str, make: Callable[[], AnyKept]) -> AnyKept:
+        """Return the object that an earlier group of this process has made under this name; if there is none, make and keep it."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]  # type: ignore[return-value]  # the same code asks for the same name
+
+    def close_kept(self) -> None:
+        """Close the kept objects, because no other group will need them."""
+        while self.kept:
+            self.kept.popitem()[1].close()
 
     def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:
         """Record the phase that the rank enters.

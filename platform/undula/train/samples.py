@@ -1,0 +1,155 @@
+"""Sources of a run's samples: data that the job's YAML names, or a dataset of the script."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from undula.data.indexed import IndexedData, ScriptData
+from undula.data.indexed_stream import IndexedStream
+from undula.data.items import Items
+from undula.data.loader_processes import Loader
+from undula.data.manifest import load_manifest
+from undula.data.maps import SampleFunction
+from undula.data.mixture import StoredData
+from undula.data.streams import SampleStream, rank_stream
+from undula.errors import UsageError
+from undula.plan.plan import Plan, PlanSpec
+from undula.train.job import Job
+
+AnyStream = SampleStream | IndexedStream
+
+
+class SampleSource(Protocol):
+    """Source of the samples of some virtual workers. The streams are not open yet."""
+
+    @property
+    def validation_plan(self) -> Plan | None:
+        """Plan of a validation; None if there are no validation data."""
+
+    def training(self, step: int) -> AnyStream:
+        """Return the training samples from a step on."""
+
+    def validation(self) -> AnyStream:
+        """Return the samples of a validation."""
+
+
+class StoredSamples:
+    """Samples of data that the job's YAML names.
+
+    Args:
+        job: Settings of the job.
+        data: Training data.
+        virtual_workers: Virtual workers of the rank.
+        maps: Transforms of the samples of the training and of the validation data; None for none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: StoredData,
+        virtual_workers: range,
+        maps: tuple[SampleFunction | None, SampleFunction | None],
+    ):
+        self._job = job
+        self._data = data
+        self._virtual_workers = virtual_workers
+        self._map, self._validation_map = maps
+        self._plan = Plan(job.plan, data.num_rows)
+        url = job.data.validation
+        self._validation_data = None if url is None else load_manifest(url)
+
+    @property
+    def validation_plan(self) -> Plan | None:
+        data = self._validation_data
+        return None if data is None else validation_plan(self._job, data.num_rows)
+
+    def training(self, step: int) -> SampleStream:
+        return rank_stream(self._data, self._plan, self._virtual_workers, self._job.data, step, self._map)
+
+    def validation(self) -> SampleStream:
+        plan = self.validation_plan
+        assert plan is not None
+        assert self._validation_data is not None
+        return rank_stream(self._validation_data, plan, self._virtual_workers, self._job.data, 0, self._validation_map)
+
+
+class ScriptSamples:
+    """Samples of a script's dataset.
+
+    Args:
+        job: Settings of the job.
+        data: Length and identity of the datasets.
+        virtual_workers: Virtual workers of the rank.
+        training: Dataset of the training.
+        validation: Dataset of the validations; None for none.
+        loader_of: Function that returns the loader with a name, which loads the given dataset if it is new.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: ScriptData,
+        virtual_workers: range,
+        training: Items,
+        validation: Items | None,
+        loader_of: Callable[[str, Items], Loader],
+    ):
+        self._virtual_workers = virtual_workers
+        self._items, self._validation_items = training, validation
+        self._loader = loader_of("training loader", training)
+        self._validation_loader = None if validation is None else loader_of("validation loader", validation)
+        self._plan = Plan(job.plan, data.training.num_rows)
+        self.validation_plan = None if data.validation is None else validation_plan(job, data.validation.num_rows)
+
+    def training(self, step: int) -> IndexedStream:
+        return IndexedStream(self._items, self._loader, self._plan, self._virtual_workers, step, "training")
+
+    def validation(self) -> IndexedStream:
+        assert self._validation_items is not None
+        assert self._validation_loader is not None
+        assert self.validation_plan is not None
+        return IndexedStream(
+            self._validation_items,
+            self._validation_loader,
+            self.validation_plan,
+            self._virtual_workers,
+            0,
+            "validation",
+        )
+
+
+def require_same(found: ScriptData, job: Job) -> None:
+    """Check that the script has given this process the data that it gave the driver.
+
+    Raises:
+        UsageError: The data differ, or the job's YAML names the data.
+    """
+    if job.script_data is None:
+        raise UsageError(
+            "run.dataset() was called, but the job has data.train or data.mix; remove them, or the call of run.dataset()"
+        )
+    pairs: list[tuple[str, IndexedData | None, IndexedData | None]] = [
+        ("dataset", found.training, job.script_data.training),
+        ("validation dataset", found.validation, job.script_data.validation),
+    ]
+    for what, here, there in pairs:
+        if (here is None) != (there is None):
+            raise UsageError(
+                f"run.dataset() got a {what} either here or in the driver, but not in both; pass the same on every node"
+            )
+        if here and there and (difference := here.difference(there)):
+            raise UsageError(
+                f"run.dataset() got a {what} with {difference}, which the driver got; give all nodes the same data, or name= if only the "
+                "fingerprint is another one in every process"
+            )
+
+
+def validation_plan(job: Job, num_rows: int) -> Plan:
+    """Return the plan of a validation on `num_rows` samples.
+
+    It takes each sample once, in stored order, in full steps except where the data end.
+    """
+    steps = -(-min(job.validation.samples or num_rows, num_rows) // job.plan.global_batch)
+    spec = replace(job.plan, shuffle="none", last_step="short", epochs=1, max_steps=steps)
+    assert isinstance(spec, PlanSpec)
+    return Plan(spec, num_rows)
