@@ -57,6 +57,8 @@ class ScriptData:
     training: IndexedData
     validation: IndexedData | None = None
     """Validation data; None if the run does not validate."""
+    num_workers: int = 0
+    """Number of loader processes of each rank for each of the two."""
 
     def as_record(self) -> dict[str, Any]:
         """Return the training data as plain values, for `recorded_data`."""

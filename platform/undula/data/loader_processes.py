@@ -26,6 +26,25 @@ MOST_LOSSES = 3
 Result = TypeVar("Result")
 
 
+def start_fork_server(waits: bool = False) -> None:
+    """Start the process from which loader processes are forked, unless it is there. Its imports take seconds.
+
+    Args:
+        waits: Whether to wait until it has imported its modules.
+    """
+    context = ForkServerContext()
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    if waits:
+        process = context.Process(target=_nothing)
+        process.start()
+        process.join()
+
+
+def _nothing() -> None:
+    """Do nothing, in a process that ends at once."""
+
+
 class Loader:
     """Loads the micro-batches of a dataset, in loader processes or in this process.
 
@@ -46,8 +65,7 @@ class Loader:
         self._batches: Iterator[Any] | None = None
         self._losses = 0
         if num_workers:
-            self._context.set_forkserver_preload(PRELOADED)
-            forkserver.ensure_running()  # it imports its modules while this process makes the model
+            start_fork_server()  # it imports its modules while this process makes the model
 
     def begin(self, requests: Iterable[Request]) -> None:
         """Load these micro-batches from now on. What was loaded ahead of others before is discarded."""
@@ -86,7 +104,7 @@ class Loader:
         # The script's own random numbers must not depend on which rank has loaded what.
         kept: AbstractContextManager[None] = nullcontext() if self._num_workers else kept_generators()
         with kept:
-            return next(self._batches or self._start())
+            return next(self._start() if self._batches is None else self._batches)
 
     def _make_loader(self) -> DataLoader[Any]:
         in_processes: dict[str, Any] = {

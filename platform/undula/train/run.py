@@ -131,10 +131,8 @@ class Run:
         """
         if self._model is not None:
             raise UsageError("run.dataset() was called after run.model(); call run.dataset() first")
-        if self._script_samples is not None or self._maps[0] is not None:
-            raise UsageError(
-                "run.dataset() was called twice or after run.map(); call it once, with a dataset that transforms its samples"
-            )
+        if self._script_samples is not None:
+            raise UsageError("run.dataset() was called twice; call it once, with all samples in one dataset")
         setup = self._setup
         found = script_data(dataset, validation, name, num_workers, loader_arguments)
         require_same(found, setup.job)

@@ -367,7 +367,7 @@ def test_schema_for_editors_accepts_every_resolved_spec_and_refuses_others(load:
     ):
         validator.validate(as_tree(load(more).spec))
     for wrong in (
-        {"name": "job"},
+        {"data": {"train": "x"}},
         {"name": "a/b", "data": {"train": "x"}},
         {"name": "a", "data": {"train": "x"}, "plam": {}},
     ):
