@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ PRELOADED = ["ray.cloudpickle", "undula.data.loader_processes"]
 """Modules that the fork server imports once, for all loader processes."""
 MOST_LOSSES = 3
 """Number of times in a row that loader processes may be lost at the same micro-batch before the run fails."""
+LOSS_LIMIT_S = 5.0
+"""Maximum time in seconds between an error of a connection to a process that is being lost and the end of this process."""
 Result = TypeVar("Result")
 
 
@@ -129,8 +132,9 @@ class Loader:
                 self._replace_processes()
             try:
                 return act()
-            except Exception:
-                if not self._context.has_lost_process():
+            except Exception as error:
+                # A process that is killed can close its connections before it counts as ended.
+                if not self._context.has_lost_process(LOSS_LIMIT_S if isinstance(error, OSError | EOFError) else 0.0):
                     raise
 
     def _replace_processes(self) -> None:
@@ -138,8 +142,8 @@ class Loader:
         self._losses += 1
         if self._losses > MOST_LOSSES:
             raise UsageError(
-                f"loader processes ended {self._losses} times in a row with exit status {exits[0]} before the samples "
-                f"{self._requests.next_ids()} were loaded; look for a crash in the dataset's code, or for too little memory"
+                f"loader processes ended {self._losses} times in a row with exit status {exits[0]} while they loaded the samples "
+                f"{self._requests.open_ids()}; look for a crash in the dataset's code, or for too little memory"
             )
         logging.getLogger("undula").warning("loader processes ended with exit status %s; starting new ones", exits[0])
         self.close()
@@ -157,9 +161,9 @@ class _Requests:
         self.sent.clear()
         self._rest = iter(requests)
 
-    def next_ids(self) -> list[int]:
-        """Return the ids of the first request without an answer; empty if nothing was sent."""
-        return self.sent[0].ids.tolist() if self.sent else []
+    def open_ids(self) -> list[int]:
+        """Return the ids of the samples of all requests without an answer."""
+        return [index for request in self.sent for index in request.ids.tolist()]
 
     def __iter__(self) -> Iterator[Request]:
         self._rest = chain(tuple(self.sent), self._rest)
@@ -183,8 +187,10 @@ class _Context(ForkServerContext):
     def started(self) -> list[ForkServerProcess]:
         return [process for process in self._made if process.pid is not None]
 
-    def has_lost_process(self) -> bool:
-        return any(not process.is_alive() for process in self.started())
+    def has_lost_process(self, limit_s: float = 0.0) -> bool:
+        """Return whether a process has ended, or ends within `limit_s` seconds."""
+        sentinels = [process.sentinel for process in self.started()]
+        return bool(sentinels and wait(sentinels, limit_s))
 
 
 def _unchanged(batch: Any) -> Any:

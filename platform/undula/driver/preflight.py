@@ -206,8 +206,7 @@ def _refuse_goals(loaded: LoadedSpec) -> None:
     for key, goal in (("stop", loaded.spec.stop), ("checkpoint.keep_best", loaded.spec.checkpoint.keep_best)):
         if goal is not None:
             raise SpecError(
-                f"{loaded.origin(key)}: {key} needs validations, but the script gives no validation data; pass validation= to "
-                f"run.dataset(), or remove {key}"
+                f"{key} needs validations, but the script gives no validation data; pass validation= to run.dataset(), or remove {key}"
             )
 
 

@@ -47,7 +47,7 @@ def test_what_is_drawn_depends_neither_on_the_process_nor_on_the_world_size(data
     alone = loaded(dataset)
     assert len(alone) == len(PLAN.work(range(PLAN.total_steps), range(4)))
     assert loaded(dataset, world_size=3) == alone
-    later = loaded(dataset, num_workers=2, world_size=2, start=7)
+    later = loaded(dataset, num_workers=1, start=7)
     assert later == {place: values for place, values in alone.items() if place[0] >= 7}
 
 

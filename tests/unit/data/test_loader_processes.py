@@ -87,7 +87,7 @@ class Fatal(Drawn):
 def test_a_sample_that_ends_every_process_ends_the_run_with_its_name() -> None:
     loader = Loader(Items(Fatal()), num_workers=1)
     keys = from_step(loader)
-    sentence = rf"ended {MOST_LOSSES + 1} times in a row with exit status 7 before the samples \[.*\b40\b"
+    sentence = rf"ended {MOST_LOSSES + 1} times in a row with exit status 7 while they loaded the samples \[.*\b40\b"
     with pytest.raises(UsageError, match=sentence):
         assert [loader.next() for _ in keys]
     loader.close()

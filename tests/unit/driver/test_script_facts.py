@@ -108,7 +108,7 @@ def fails(run: Run) -> None:
         (trains_on(Drawn(3)), (), "plan.virtual_workers is 4, more than the 3 samples of the data"),
         (trains_on(Drawn(), validation=Drawn(3)), (), "plan.virtual_workers is 4, more than the 3 samples of the data"),
         (trains_on(Drawn()), ("plan.shuffle=row_groups",), "plan.shuffle=row_groups needs row groups"),
-        (trains_on(Drawn()), ("stop.patience=2",), "command line: stop needs validations, but the script gives no validation data"),
+        (trains_on(Drawn()), ("stop.patience=2",), "stop needs validations, but the script gives no validation data"),
     ],
 )  # fmt: skip
 def test_what_a_run_cannot_use_is_refused_before_a_worker_starts(
