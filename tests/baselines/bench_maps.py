@@ -54,7 +54,7 @@ def batches_of_run(
     """Return a function that starts an epoch as a run of one rank and one virtual worker reads it, and one that ends its processes."""
     plan = Plan(PlanSpec(global_batch=batch, virtual_workers=1, last_step="drop"), len(dataset))
     items = Items(dataset)
-    loader = Loader(items, num_workers)
+    loader = Loader(num_workers)
 
     def epoch() -> Iterator[Any]:
         stream = IndexedStream(items, loader, plan, range(1), 0, "training")

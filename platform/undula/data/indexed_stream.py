@@ -26,7 +26,7 @@ class IndexedStream:
 
     Args:
         items: Dataset of micro-batches.
-        loader: Loader of this dataset.
+        loader: Loader of the micro-batches.
         plan: Plan of the samples.
         virtual_workers: Virtual workers of the rank.
         start: First step.
@@ -43,7 +43,7 @@ class IndexedStream:
         """Start to load ahead, so that the first micro-batch is ready when `take` is called."""
         if not self._is_open:
             self._is_open = True
-            self._loader.begin(self._requests)
+            self._loader.begin(self._items, self._requests)
 
     def take(self, virtual_worker: int, count: int) -> Collated:
         """Return the next micro-batch, which must be one of `count` samples."""

@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from undula.data.generators import kept_generators
 from undula.data.items import Items, Request
@@ -55,13 +55,12 @@ class Loader:
     its death late. They start with the first micro-batch.
 
     Args:
-        items: Dataset of micro-batches.
         num_workers: Number of loader processes; with 0, this process loads the micro-batches.
     """
 
-    def __init__(self, items: Items, num_workers: int):
-        self._items = items
+    def __init__(self, num_workers: int):
         self._num_workers = num_workers
+        self._source = _Source()
         self._requests = _Requests()
         self._context = _Context()
         self._loader: DataLoader[Any] | None = None
@@ -70,8 +69,14 @@ class Loader:
         if num_workers:
             start_fork_server()  # it imports its modules while this process makes the model
 
-    def begin(self, requests: Iterable[Request]) -> None:
-        """Load these micro-batches from now on. What was loaded ahead of others before is discarded."""
+    def begin(self, items: Items, requests: Iterable[Request]) -> None:
+        """Load these micro-batches from now on. What was loaded ahead of others before is discarded.
+
+        Args:
+            items: Dataset of micro-batches. Processes that have started already keep theirs, which must have the same content.
+            requests: Micro-batches to load, in order.
+        """
+        self._source.items = items
         self._requests.replace(requests)
         self._batches = None
         self._losses = 0
@@ -88,6 +93,10 @@ class Loader:
         batch = self._with_processes(self._load)
         self._losses = 0
         return self._requests.sent.popleft(), batch
+
+    def free(self) -> None:
+        """Free the dataset in this process, which the next group makes anew. The loader processes stay."""
+        self._source.items = None
 
     def close(self) -> None:
         """End the loader processes."""
@@ -116,7 +125,7 @@ class Loader:
             "worker_init_fn": _end_with_rank,
         }
         return DataLoader(
-            self._items,
+            self._source,
             batch_size=None,  # an item is a micro-batch
             sampler=self._requests,
             collate_fn=_unchanged,
@@ -147,6 +156,17 @@ class Loader:
             )
         logging.getLogger("undula").warning("loader processes ended with exit status %s; starting new ones", exits[0])
         self.close()
+
+
+class _Source(Dataset[Any]):
+    """Dataset of a DataLoader, which does not allow to set another one."""
+
+    def __init__(self) -> None:
+        self.items: Items | None = None
+
+    def __getitem__(self, request: Request) -> Any:
+        assert self.items is not None, "nothing is loaded before `begin` or after `free`"
+        return self.items[request]
 
 
 class _Requests:

@@ -23,6 +23,7 @@ from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.select import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
+from undula.recovery.worker_state import Kept
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
 from undula.train.single_process import local_world
@@ -117,6 +118,9 @@ class _Probe:
             )
             raise self.refusal
         return self._plan
+
+    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+        return make()
 
     def dataset(
         self,

@@ -23,6 +23,7 @@ from undula.data.script_dataset import IndexedDataset
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout, join_layout
 from undula.plan.plan import MicroBatch, Plan
+from undula.recovery.worker_state import Kept
 from undula.train.job import Job
 from undula.train.model import engine_of, place_model
 from undula.train.randomness import seed_weights
@@ -82,6 +83,9 @@ class RehearsedRun:
         self._engine.prepare(self._model, optimizer)
         return optimizer
 
+    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+        return make()
+
     def dataset(
         self,
         dataset: IndexedDataset,
@@ -97,7 +101,7 @@ class RehearsedRun:
             range(1),
             Items(dataset, collate_fn),
             None if validation is None else Items(validation, collate_fn),
-            lambda _, items: Loader(items, num_workers=0),
+            lambda _: Loader(num_workers=0),
         )
 
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:

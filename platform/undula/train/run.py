@@ -29,7 +29,7 @@ from undula.parallel.layout import Layout
 from undula.parallel.precision import cpu_problem
 from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
-from undula.recovery.worker_state import WorkerState
+from undula.recovery.worker_state import Kept, WorkerState
 from undula.state.checkpoint import Checkpointer
 from undula.state.events import CheckpointEvent, WarningEvent
 from undula.state.goals import ValidationResults
@@ -101,6 +101,17 @@ class Run:
             compute_deterministically()
         seed_weights(job.plan.seed)
 
+    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return an object that is made once in each worker process, although the train function runs again when the group changes.
+
+        This is for what takes long to make and does not change, such as a dataset that lists many files.
+
+        Args:
+            name: Name of the object in the script.
+            make: Function that makes it.
+        """
+        return self._setup.worker.keep(f"of the script: {name}", make)
+
     def dataset(
         self,
         dataset: IndexedDataset,
@@ -142,7 +153,7 @@ class Run:
             setup.virtual_workers,
             Items(dataset, collate_fn),
             None if validation is None else Items(validation, collate_fn),
-            lambda kept_as, items: setup.worker.keep(kept_as, lambda: Loader(items, num_workers)),
+            lambda kept_as: setup.worker.keep(kept_as, lambda: Loader(num_workers), Loader.close),
         )
 
     def model(self, module: nn.Module) -> nn.Module:
@@ -249,15 +260,17 @@ class Run:
             self._loop.boundary.hand_over()
 
     def free(self) -> None:
-        """Free the model and the optimizer. The next group makes new ones, and the device may not have memory for both."""
+        """Free the model, the optimizer and the dataset. The next group makes new ones, and there may not be memory for both."""
         if self._engine:
             self._engine.close()
         if self._undo:
             self._undo()
         if self._stop_watching:
             self._stop_watching()
+        if self._script_samples:
+            self._script_samples.free()
         self._model = self._optimizer = self._engine = self._loop = self._group_rates = self._undo = None
-        self._stop_watching = None
+        self._stop_watching = self._script_samples = None
 
     def _context(self) -> TrainContext:
         setup = self._setup

@@ -82,7 +82,7 @@ class ScriptSamples:
         virtual_workers: Virtual workers of the rank.
         training: Dataset of the training.
         validation: Dataset of the validations; None for none.
-        loader_of: Function that returns the loader with a name, which loads the given dataset if it is new.
+        loader_of: Function that returns the loader with a name.
     """
 
     def __init__(
@@ -92,14 +92,20 @@ class ScriptSamples:
         virtual_workers: range,
         training: Items,
         validation: Items | None,
-        loader_of: Callable[[str, Items], Loader],
+        loader_of: Callable[[str], Loader],
     ):
         self._virtual_workers = virtual_workers
         self._items, self._validation_items = training, validation
-        self._loader = loader_of("training loader", training)
-        self._validation_loader = None if validation is None else loader_of("validation loader", validation)
+        self._loader = loader_of("training loader")
+        self._validation_loader = None if validation is None else loader_of("validation loader")
         self._plan = Plan(job.plan, data.training.num_rows)
         self.validation_plan = None if data.validation is None else validation_plan(job, data.validation.num_rows)
+
+    def free(self) -> None:
+        """Free the datasets of this process, which the next group makes anew. The loader processes stay."""
+        for loader in (self._loader, self._validation_loader):
+            if loader is not None:
+                loader.free()
 
     def training(self, step: int) -> IndexedStream:
         return IndexedStream(self._items, self._loader, self._plan, self._virtual_workers, step, "training")

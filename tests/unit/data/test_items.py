@@ -1,6 +1,8 @@
 """Tests that a micro-batch of a script's dataset depends on its samples alone, not on the process that loads it or the world size."""
 
+import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ def loaded(dataset: Any, num_workers: int = 0, world_size: int = 1, start: int =
     """Load the micro-batches of a plan on ranks one after another."""
     items, found = Items(dataset, with_noise), {}
     for virtual_workers in assign(plan.spec.virtual_workers, world_size):
-        loader = Loader(items, num_workers)
+        loader = Loader(num_workers)
         stream = IndexedStream(items, loader, plan, virtual_workers, start, "training")
         for each in plan.work(range(start, plan.total_steps), virtual_workers):
             taken = stream.take(each.virtual_worker, each.samples)
@@ -88,7 +90,7 @@ def test_loading_in_the_rank_leaves_the_random_numbers_of_the_script_alone() -> 
     expected = [drawn() for _ in range(3)]
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     items = Items(Drawn(), with_noise)
-    stream = IndexedStream(items, Loader(items, 0), PLAN, range(4), 0, "training")
+    stream = IndexedStream(items, Loader(0), PLAN, range(4), 0, "training")
     found = []
     for load in (stream.open, lambda: stream.take(0, 2), lambda: stream.any_rows(2)):
         load()
@@ -99,9 +101,22 @@ def test_loading_in_the_rank_leaves_the_random_numbers_of_the_script_alone() -> 
 def test_arbitrary_rows_are_repeated_if_there_are_too_few() -> None:
     items = Items(Drawn(3))
     stream = IndexedStream(
-        items, Loader(items, 0), Plan(PlanSpec(global_batch=2, virtual_workers=1), 3), range(1), 0, "training"
+        items, Loader(0), Plan(PlanSpec(global_batch=2, virtual_workers=1), 3), range(1), 0, "training"
     )
     assert stream.any_rows(5).batch["index"].tolist() == [0, 1, 2, 0, 1]
+
+
+def test_a_dataset_of_hugging_face_is_read_from_disk_with_its_transform(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"index": list(range(ROWS)), "x": [float(index) for index in range(ROWS)]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path)
+
+    def transform(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"index": rows["index"], "x": [torch.tensor([value]) + torch.rand(1) for value in rows["x"]]}
+
+    dataset = datasets.load_from_disk(tmp_path).with_transform(transform)
+    assert len(pickle.dumps(Items(dataset))) < 20_000  # its rows stay on the disk
+    assert loaded(dataset, num_workers=1) == loaded(dataset, world_size=3)
 
 
 class Broken(Drawn):
@@ -111,9 +126,8 @@ class Broken(Drawn):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_the_dataset_is_raised_as_it_is_with_the_samples(num_workers: int) -> None:
-    items = Items(Broken())
-    loader = Loader(items, num_workers)
-    loader.begin(requests(PLAN, range(4), 0, "training"))
+    loader = Loader(num_workers)
+    loader.begin(Items(Broken()), requests(PLAN, range(4), 0, "training"))
     with pytest.raises(OSError, match="no such image") as caught:
         loader.next()
     loader.close()

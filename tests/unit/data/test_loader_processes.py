@@ -29,7 +29,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def loader() -> Iterator[Loader]:
-    made = Loader(Items(Drawn(), with_noise), num_workers=2)
+    made = Loader(num_workers=2)
     yield made
     made.close()
 
@@ -39,8 +39,10 @@ def processes_of(loader: Loader) -> list[psutil.Process]:
     return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
 
 
-def from_step(loader: Loader, step: int = 0) -> list[int]:
-    loader.begin(requests(PLAN, range(4), step, "training"))
+def from_step(loader: Loader, step: int = 0, dataset: Any = None, collate: Any = with_noise) -> list[int]:
+    """Begin to load at a step, and return the keys of the micro-batches to come."""
+    items = Items(dataset or Drawn(), collate)
+    loader.begin(items, requests(PLAN, range(4), step, "training"))
     return [request.collate_key for request in requests(PLAN, range(4), step, "training")]
 
 
@@ -64,7 +66,7 @@ def test_the_same_processes_serve_the_next_group(loader: Loader) -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 7])
 def test_no_micro_batch_is_lost_or_repeated_when_a_process_is_killed(loader: Loader, taken: int) -> None:
-    alone = Loader(Items(Drawn(), with_noise), num_workers=0)
+    alone = Loader(num_workers=0)
     keys = from_step(loader)
     from_step(alone)
     for place, key in enumerate(keys[:20]):
@@ -85,8 +87,8 @@ class Fatal(Drawn):
 
 
 def test_a_sample_that_ends_every_process_ends_the_run_with_its_name() -> None:
-    loader = Loader(Items(Fatal()), num_workers=1)
-    keys = from_step(loader)
+    loader = Loader(num_workers=1)
+    keys = from_step(loader, dataset=Fatal())
     sentence = rf"ended {MOST_LOSSES + 1} times in a row with exit status 7 while they loaded the samples \[.*\b40\b"
     with pytest.raises(UsageError, match=sentence):
         assert [loader.next() for _ in keys]
@@ -111,8 +113,8 @@ def test_classes_and_functions_of_the_script_itself_reach_the_processes() -> Non
         def __getitem__(self, index: int) -> int:
             return index
 
-    loader = Loader(Items(Local(), lambda samples: sum(samples)), num_workers=1)
-    from_step(loader)
+    loader = Loader(num_workers=1)
+    from_step(loader, dataset=Local(), collate=lambda samples: sum(samples))
     request, batch = loader.next()
     assert batch == request.ids.sum()
     loader.close()
@@ -121,11 +123,11 @@ def test_classes_and_functions_of_the_script_itself_reach_the_processes() -> Non
 def test_a_dataset_that_cannot_be_pickled_is_refused_with_the_fix() -> None:
     dataset: Any = Drawn()
     dataset.file = threading.Lock()
-    loader = Loader(Items(dataset), num_workers=1)
+    loader = Loader(num_workers=1)
     with pytest.raises(
         UsageError, match=r"cannot be sent to loader processes \(.*lock.*\); open files .* on the first sample"
     ):
-        from_step(loader)
+        from_step(loader, dataset=dataset)
 
 
 RANK = """
@@ -136,8 +138,8 @@ from undula.plan.plan import Plan, PlanSpec
 import multiprocessing, time
 
 if __name__ == "__main__":
-    loader = Loader(Items(Drawn()), 2)
-    loader.begin(requests(Plan(PlanSpec(global_batch=12, virtual_workers=4), ROWS), range(4), 0, "training"))
+    loader = Loader(2)
+    loader.begin(Items(Drawn()), requests(Plan(PlanSpec(global_batch=12, virtual_workers=4), ROWS), range(4), 0, "training"))
     loader.next()
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     time.sleep(600)

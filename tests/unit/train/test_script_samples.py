@@ -78,7 +78,9 @@ def test_the_world_size_changes_no_bit(expected: Result, tmp_path: Path, world_s
     assert result_of(job) == expected
 
 
-def test_loader_processes_are_kept_for_the_next_group_of_a_process(expected: Result, tmp_path: Path) -> None:
+def test_loader_processes_and_what_the_script_keeps_are_there_for_the_next_group_of_a_process(
+    expected: Result, tmp_path: Path
+) -> None:
     job, worker = drawn_job(tmp_path, num_workers=1), WorkerState(is_run=True, controller=object())
 
     def train(run: Run, leaves_at: int | None) -> None:
@@ -92,11 +94,12 @@ def test_loader_processes_are_kept_for_the_next_group_of_a_process(expected: Res
         run.steps = watched  # type: ignore[method-assign]
         train_on_drawn(run)
 
-    seen = []
+    seen, made = [], []
     for leaves_at in (2, 6, None):
         with local_world(torch.device("cpu")):
             worker.join_group()
             run = cpu_run(job, worker=worker)
+            made.append(run.keep("mine", object))
             if leaves_at is None:
                 train(run, None)
             else:
@@ -105,7 +108,9 @@ def test_loader_processes_are_kept_for_the_next_group_of_a_process(expected: Res
             run.hand_over()
             run.free()
         seen.append({child.pid for child in multiprocessing.active_children()})
+    assert made == [made[0]] * 3
     worker.close_kept()
+    assert worker.keep("of the script: mine", object) is not made[0]
     assert len(seen[0]) == 2  # for training and for validation
     assert seen == [seen[0]] * 3
     assert result_of(job)[:3] == expected[:3]
