@@ -81,7 +81,8 @@ def train_on_drawn(run: Run) -> None:
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
         target = batch["noise"] + (batch["python"] + batch["numpy"]).float()
-        return (model(batch["x"])[:, 0] - target).square().mean()
+        squares: Tensor = (model(batch["x"])[:, 0] - target).square()
+        return squares.mean()
 
     for step in run.steps(validate=loss):
         for batch in step.batches():

@@ -20,6 +20,8 @@ REPLACEMENTS: Mapping[str, str] = {
     "pin_memory": "batches are always pinned if the device is a GPU",
 }
 """Arguments of torch's DataLoader that a run does not take, and what to do instead."""
+NO_MAP = "run.map() transforms rows of Parquet files, but this run reads the dataset of run.dataset(); transform samples in its __getitem__"
+"""Message for a script that calls `run.map` although it gives its own dataset."""
 
 
 class IndexedDataset(Protocol):

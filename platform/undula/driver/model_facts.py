@@ -16,7 +16,7 @@ from torch import nn
 
 from undula.config.job import LoadedSpec
 from undula.data.indexed import ScriptData
-from undula.data.script_dataset import script_data
+from undula.data.script_dataset import NO_MAP, script_data
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
@@ -148,7 +148,10 @@ class _Probe:
         self._enter_meta_device()
 
     def map(self, *functions: object, **more: object) -> None:
-        """Do nothing, because the shapes of a model do not depend on the samples."""
+        """Refuse it for a dataset of the script. Otherwise do nothing: the shapes of a model do not depend on the samples."""
+        if self._spec.data.is_of_script:
+            self.refusal = UsageError(NO_MAP)
+            raise self.refusal
 
     def model(self, module: nn.Module) -> nn.Module:
         self.require_data(None)

@@ -126,7 +126,7 @@ class TrainingLoop:
             self._compare_arithmetic(restored)
         if start == 0 and context.group_rates.warning:
             context.report(WarningEvent("batch_rule", context.group_rates.warning))
-        if not self._has_loss and context.samples.validation_plan is not None:
+        if not self._has_loss and context.samples.has_validation:
             context.report(WarningEvent("no_validation"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:
             folder = folder_of(job.run_url, job.run_id)
@@ -204,14 +204,13 @@ class TrainingLoop:
 
     def _make_validation(self, function: ValidationFunction | None) -> Validation | None:
         context, setup = self._context, self._context.setup
-        plan = context.samples.validation_plan
-        if function is None or plan is None:
+        if function is None or not context.samples.has_validation:
             return None
         return Validation(
             context.model,
             function,
             setup.job,
-            plan,
+            context.samples.validation_plan,
             context.samples.validation,
             setup.layout,
             enter=setup.worker.enter,

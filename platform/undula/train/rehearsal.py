@@ -112,10 +112,10 @@ class RehearsedRun:
         assert self._engine is not None
         samples = self._script_samples or StoredSamples(self._job, load_data(self._job.data), range(1), self._maps)
         yield RehearsedStep(self._engine, self.plan, self._batches(samples.training(0), self.plan), self.base_lr)
-        if validate is not None and (plan := samples.validation_plan) is not None:
+        if validate is not None and samples.has_validation:
             self._model.eval()
             with torch.no_grad():
-                for _, batch in self._batches(samples.validation(), plan):
+                for _, batch in self._batches(samples.validation(), samples.validation_plan):
                     validate(batch)
         raise _RehearsedError
 

@@ -20,7 +20,7 @@ from undula.data.indexed import IndexedData
 from undula.data.items import Collate, Items
 from undula.data.loader_processes import Loader
 from undula.data.maps import SampleFunction
-from undula.data.script_dataset import IndexedDataset, script_data
+from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
@@ -224,10 +224,7 @@ class Run:
                 "run.map() was called after run.steps(), which starts to read samples; call run.map() first"
             )
         if self._setup.job.script_data is not None:
-            raise UsageError(
-                "run.map() transforms rows of Parquet files, but this run reads the dataset of run.dataset(); transform samples in its "
-                "__getitem__"
-            )
+            raise UsageError(NO_MAP)
         self._maps = function, validation or function
 
     def steps(self, validate: ValidationFunction | None = None) -> Iterator[Step]:

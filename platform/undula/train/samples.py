@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 from undula.data.indexed import IndexedData, ScriptData
 from undula.data.indexed_stream import IndexedStream
 from undula.data.items import Items
 from undula.data.loader_processes import Loader
-from undula.data.manifest import load_manifest
+from undula.data.manifest import Manifest, load_manifest
 from undula.data.maps import SampleFunction
 from undula.data.mixture import StoredData
 from undula.data.streams import SampleStream, rank_stream
@@ -23,8 +24,12 @@ class SampleSource(Protocol):
     """Source of the samples of some virtual workers. The streams are not open yet."""
 
     @property
-    def validation_plan(self) -> Plan | None:
-        """Plan of a validation; None if there are no validation data."""
+    def has_validation(self) -> bool:
+        """Whether there are validation data, which the other members for validations need."""
+
+    @property
+    def validation_plan(self) -> Plan:
+        """Plan of a validation."""
 
     def training(self, step: int) -> AnyStream:
         """Return the training samples from a step on."""
@@ -55,22 +60,23 @@ class StoredSamples:
         self._virtual_workers = virtual_workers
         self._map, self._validation_map = maps
         self._plan = Plan(job.plan, data.num_rows)
-        url = job.data.validation
-        self._validation_data = None if url is None else load_manifest(url)
+        self.has_validation = job.data.validation is not None
+
+    @cached_property
+    def _validation_data(self) -> Manifest:
+        assert self._job.data.validation is not None
+        return load_manifest(self._job.data.validation)
 
     @property
-    def validation_plan(self) -> Plan | None:
-        data = self._validation_data
-        return None if data is None else validation_plan(self._job, data.num_rows)
+    def validation_plan(self) -> Plan:
+        return validation_plan(self._job, self._validation_data.num_rows)
 
     def training(self, step: int) -> SampleStream:
         return rank_stream(self._data, self._plan, self._virtual_workers, self._job.data, step, self._map)
 
     def validation(self) -> SampleStream:
-        plan = self.validation_plan
-        assert plan is not None
-        assert self._validation_data is not None
-        return rank_stream(self._validation_data, plan, self._virtual_workers, self._job.data, 0, self._validation_map)
+        spec, function = self._job.data, self._validation_map
+        return rank_stream(self._validation_data, self.validation_plan, self._virtual_workers, spec, 0, function)
 
 
 class ScriptSamples:
@@ -94,12 +100,18 @@ class ScriptSamples:
         validation: Items | None,
         loader_of: Callable[[str], Loader],
     ):
+        self._job, self._data = job, data
         self._virtual_workers = virtual_workers
         self._items, self._validation_items = training, validation
+        self.has_validation = validation is not None
         self._loader = loader_of("training loader")
         self._validation_loader = None if validation is None else loader_of("validation loader")
         self._plan = Plan(job.plan, data.training.num_rows)
-        self.validation_plan = None if data.validation is None else validation_plan(job, data.validation.num_rows)
+
+    @property
+    def validation_plan(self) -> Plan:
+        assert self._data.validation is not None
+        return validation_plan(self._job, self._data.validation.num_rows)
 
     def free(self) -> None:
         """Free the datasets of this process, which the next group makes anew. The loader processes stay."""
@@ -113,7 +125,6 @@ class ScriptSamples:
     def validation(self) -> IndexedStream:
         assert self._validation_items is not None
         assert self._validation_loader is not None
-        assert self.validation_plan is not None
         return IndexedStream(
             self._validation_items,
             self._validation_loader,

@@ -92,6 +92,11 @@ def reads_the_plan(run: Run) -> None:
     without_dataset(run) if run.plan else None
 
 
+def maps(run: Run) -> None:
+    run.dataset(Drawn())
+    run.map(lambda sample, rng: sample)
+
+
 def fails(run: Run) -> None:
     raise FileNotFoundError("no such folder: /data")
 
@@ -102,6 +107,7 @@ def fails(run: Run) -> None:
         (without_dataset, (), "data.train and data.mix are missing, and the script does not call run.dataset() before run.model()"),
         (ends_early, (), "data.train and data.mix are missing, and the script does not call run.dataset() before run.model()"),
         (reads_the_plan, (), "run.plan was read before run.dataset(), which makes it; call run.dataset() first"),
+        (maps, (), "run.map() transforms rows of Parquet files, but this run reads the dataset of run.dataset()"),
         (fails, (), "the script failed with FileNotFoundError: no such folder: /data before run.dataset()"),
         (trains_on(Stream()), (), "run.dataset() got an IterableDataset, whose samples have no index"),
         (trains_on(Drawn(), batch_sampler=[[1]]), (), "run.dataset() does not take batch_sampler=; the plan decides"),
