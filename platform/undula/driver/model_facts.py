@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,11 @@ from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.select import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
-from undula.recovery.worker_state import Kept
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
 from undula.train.single_process import local_world
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class _Probe:
             raise self.refusal
         return self._plan
 
-    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+    def keep(self, name: str, make: Callable[[], Made]) -> Made:
         return make()
 
     def dataset(

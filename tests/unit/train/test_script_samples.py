@@ -22,6 +22,7 @@ from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
+from undula.testing import conformance
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess, local_world
@@ -114,6 +115,12 @@ def test_loader_processes_and_what_the_script_keeps_are_there_for_the_next_group
     assert len(seen[0]) == 2  # for training and for validation
     assert seen == [seen[0]] * 3
     assert result_of(job)[:3] == expected[:3]
+
+
+def test_a_run_resumes_exactly_after_every_step(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("{name: drawn, plan: {global_batch: 12, micro_batch: 2}, config: {num_workers: 0}}")
+    conformance.check(train_on_drawn, file, "plan.max_steps=3")
 
 
 def refusal(job: Job, act: Callable[[Run], object]) -> str:
