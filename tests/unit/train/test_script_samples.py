@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drawn_data import ROWS, Drawn, DrawnAtOnce, drawn_job, train_on_drawn
@@ -187,3 +188,15 @@ def test_all_kinds_of_a_last_step_are_trained(tmp_path: Path, last_step: str) ->
     job = alone(tmp_path, global_batch=24, last_step=last_step, epochs=2)
     planned = PlannedSamples(IndexedData(ROWS, ""), plan := Plan(job.plan, ROWS))
     assert result_of(job)[1] == [multiset_digest(planned.step_ids(step)) for step in range(plan.total_steps)]
+
+
+def test_an_elastic_batch_takes_the_samples_of_several_steps(tmp_path: Path) -> None:
+    job = drawn_job(tmp_path, num_workers=1, batch="elastic")
+    on_ranks(2, train_rank, job)
+    planned = PlannedSamples(IndexedData(ROWS, ""), Plan(job.plan, ROWS))
+    steps = read_ledger(Store(job.run_url)).steps
+    for step, count, digest in zip(
+        *(steps[name].to_pylist() for name in ("step", "merged_steps", "sample_digest")), strict=True
+    ):
+        assert digest == multiset_digest(np.concatenate([planned.step_ids(each) for each in range(step, step + count)]))
+    assert steps["merged_steps"].to_pylist() == [2, 2, 2, 2, 1]
