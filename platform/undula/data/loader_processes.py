@@ -152,7 +152,7 @@ class Loader:
         if self._losses > MOST_LOSSES:
             raise UsageError(
                 f"loader processes ended {self._losses} times in a row with exit status {exits[0]} while they loaded the samples "
-                f"{self._requests.open_ids()}; look for a crash in the dataset's code, or for too little memory"
+                f"{self._requests.open_ids()}; look for a crash in the dataset's code, or for too little memory, also in /dev/shm"
             )
         logging.getLogger("undula").warning("loader processes ended with exit status %s; starting new ones", exits[0])
         self.close()
