@@ -20,6 +20,7 @@ from undula.driver.connection import (
 )
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
 from undula.driver.preflight import Prepared, on_cluster, prepare
+from undula.driver.trackers import Tracking, send_rest
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import refusal_of, whole_story
 from undula.errors import FAILED, INTERRUPTED, SpecError, needs_extra, one_sentence
@@ -28,12 +29,18 @@ from undula.state.events import EndEvent, StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
 from undula.study.load import load_study
-from undula.telemetry.hub import start_hub
+from undula.telemetry.hub import EventRecorder, HubPublisher, start_hub
 from undula.telemetry.live import live_view
+from undula.trackers.tracker import Tracker
 from undula.train.run import Run
 
 
-def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
+def main(
+    train: Callable[[Run], None],
+    config: type | None = None,
+    argv: Sequence[str] | None = None,
+    trackers: Sequence[Tracker] = (),
+) -> None:
     """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
 
     The process exits with a message of one sentence if the input is wrong (status 2) or the cluster cannot train it (3), and with status 1
@@ -45,6 +52,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
             JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
+        trackers: Experiment trackers of your own, beside those of the job. A study does not use them.
     """
     options = _parser().parse_intermixed_args(argv)
     overrides = [*options.overrides, *private_overrides()]
@@ -61,7 +69,10 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         _refuse_trainer(options.trainer, loaded.spec)
         prepared = prepare(loaded, train, options.fresh)
         store = prepared.store
+        trackers = (*prepared.trackers, *trackers)
         if prepared.is_finished:
+            with held(store):
+                _print_unsent(send_rest(trackers, store))
             print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
             return
         stack.enter_context(held(store))
@@ -72,8 +83,9 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
             delete_run(store)
         spec = record_job(loaded, prepared.plan, store)
         print(f"{store.url}: starting {_description(spec.workers)} ...", flush=True)
-        with live_view(hub):
+        with live_view(hub), Tracking(trackers, store, EventRecorder(store, HubPublisher(hub))) as tracking:
             error = _fit(train, spec, store, hub, options.trainer)
+        _print_unsent(tracking.unsent)
         _print_result(prepared, error)
         if error:
             raise SystemExit(FAILED)
@@ -152,6 +164,12 @@ def _print_result(prepared: Prepared, error: Exception | None) -> None:
     validation = last_event(ledger.events, ValidationEvent)
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
+
+
+def _print_unsent(sentences: Sequence[str]) -> None:
+    """Print what trackers lack."""
+    for sentence in sentences:
+        print(sentence, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

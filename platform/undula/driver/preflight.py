@@ -9,6 +9,7 @@ from undula.config.job import LoadedSpec, changed_key
 from undula.data.manifest import load_manifest
 from undula.data.mixture import Data, Mixture, load_data
 from undula.driver.model_facts import model_facts
+from undula.driver.trackers import checked_trackers
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
@@ -20,6 +21,7 @@ from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.ledger import has_steps
 from undula.state.model_state import check_shapes
 from undula.storage import Store, open_store
+from undula.trackers.tracker import Tracker
 from undula.train.run import Run
 
 
@@ -32,6 +34,8 @@ class Prepared:
     plan: Plan
     is_finished: bool
     """Whether an undamaged checkpoint of the plan's last step exists."""
+    trackers: tuple[Tracker, ...] = ()
+    """Experiment trackers of the job."""
 
 
 def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Prepared:
@@ -47,6 +51,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     """
     data = check_job(loaded)
     store = _run_directory(loaded)
+    trackers = checked_trackers(loaded, store)
     plan = Plan(loaded.spec.plan, data.num_rows)
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
     if newest is not None or (not fresh and has_steps(store)):
@@ -56,7 +61,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
         newest.step >= plan.total_steps or bool(newest.results.reason_to_stop(loaded.spec.stop))
     )
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
-    return Prepared(store, plan, is_finished)
+    return Prepared(store, plan, is_finished, trackers)
 
 
 def check_job(loaded: LoadedSpec) -> Data:
