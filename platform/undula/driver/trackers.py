@@ -1,6 +1,7 @@
 """Trackers of a job: their checks before any worker starts, what they show of a run beside its steps, and their threads while it trains."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -71,7 +72,7 @@ class Tracking:
         record = job_record(store)
         run = tracked_run(record, store) if trackers else None
 
-        def report(name: str, error: BaseException | None, newest: int) -> None:
+        def report(name: str, error: BaseException | None, newest: int | None) -> None:
             publish(TrackerEvent(name, newest, "" if error is None else problem_of(error)))
 
         self._followers = [
@@ -90,8 +91,9 @@ class Tracking:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for follower in self._followers:
             follower.end_training()
-        limit_s = END_LIMIT_S if kind is None else STOP_LIMIT_S
-        self.unsent = [unsent_steps(each) for each in self._followers if not each.wait(limit_s)]
+        deadline = time.monotonic() + (END_LIMIT_S if kind is None else STOP_LIMIT_S)
+        late = [each for each in self._followers if not each.wait(max(deadline - time.monotonic(), 0.0))]
+        self.unsent = [unsent_steps(each) for each in late]
 
 
 def send_rest(trackers: Sequence[Tracker], store: Store) -> list[str]:
@@ -144,7 +146,8 @@ def problem_of(error: BaseException) -> str:
 def unsent_steps(follower: Follower) -> str:
     """Return a sentence on a tracker that has not received everything."""
     why = f" ({problem_of(follower.problem)})" if follower.problem else ""
-    return f"{follower.name} has the run up to step {follower.newest}, and the rest was not sent{why}; submit the job again to send it"
+    lacks = "the run's newest steps" if follower.newest is None else f"the run's steps after step {follower.newest}"
+    return f"the tracker {follower.name} lacks {lacks}, which could not be sent{why}; submit the job again to send them"
 
 
 def _cost(store: Store) -> dict[str, str]:

@@ -28,9 +28,9 @@ DESCRIBE_INTERVAL_S = 300.0
 
 Describe: TypeAlias = Callable[[pa.Table], Mapping[str, str]]
 """Callback that returns the tags of a run, given the rows of its events."""
-Report: TypeAlias = Callable[[str, BaseException | None, int], None]
+Report: TypeAlias = Callable[[str, BaseException | None, int | None], None]
 """Callback that is called once when a tracker gets out of reach, with its name and the error, and once when it has caught up. The last
-argument is the number of steps that the tracker has."""
+argument is the number of the newest step that the tracker has; None if that is not known."""
 
 
 class Follower:
@@ -61,8 +61,8 @@ class Follower:
         self._described_at = float("-inf")
         self.problem: BaseException | None = None
         """Error with which the tracker is out of reach; None if it is not."""
-        self.newest = 0
-        """Number of steps that the tracker has, as far as is known."""
+        self.newest: int | None = None
+        """Number of the newest step that the tracker has; None if it was out of reach so far."""
         self._is_over, self._has_given_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"undula-tracker-{tracker.name}", daemon=True)
 
@@ -100,7 +100,8 @@ class Follower:
         """Send what the tracker lacks, and return whether it lacks nothing now."""
         try:
             feed = self._feed = self._feed or Feed(self._store, self._tracker.open(self._run))
-            if not self._read(feed):
+            self.newest = max(feed.newest, 0)
+            if not _read(feed):
                 return False
             while steps := feed.due(is_over):
                 self._tracker.send(steps)
@@ -113,15 +114,6 @@ class Follower:
             self._lose(error, is_over)
             return False
         self._recover(is_over)
-        return True
-
-    def _read(self, feed: Feed) -> bool:
-        """Read the ledger, and return whether that succeeded. If not, this is no fault of the tracker, and has an event of its own."""
-        try:
-            feed.read()
-        except StorageError:
-            return False
-        self.newest = max(feed.newest, 0)
         return True
 
     def _describe_now_and_then(self, feed: Feed, is_over: bool) -> None:
@@ -139,6 +131,15 @@ class Follower:
         had_problem, self.problem = self.problem, None
         if had_problem and not is_over:
             self._report(self.name, None, self.newest)
+
+
+def _read(feed: Feed) -> bool:
+    """Read the ledger, and return whether that succeeded. If not, this is no fault of the tracker, and has an event of its own."""
+    try:
+        feed.read()
+    except StorageError:
+        return False
+    return True
 
 
 def run_state(events: pa.Table) -> RunState:

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +59,8 @@ class WandbTracker:
         import wandb
 
         if self._run is not None:
-            self._run.finish(exit_code=1)
+            with suppress(Exception):  # W&B's process may have ended
+                self._run.finish(exit_code=1)
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)  # W&B would otherwise take another one
         self._run = wandb.init(
@@ -113,6 +115,7 @@ def _settings() -> "wandb.Settings":
         x_disable_machine_info=True,
         init_timeout=LIMIT_S,
         finish_timeout=LIMIT_S,
+        finish_timeout_raises=True,
     )
 
 

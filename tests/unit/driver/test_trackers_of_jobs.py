@@ -146,12 +146,12 @@ def test_an_outage_is_an_event_and_what_was_not_sent_is_said_at_the_end(
     [event] = published
     assert isinstance(event, TrackerEvent)
     assert event.message == (
-        "kept is out of reach, and training continues. It has the steps up to 0 and gets the others once it is back: "
+        "The tracker kept is out of reach, and training continues. It gets the steps that it lacks once it is back: "
         "ConnectionRefusedError: connection refused."
     )
     assert tracking.unsent == [
-        "kept has the run up to step 0, and the rest was not sent (ConnectionRefusedError: connection refused); "
-        "submit the job again to send it"
+        "the tracker kept lacks the run's newest steps, which could not be sent (ConnectionRefusedError: connection refused); "
+        "submit the job again to send them"
     ]
 
     tracker.is_down = False

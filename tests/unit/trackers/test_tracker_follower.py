@@ -23,13 +23,13 @@ class Followed:
 
     def __init__(self, store: Store, tracker: undula.Tracker, rows: Rows | None = None):
         self.rows = rows or Rows(store)
-        self.reports: list[tuple[str, str, int]] = []
+        self.reports: list[tuple[str, str, int | None]] = []
         self.follower = Follower(
             tracker, RUN, store, lambda events: {"events": str(len(events))}, self._report, interval_s=0.01
         )
         self.follower.start()
 
-    def _report(self, name: str, error: BaseException | None, newest: int) -> None:
+    def _report(self, name: str, error: BaseException | None, newest: int | None) -> None:
         self.reports.append((name, type(error).__name__, newest))
 
     def end(self, limit_s: float = 60.0) -> bool:
@@ -88,7 +88,7 @@ def test_a_tracker_that_is_down_from_the_beginning_gets_all_steps_once_it_is_up(
     tracker.is_down = False
     assert followed.end()
     assert tracker.numbers == [1, 2, 3, 4]
-    assert followed.reports[0] == ("kept", "ConnectionRefusedError", 0)
+    assert followed.reports[0] == ("kept", "ConnectionRefusedError", None)
 
 
 def test_the_next_submission_sends_what_the_last_one_could_not(store: Store) -> None:

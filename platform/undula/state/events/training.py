@@ -231,19 +231,21 @@ class TrackerEvent(Event):
     KIND = "tracker"
     tracker: str
     """Name of the tracker."""
-    newest: int
-    """Number of committed steps that the tracker has."""
+    newest: int | None = None
+    """Number of the newest step that the tracker has; None if that is not known."""
     problem: str = ""
     """Failure of the tracker; empty if it is back."""
 
     @property
     def message(self) -> str:
         if not self.problem:
-            return f"{self.tracker} is back, and has all steps up to {self.newest}."
-        return (
-            f"{self.tracker} is out of reach, and training continues. It has the steps up to {self.newest} and gets the others once it is "
-            f"back: {self.problem.rstrip('.')}."
+            return f"The tracker {self.tracker} is back and has all steps up to {self.newest}."
+        gets = (
+            "gets the steps that it lacks"
+            if self.newest is None
+            else f"has the steps up to {self.newest} and gets the others"
         )
+        return f"The tracker {self.tracker} is out of reach, and training continues. It {gets} once it is back: {self.problem.rstrip('.')}."
 
 
 WarningCode = Literal[
