@@ -18,9 +18,9 @@ from undula.trackers.feed import Feed
 from undula.trackers.tracker import RunState, TrackedRun, Tracker
 
 INTERVAL_S = 5.0
-"""Seconds between two reads of the ledger, and between the first attempts to reach a tracker that is out of reach."""
+"""Seconds between two reads of the ledger."""
 MOST_INTERVAL_S = 60.0
-"""Maximum time in seconds between two attempts to reach a tracker. Each attempt doubles the time."""
+"""Maximum time in seconds between two attempts to reach a tracker. Each failed attempt doubles the time."""
 LAST_INTERVAL_S = 1.0
 """Seconds between two attempts to reach a tracker at the end of training."""
 DESCRIBE_INTERVAL_S = 300.0
@@ -64,6 +64,7 @@ class Follower:
         self.newest: int | None = None
         """Number of the newest step that the tracker has; None if it was out of reach so far."""
         self._is_over, self._has_given_up = threading.Event(), threading.Event()
+        self._is_complete = False
         self._thread = threading.Thread(target=self._follow, name=f"undula-tracker-{tracker.name}", daemon=True)
 
     @property
@@ -82,16 +83,16 @@ class Follower:
     def wait(self, limit_s: float) -> bool:
         """Wait until everything was sent after the end of training, up to a time limit, and return whether it was."""
         self._thread.join(limit_s)
-        is_complete = not self._thread.is_alive()
         self._has_given_up.set()
-        return is_complete
+        return self._is_complete
 
     def _follow(self) -> None:
         pause_s = self._interval_s
         while True:
             is_over = self._is_over.is_set()
-            is_complete = self._catch_up(is_over)
-            if is_over and (is_complete or self._has_given_up.wait(LAST_INTERVAL_S)):
+            has_all = self._catch_up(is_over)
+            self._is_complete = is_over and has_all
+            if self._is_complete or (is_over and self._has_given_up.wait(LAST_INTERVAL_S)):
                 return
             pause_s = min(2 * pause_s, MOST_INTERVAL_S) if self.problem else self._interval_s
             self._is_over.wait(pause_s)
