@@ -17,6 +17,9 @@ from pathlib import Path
 
 import torch
 import undula
+from undula.driver import trackers
+
+trackers.END_LIMIT_S = 2.0
 
 class FileTracker:
     name = "file"

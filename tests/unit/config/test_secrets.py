@@ -69,6 +69,7 @@ def test_overrides_with_secrets_are_known() -> None:
 
 def test_a_command_that_reads_a_secret_elsewhere_holds_none() -> None:
     assert holds_secret("docker run -e HF_TOKEN=abcdefgh image")
+    assert holds_secret("RuntimeError: password=abcdefgh")  # the value of one name is the name of another
     assert not holds_secret('HF_TOKEN="$(cat ~/hf)" PASSWORD=${PASSWORD} run')
 
 

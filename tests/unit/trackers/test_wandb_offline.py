@@ -37,7 +37,7 @@ follower.start()
 if sys.argv[2] == "end":
     follower.end_training()
     sys.exit(not follower.wait(200))
-while follower.newest < int(sys.argv[2]):
+while (follower.newest or 0) < int(sys.argv[2]):
     threading.Event().wait(0.05)
 print("sent", flush=True)
 threading.Event().wait()
