@@ -109,6 +109,7 @@ class MlflowTracker:
         # MLflow's own retries would hold the thread for minutes. It reads its variables with each request.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_S))
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
 
         return MlflowClient(tracking_uri=self._uri)
