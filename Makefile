@@ -62,7 +62,7 @@ bench-elastic: .venv/ready-with-horovod  ## Outage and lost steps beside Ray Tra
 bench-study: .venv/ready-to-test  ## Trials per hour of a study beside Ray Tune alone; build/bench/study-*.json
 	$(BIN)/python -m tests.baselines.bench_study
 
-soak: .venv/ready-with-horovod  ## Longer tests, about an hour: more random faults, and half an hour of growth in one test
+soak: .venv/ready-with-horovod  ## Longer tests, about two hours: more random faults, and half an hour of growth in one test
 	$(BIN)/pytest -m soak
 
 clean:  ## Remove what make made here

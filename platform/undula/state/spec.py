@@ -23,4 +23,5 @@ class CheckpointSpec:
     """Number of newest checkpoints to keep."""
     keep_best: GoalSpec | None = None
     """Mean of the validations whose best checkpoint is kept as well: `metric` and `mode`. The run writes a checkpoint after each validation
-    with a new best value, and waits for it, so that no fault can cost it. By default, only the newest checkpoints are kept."""
+    with a new best value, and waits for it, so that the loss of a worker cannot cost it. If the storage fails, it tries again for half a
+    minute. By default, only the newest checkpoints are kept."""

@@ -33,7 +33,7 @@ class Condition:
     sign: str
     value: Any
     text: str = ""
-    """The value as it was typed, which a text of the run is compared with: YAML reads 007 as 7 and `on` as true."""
+    """The value as the user typed it. Texts are compared with this one, because YAML reads 007 as 7 and `on` as true."""
 
     def holds(self, values: Values) -> bool:
         """Return whether a run satisfies the condition. A run without the value satisfies only `!=`."""
