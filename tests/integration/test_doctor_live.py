@@ -17,7 +17,7 @@ import psutil
 import pytest
 from forking.drivers import with_forked_drivers
 
-from undula.cluster.local import LocalCluster, free_ports, local_cluster
+from undula.cluster.local import LocalCluster, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.processes import is_alive, send_signal, signal_group
 from undula.storage import open_store
@@ -208,7 +208,7 @@ def odd_cluster(forking_python: str, tmp_path: Path) -> Iterator[LocalCluster]:
     with local_cluster(num_cpus=1, python=forking_python) as cluster:
         ray_start = (
             f"{sys.executable} -m ray.scripts.scripts start --block --address={cluster.address} --num-cpus=1 --disable-usage-stats "
-            f"--object-store-memory={200 * 2**20} --include-log-monitor=False --dashboard-agent-listen-port={free_ports(1)[0]}"
+            f"--object-store-memory={200 * 2**20} --include-log-monitor=False --dashboard-agent-listen-port=0"
         )
         env = {
             **os.environ,

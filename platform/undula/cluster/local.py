@@ -113,14 +113,15 @@ def _ray_start(
     object_store_bytes: int | None,
     autoscaling: Path | None,
 ) -> list[str]:
-    client, agent = free_ports(2)
+    (client,) = free_ports(1)
     monitor = f"--autoscaling-config={autoscaling}" if autoscaling else "--no-monitor"
     store = [f"--object-store-memory={object_store_bytes}"] if object_store_bytes else []
     return [
         *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *(monitor, "--include-log-monitor=False", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"),
         *("--node-ip-address=127.0.0.1", f"--port={gcs_port}", f"--dashboard-port={dashboard_port}"),
-        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}", *store),
+        # A port that is chosen here could be taken before the agent listens, which then accepts no job and does not say so.
+        *(f"--ray-client-server-port={client}", "--dashboard-agent-listen-port=0", *store),
     ]
 
 

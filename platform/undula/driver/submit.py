@@ -22,13 +22,17 @@ from undula.state.defaults import default_runs
 RUN = "undula_run"
 """Key of a job's metadata with the directory of its run or study."""
 POLL_S = 0.1
-"""Seconds between two looks at a job that is being stopped."""
+"""Seconds between two looks at a job that is being stopped, and between two submissions to a head that is not ready."""
 CONNECT_TIMEOUT_S = 5.0
 """Maximum time in seconds to reach a job API."""
 ANSWER_TIMEOUT_S = 60.0
 """Maximum time in seconds to wait for an answer of a job API."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time in seconds to upload a package."""
+AGENT_TIMEOUT_S = 120.0
+"""Maximum time in seconds to wait until the head of a cluster that has just started accepts jobs."""
+NO_AGENT = "No available agent to submit job"
+"""Answer of Ray's job API on a head whose agent, which starts the jobs, is not ready (dashboard/modules/job/job_head.py)."""
 
 
 class JobApi(JobSubmissionClient):
@@ -96,7 +100,8 @@ def start(
     try:
         if not is_unknown(api, job):
             return
-        api.submit_job(
+        _submit(
+            api,
             submission_id=job,
             entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
             metadata={RUN: directory(run)},
@@ -108,6 +113,20 @@ def start(
         )
     except (*LOST, ValueError, RayError) as error:
         _raise_unless_accepted(api, job, error)
+
+
+def _submit(api: JobApi, **job: Any) -> None:
+    """Submit a job, and try again while the head's agent is not ready."""
+    deadline = time.monotonic() + AGENT_TIMEOUT_S
+    while True:
+        try:
+            api.submit_job(**job)
+        except RuntimeError as error:
+            if NO_AGENT not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+        else:
+            return
 
 
 def _raise_unless_accepted(api: JobApi, job: str, error: Exception) -> None:

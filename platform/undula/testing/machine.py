@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from undula.cluster.local import free_ports
 from undula.processes import POLL_INTERVAL_S, descendants, is_alive, send_signal
 from undula.testing.metadata import metadata_server
 
@@ -94,7 +93,7 @@ def _ray_start(description: dict[str, Any]) -> list[str]:
         ),
         *(f"--num-cpus={resources.get('CPU', 0):g}", f"--num-gpus={resources.get('GPU', 0):g}"),
         *(f"--object-store-memory={200 * 2**20}", "--disable-usage-stats", "--include-log-monitor=False"),
-        f"--dashboard-agent-listen-port={free_ports(1)[0]}",
+        "--dashboard-agent-listen-port=0",
     ]
 
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import psutil
 
-from undula.cluster.local import LocalCluster, free_ports, local_cluster
+from undula.cluster.local import LocalCluster, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
 from undula.processes import descendants, kill_tree
@@ -132,18 +132,7 @@ class Nodes:
 
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""
-        command = [
-            *(
-                self.cluster.python,
-                "-m",
-                "ray.scripts.scripts",
-                "start",
-                "--block",
-                f"--address={self.cluster.address}",
-            ),
-            *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
-            *("--include-log-monitor=False", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
-        ]
+        command = _ray_start(self.cluster, num_cpus)
         own = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node, "UNDULA_MEMORY": str(self._memory / node)}
         with self._changing:
             if node not in self.nodes:
@@ -189,3 +178,12 @@ def nodes(
             yield found
         finally:
             found.close()
+
+
+def _ray_start(cluster: LocalCluster, num_cpus: int) -> list[str]:
+    return [
+        *(cluster.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={cluster.address}"),
+        *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
+        # A port that is chosen here could be taken before the agent listens, which then serves nothing and does not say so.
+        *("--include-log-monitor=False", "--dashboard-agent-listen-port=0"),
+    ]

@@ -124,3 +124,11 @@ def test_a_cluster_that_does_not_answer_a_submission_may_train_the_job() -> None
 def test_a_refused_job_is_an_error() -> None:
     with pytest.raises(ClusterError, match="does not accept the job: no room"):
         started(Api([], iter([RuntimeError("no room")])))
+
+
+def test_a_job_is_submitted_again_while_the_head_is_not_ready() -> None:
+    error = "Request failed with status code 500: No available agent to submit job, please try again later.."
+    api = Api([], iter([RuntimeError(error), RuntimeError(error), None]))
+    started(api)
+    assert [each.submission_id for each in api.jobs] == ["raysubmit_1"]
+    assert len(api.posted) == 3

@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from undula.cluster.local import LocalCluster, free_ports
+from undula.cluster.local import LocalCluster
 from undula.testing import nodes as module
-from undula.testing.nodes import Nodes
+from undula.testing.nodes import Nodes, _ray_start
 
 
 class SilentHead:
@@ -50,11 +50,11 @@ def await_starter(cluster: Nodes) -> None:
 def test_a_node_that_is_killed_just_before_its_processes_start_leaves_nothing(
     cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill_meanwhile(count: int) -> list[int]:
+    def kill_meanwhile(found: LocalCluster, num_cpus: int) -> list[str]:
         cluster.kill(cluster.nodes[0])
-        return free_ports(count)
+        return _ray_start(found, num_cpus)
 
-    monkeypatch.setattr(module, "free_ports", kill_meanwhile)
+    monkeypatch.setattr(module, "_ray_start", kill_meanwhile)
     cluster.add()
     await_starter(cluster)
     assert cluster._processes == {}
@@ -77,12 +77,12 @@ def test_a_node_does_not_find_the_ports_of_its_former_attempt(
     session = tmp_path / "session_of_a_test"
     session.mkdir()
 
-    def former_attempt(count: int) -> list[int]:
+    def former_attempt(found: LocalCluster, num_cpus: int) -> list[str]:
         (session / f"runtime_env_agent_port_{cluster.nodes[0]}").write_text("1")
         (session / "runtime_env_agent_port_of_another").write_text("2")
-        return free_ports(count)
+        return _ray_start(found, num_cpus)
 
-    monkeypatch.setattr(module, "free_ports", former_attempt)
+    monkeypatch.setattr(module, "_ray_start", former_attempt)
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.3)
     cluster.add()
     await_starter(cluster)
