@@ -49,20 +49,18 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
 
     from undula.config.job import load_spec
     from undula.driver.launch import job_of, record_job
-    from undula.driver.preflight import check_job
-    from undula.plan.plan import Plan
+    from undula.driver.preflight import check_job, examine
     from undula.train.single_process import SingleProcess
 
     torch.set_num_threads(1)  # as in a worker with one CPU
     sys.path.insert(0, str(Path(script).parent))
     defined = runpy.run_path(script)
     loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined["Config"])
+    examined = examine(defined["train"], loaded, check_job(loaded))
     if rank == 0:
-        job = record_job(
-            loaded, Plan(loaded.spec.plan, check_job(loaded).num_rows), open_store(loaded.spec.run_url)
-        ).job
+        job = record_job(loaded, examined.plan, open_store(loaded.spec.run_url), examined.script_data).job
     else:
-        job = job_of(loaded, "")
+        job = job_of(loaded, "", script_data=examined.script_data)
 
     def train(run: Any) -> None:
         original = run.steps

@@ -27,7 +27,7 @@ def test_each_micro_batch_has_its_own_values_however_long_the_kernels_run(device
     matrix, found = torch.ones(2048, 2048, device=device), []
     for _ in range(6):
         placed = batches.take(0, ROWS)
-        x = placed.samples.batch["x"]
+        x = placed.batch["x"]
         assert isinstance(x, torch.Tensor)
         assert x.device == device
         for _ in range(10):

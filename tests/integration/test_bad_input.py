@@ -54,14 +54,14 @@ def test_a_wrong_setting_is_named_with_what_is_accepted(
     assert sentence in refusal(text, tmp_path, override)
 
 
-def test_a_missing_data_url_is_named(text: str, tmp_path: Path) -> None:
+def test_missing_data_of_both_kinds_are_named(text: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("name: bad\nplan: {seed: 1}\n")
     done = subprocess.run(
         [sys.executable, str(LANGUAGE_MODEL), "--config", str(job)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2
-    assert f"{job}: data is missing; add it" in done.stderr
+    assert "data.train and data.mix are missing, and the script does not call run.dataset()" in done.stderr
 
 
 def test_missing_data_is_named_with_the_fix(tmp_path: Path) -> None:

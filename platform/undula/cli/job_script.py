@@ -71,7 +71,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         hub = start_hub(store)
         if options.fresh:
             delete_run(store)
-        spec = record_job(loaded, prepared.plan, store)
+        spec = record_job(loaded, prepared.plan, store, prepared.script_data)
         print(f"{store.url}: starting {_description(spec.workers)} ...", flush=True)
         with live_view(hub):
             error = _fit(train, spec, store, hub, options.trainer)

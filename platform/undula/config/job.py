@@ -36,8 +36,8 @@ class JobSpec:
 
     name: Name
     """Name of the run directory below `runs`. A job with the name of a run that exists resumes that run."""
-    data: DataSpec
-    """Data that the job reads."""
+    data: DataSpec = field(default_factory=DataSpec)
+    """Data that the job reads; by default the script gives them to `run.dataset()`."""
     runs: Annotated[str, MinLen(1)] = DEFAULT_RUNS
     """Path or s3:// URL of the folder that holds the run directories. All nodes must reach it."""
     engine: EngineName = "torch"
@@ -117,7 +117,7 @@ class JobSpec:
 
     def _refuse_goals_without_validation(self) -> None:
         for key, goal in (("stop", self.stop), ("checkpoint.keep_best", self.checkpoint.keep_best)):
-            if goal is not None and self.data.validation is None:
+            if goal is not None and self.data.validation is None and not self.data.is_of_script:
                 raise ValueError(f"{key} needs validations, but data.validation is missing; set it or remove {key}")
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from undula.data.manifest import Manifest
 from undula.data.maps import SampleFunction
-from undula.data.mixture import Data, Mixture, load_data
+from undula.data.mixture import Mixture, StoredData, load_data
 from undula.data.rows import Batch, Samples, concatenated
 from undula.data.spec import DataSpec, MixPart
 from undula.data.streams import SampleStream, rank_stream
@@ -32,7 +32,7 @@ class Stream:
 
     def __init__(
         self,
-        data: Data,
+        data: StoredData,
         plan: PlanSpec,
         rank: int,
         world_size: int,

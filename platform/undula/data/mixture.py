@@ -1,10 +1,11 @@
-"""Training data of a job: one data set, or several data sets mixed by weight, behind one interface."""
+"""Training data of a job: one stored data set, or several mixed by weight, behind one interface, or a dataset of the script."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from json import dumps
 
+from undula.data.indexed import IndexedData
 from undula.data.manifest import Column, Manifest, load_manifest
 from undula.data.spec import DataSpec
 from undula.errors import ManifestError, SpecError
@@ -86,12 +87,14 @@ class Mixture:
             raise SpecError(f"data.mix: {manifest.url}: {error}") from error
 
 
-Data = Manifest | Mixture
+StoredData = Manifest | Mixture
+"""Training data that the job's YAML names."""
+Data = StoredData | IndexedData
 """Training data of a job."""
 
 
-def load_data(spec: DataSpec) -> Data:
-    """Load the training data of a job.
+def load_data(spec: DataSpec) -> StoredData:
+    """Load the training data that a job's YAML names.
 
     Raises:
         ManifestError: A data set has no manifest.

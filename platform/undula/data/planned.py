@@ -4,10 +4,12 @@ import itertools
 
 import numpy as np
 
+from undula.data.indexed import IndexedData
+from undula.data.manifest import Manifest
 from undula.data.mixture import Data, Mixture
 from undula.plan.keys import Ids
 from undula.plan.mix import Mix
-from undula.plan.order import EpochOrder
+from undula.plan.order import EpochOrder, IndexOrder
 from undula.plan.plan import Plan
 
 _CACHED_ORDERS = 16
@@ -18,12 +20,14 @@ class PlannedSamples:
 
     def __init__(self, data: Data, plan: Plan):
         self._plan = plan
+        self._mix: Mix | None = None
+        self._manifests: tuple[Manifest, ...] = ()
+        self._plans = [plan]
         if isinstance(data, Mixture):
-            self._mix: Mix | None = Mix(data.weights, plan.spec.seed)
-            self._manifests = data.manifests
+            self._mix, self._manifests = Mix(data.weights, plan.spec.seed), data.manifests
             self._plans = [data.part_plan(plan.spec, number) for number in range(len(data.manifests))]
-        else:
-            self._mix, self._manifests, self._plans = None, (data,), [plan]
+        elif not isinstance(data, IndexedData):
+            self._manifests = (data,)
         rows = [manifest.num_rows for manifest in self._manifests]
         self._first_ids = list(itertools.accumulate(rows, initial=0))
         self._orders: dict[tuple[int, int], EpochOrder] = {}
@@ -31,6 +35,8 @@ class PlannedSamples:
     def step_ids(self, step: int) -> Ids:
         """Return the ids of a step's samples, ordered by virtual worker; shape [samples of the step]."""
         shape = self._plan.step(step)
+        if not self._manifests:
+            return IndexOrder(self._plan, shape.epoch).step_ids(shape.step_in_epoch)
         if self._mix is None:
             return self._order(0, shape.epoch).step_ids(shape.step_in_epoch)
         virtual_workers = range(self._plan.spec.virtual_workers)

@@ -35,7 +35,8 @@ class DataSpec:
     """Data of a job and how to read them."""
 
     train: Url | None = None
-    """Path or s3:// URL of the training data: a folder of Parquet files with a manifest, which `undula data index URL` creates."""
+    """Path or s3:// URL of the training data: a folder of Parquet files with a manifest, which `undula data index URL` creates. If `train`
+    and `mix` are missing, the script gives its own dataset to `run.dataset()`."""
     mix: Annotated[tuple[MixPart, ...], MinLen(2)] | None = None
     """Several data sets to mix instead of `train`: a list of `url` and `weight`. Each data set is repeated at its own pace, and an epoch of
     the plan has as many samples as all data sets together."""
@@ -58,12 +59,27 @@ class DataSpec:
     """Number of CPUs that Ray reserves for a read task. With 0, read tasks run on the worker's node, also if workers hold all CPUs.
     Otherwise, they run on any node that has the CPUs left, and a worker that has waited 5 s for them reads the rows itself."""
 
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the script gives the data to `run.dataset()`."""
+        return self.train is None and self.mix is None
+
     def __post_init__(self) -> None:
-        if (self.train is None) == (self.mix is None):
-            raise ValueError("train and data.mix are both set or both missing; set exactly one of them")
+        if self.train is not None and self.mix is not None:
+            raise ValueError("train and data.mix are both set; set one of them")
+        if self.is_of_script:
+            self._refuse_keys_of_stored_data()
         urls = [part.url.rstrip("/") for part in self.mix or ()]
         if twice := next((url for url in urls if urls.count(url) > 1), None):
             raise ValueError(f"mix lists {twice} twice; list it once, with the sum of the weights")
+
+    def _refuse_keys_of_stored_data(self) -> None:
+        for key in ("validation", "columns", "cache"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} is set, but data.train and data.mix are missing; set one of them, or remove data.{key} if the script calls "
+                    "run.dataset()"
+                )
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -8,7 +8,7 @@ import numpy as np
 
 from undula.data.mapped import StreamMap
 from undula.data.maps import SampleFunction
-from undula.data.mixture import Data, Mixture
+from undula.data.mixture import Mixture, StoredData
 from undula.data.rank_stream import RankStream, disk_cache
 from undula.data.rows import Samples, concatenated
 from undula.data.spec import DataSpec
@@ -75,7 +75,7 @@ SampleStream = RankStream | MixedStream
 
 
 def rank_stream(
-    data: Data,
+    data: StoredData,
     plan: Plan,
     virtual_workers: range,
     spec: DataSpec,
@@ -90,7 +90,7 @@ def rank_stream(
     return RankStream(data, plan, positions, spec, sample_map)
 
 
-def _stream_map(function: SampleFunction, data: Data, plan: Plan, spec: DataSpec) -> StreamMap:
+def _stream_map(function: SampleFunction, data: StoredData, plan: Plan, spec: DataSpec) -> StreamMap:
     first = data.manifests[0] if isinstance(data, Mixture) else data
     return StreamMap(function, key64("map", plan.spec.seed, 0), first, data.select(spec.columns), disk_cache(spec))
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias, assert_never
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from undula.config.job import LoadedSpec, changed_key
-from undula.data.mixture import load_data
+from undula.data.indexed import ScriptData
+from undula.data.mixture import Data, load_data
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.elastic.ray.horovod import HorovodConfig
@@ -39,30 +40,36 @@ class LaunchSpec:
     """Number of steps and start time of the run, from which the fleet policy computes whether the run will meet its deadline."""
 
 
-def record_job(loaded: LoadedSpec, plan: Plan, store: Store) -> LaunchSpec:
+def record_job(loaded: LoadedSpec, plan: Plan, store: Store, script_data: ScriptData | None = None) -> LaunchSpec:
     """Write the job's record, `job.json`, to its run directory.
 
     A run that resumes keeps its id and its start time. A job with other data or other logical settings is a new run, which must not
     find the snapshots of the previous one. Each submission has a name of its own in the record, so that workers of an earlier one end.
 
+    Args:
+        loaded: The job.
+        plan: Plan of the run.
+        store: Run directory.
+        script_data: Data that the script gives to the run; None if the job's YAML names the data.
+
     Returns:
         Parameters of the training for `launch`.
     """
-    spec, found, description = loaded.spec, job_record(store), _description(loaded, plan)
+    spec, found, description = loaded.spec, job_record(store), _description(loaded, plan, script_data)
     is_same = found.get("manifest_digest") == description["manifest_digest"] and not changed_key(
         found.get("spec", {}), description["spec"]
     )
     run, submission = identity(found if is_same else {}), token_hex(8)
     store.write(JOB_FILE, json.dumps({**description, **run, "submission": submission}, indent=1).encode())
     return LaunchSpec(
-        job=job_of(loaded, run["id"], submission),
+        job=job_of(loaded, run["id"], submission, script_data),
         workers=spec.workers,
         horovod=spec.horovod if spec.engine == "horovod" else None,
         work=Work(plan.total_steps, run["began"]),
     )
 
 
-def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
+def job_of(loaded: LoadedSpec, run_id: str, submission: str = "", script_data: ScriptData | None = None) -> Job:
     """Return the part of a job's spec that its workers need."""
     spec = loaded.spec
     return Job(
@@ -83,12 +90,13 @@ def job_of(loaded: LoadedSpec, run_id: str, submission: str = "") -> Job:
         activations=spec.activations,
         compile=spec.compile,
         stop=spec.stop,
+        script_data=script_data,
     )
 
 
-def _description(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
+def _description(loaded: LoadedSpec, plan: Plan, script_data: ScriptData | None) -> dict[str, Any]:
     """Return the part of the record that follows from the spec and the data."""
-    data = load_data(loaded.spec.data)
+    data: Data = script_data.training if script_data else load_data(loaded.spec.data)
     return {
         "name": loaded.spec.name,
         "plan_digest": plan.digest(data.digest, loaded.spec.precision),
@@ -97,6 +105,7 @@ def _description(loaded: LoadedSpec, plan: Plan) -> dict[str, Any]:
         "total_samples": plan.total_samples,
         "train_rows": data.num_rows,
         "spec": loaded.tree(),
+        **({"dataset": script_data.as_record()} if script_data else {}),
     }
 
 

@@ -1,19 +1,24 @@
-"""Facts about a script's model, which the driver determines before any worker starts.
+"""Facts about a script's dataset and model, which the driver determines before any worker starts.
 
-The train function runs on torch's meta device for this, so that no memory is allocated for the weights.
+The train function runs on torch's meta device for this, so that no memory is allocated for the weights. A dataset of the script is made
+before, on the CPU.
 """
 
 import io
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from undula.config.job import LoadedSpec
+from undula.data.indexed import ScriptData
+from undula.data.script_dataset import NO_MAP, script_data
+from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.select import features_of_model
@@ -22,6 +27,8 @@ from undula.plan.plan import Plan
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
 from undula.train.single_process import local_world
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -36,28 +43,42 @@ class ModelFacts:
     """Reason why settings of the job do not fit the model, as a sentence; None if they fit."""
 
 
-def model_facts(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan) -> ModelFacts | None:
-    """Run a train function on the meta device up to `run.model(...)`, and inspect the module that it passes.
+@dataclass(frozen=True)
+class ScriptFacts:
+    """Facts about a script."""
+
+    data: ScriptData | None
+    """Data that the script gives to the run; None if the job's YAML names the data."""
+    model: ModelFacts | None
+    """Facts about the model; None if the train function ended before `run.model(...)`. The workers check the model again."""
+
+
+def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int | None) -> ScriptFacts:
+    """Run a train function up to `run.model(...)`, and inspect the dataset and the module that it passes.
 
     Args:
         train: Train function of the script.
         loaded: The job.
-        plan: The job's plan.
+        num_rows: Number of rows of the training data; None if the script gives them.
 
-    Returns:
-        The facts; None if the train function ends before it calls `run.model(...)`. The workers check the model again.
+    Raises:
+        UndulaError: The run cannot use the dataset, or the script gives no dataset although the job's YAML names no data.
     """
-    probe = _ModelProbe(loaded, plan)
-    try:
-        with _world(), torch.device("meta"), redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with _world(), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        probe = _Probe(loaded, num_rows, lambda: stack.enter_context(torch.device("meta")))
+        try:
             train(probe)  # type: ignore[arg-type]
-    except _ModelBuiltError as built:
-        return built.facts
-    except (Exception, SystemExit):
-        # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.
-        return None
-    return None
+        except _ModelBuiltError as built:
+            return ScriptFacts(probe.data, built.facts)
+        except (Exception, SystemExit) as error:
+            # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.
+            if probe.refusal is not None:
+                raise probe.refusal from None
+            probe.require_data(error)
+        else:
+            probe.require_data(None)
+        return ScriptFacts(probe.data, None)
 
 
 class _ModelBuiltError(Exception):
@@ -67,26 +88,104 @@ class _ModelBuiltError(Exception):
         self.facts = facts
 
 
-class _ModelProbe:
-    """Stand-in for a Run until the script passes its model."""
+class _Probe:
+    """Stand-in for a Run until the script passes its model.
 
-    def __init__(self, loaded: LoadedSpec, plan: Plan):
+    Args:
+        loaded: The job.
+        num_rows: Number of rows of the training data; None if the script gives them.
+        enter_meta_device: Function after which tensors are made without memory.
+    """
+
+    def __init__(self, loaded: LoadedSpec, num_rows: int | None, enter_meta_device: Callable[[], object]):
         self.config = loaded.config
+        self._loaded = loaded
         self._spec = loaded.spec
+        self._enter_meta_device = enter_meta_device
         self.base_lr = loaded.spec.schedule.base_lr
-        self.plan = plan
         self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
+        self.data: ScriptData | None = None
+        self.refusal: UndulaError | None = None
+        """Error for what the script passed; the script may have caught it."""
+        self._plan: Plan | None = None
+        if num_rows is not None:
+            self._plan = Plan(loaded.spec.plan, num_rows)
+            enter_meta_device()
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            self.refusal = UsageError(
+                "run.plan was read before run.dataset(), which makes it; call run.dataset() first"
+            )
+            raise self.refusal
+        return self._plan
+
+    def keep(self, name: str, make: Callable[[], Made]) -> Made:
+        return make()
+
+    def dataset(
+        self,
+        dataset: object,
+        *,
+        validation: object | None = None,
+        collate_fn: object = None,
+        num_workers: int = 0,
+        name: str | None = None,
+        **loader_arguments: object,
+    ) -> None:
+        """Record the length and the identity of the data."""
+        try:
+            self.data = script_data(dataset, validation, name, num_workers, loader_arguments)
+            if not self._spec.data.is_of_script:
+                key = "data.mix" if self._spec.data.mix else "data.train"
+                raise UsageError(
+                    f"run.dataset() was called, but {self._loaded.origin(key)} has {key}; remove {key}, or the call of run.dataset()"
+                )
+            self.data.training.check_plan(self._spec.plan)
+            self._plan = Plan(self._spec.plan, self.data.training.num_rows)
+        except UndulaError as error:
+            self.refusal = error
+            raise
+        self._enter_meta_device()
 
     def map(self, *functions: object, **more: object) -> None:
-        """Do nothing, because the shapes of a model do not depend on the samples."""
+        """Refuse it for a dataset of the script. Otherwise do nothing: the shapes of a model do not depend on the samples."""
+        if self._spec.data.is_of_script:
+            self.refusal = UsageError(NO_MAP)
+            raise self.refusal
 
     def model(self, module: nn.Module) -> nn.Module:
+        self.require_data(None)
         activations, problem = self._spec.activations, None
         if not activations.is_default:
             problem = problem_of_units(module, activations.units)
         if self._spec.compile and problem is None:
             problem = problem_of_compilation(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
+
+    def require_data(self, error: BaseException | None) -> None:
+        """Check that the data are known.
+
+        Args:
+            error: Error with which the script ended; None if it did not end with one.
+
+        Raises:
+            SpecError: They are not.
+        """
+        if self._plan is not None:
+            return
+        if error is not None:
+            self.refusal = SpecError(
+                f"the script failed with {type(error).__name__}: {' '.join(str(error).split())} before run.dataset(), to which the driver "
+                "runs it for the number of samples; make the dataset readable on this machine"
+            )
+        else:
+            self.refusal = SpecError(
+                "data.train and data.mix are missing, and the script does not call run.dataset() before run.model(); set data.train, or "
+                "call run.dataset()"
+            )
+        raise self.refusal from error
 
 
 def _world() -> AbstractContextManager[None]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from undula.config.job import LoadedSpec, changed_key
+from undula.data.indexed import IndexedData, ScriptData, recorded_data
 from undula.data.manifest import load_manifest
-from undula.data.mixture import Data, Mixture, load_data
-from undula.driver.model_facts import model_facts
+from undula.data.mixture import Data, Mixture, StoredData, load_data
+from undula.driver.model_facts import ModelFacts, script_facts
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
@@ -32,6 +33,21 @@ class Prepared:
     plan: Plan
     is_finished: bool
     """Whether an undamaged checkpoint of the plan's last step exists."""
+    script_data: ScriptData | None = None
+    """Data that the script gives to the run; None if the job's YAML names the data."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A job whose data and script fit each other."""
+
+    data: Data
+    """The training data."""
+    plan: Plan
+    script_data: ScriptData | None
+    """Data that the script gives to the run; None if the job's YAML names the data."""
+    model: ModelFacts | None
+    """Facts about the script's model; None if they are not known."""
 
 
 def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Prepared:
@@ -45,26 +61,49 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     Raises:
         UndulaError: The first mistake that was found.
     """
-    data = check_job(loaded)
+    stored = check_job(loaded)
     store = _run_directory(loaded)
-    plan = Plan(loaded.spec.plan, data.num_rows)
+    examined = examine(train, loaded, stored)
+    plan = examined.plan
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
     if newest is not None or (not fresh and has_steps(store)):
-        _refuse_changes(store, loaded, data)
-    check_model(train, loaded, plan, newest)
+        _refuse_changes(store, loaded, examined.data)
+    check_model(examined.model, loaded, newest)
     is_at_end = newest is not None and (
         newest.step >= plan.total_steps or bool(newest.results.reason_to_stop(loaded.spec.stop))
     )
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
-    return Prepared(store, plan, is_finished)
+    return Prepared(store, plan, is_finished, examined.script_data)
 
 
-def check_job(loaded: LoadedSpec) -> Data:
+def examine(train: Callable[[Run], None], loaded: LoadedSpec, stored: StoredData | None) -> Examined:
+    """Run a train function up to its model, and check that a plan fits the data that it gives to the run.
+
+    Args:
+        train: Train function of the script.
+        loaded: The job.
+        stored: Data that the job's YAML names; None if the script gives them.
+
+    Raises:
+        UndulaError: The run cannot use the data, or settings of the job need validation data, which are missing.
+    """
+    facts = script_facts(train, loaded, stored.num_rows if stored else None)
+    if stored:
+        return Examined(stored, Plan(loaded.spec.plan, stored.num_rows), None, facts.model)
+    assert facts.data is not None
+    if facts.data.validation is None:
+        _refuse_goals(loaded)
+    else:
+        Plan(replace(loaded.spec.plan, last_step="short"), facts.data.validation.num_rows)
+    return Examined(facts.data.training, Plan(loaded.spec.plan, facts.data.training.num_rows), facts.data, facts.model)
+
+
+def check_job(loaded: LoadedSpec) -> StoredData | None:
     """Check that the engine is installed, that a CPU can compute in the precision of a job without GPUs, that paths remain valid when the
     job has ended, and that the data can be read.
 
     Returns:
-        The training data.
+        The training data; None if the script gives them.
 
     Raises:
         UndulaError: The first mistake that was found.
@@ -74,6 +113,8 @@ def check_job(loaded: LoadedSpec) -> Data:
     if loaded.spec.workers.gpus == 0:
         _refuse_format_on_cpu(loaded)
     _refuse_lost_path("runs", loaded.spec.runs, loaded)
+    if loaded.spec.data.is_of_script:
+        return None
     data, spec = _training_data(loaded), loaded.spec.data
     if spec.validation is not None:
         url = spec.validation
@@ -106,13 +147,17 @@ def on_cluster(loaded: LoadedSpec) -> LoadedSpec:
     return loaded.with_workers(workers)
 
 
-def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, newest: Commit | None) -> None:
+def check_model(facts: ModelFacts | None, loaded: LoadedSpec, newest: Commit | None) -> None:
     """Check that the job's settings can train the script's model, and that the newest checkpoint is of that model.
+
+    Args:
+        facts: Facts about the model; None if they are not known, in which case the workers check it.
+        loaded: The job.
+        newest: The newest checkpoint; None if there is none.
 
     Raises:
         UndulaError: The first mistake that was found.
     """
-    facts = model_facts(train, loaded, plan)
     if facts is None:
         return
     if problem := refusal(loaded.spec.features | facts.features) or facts.problem:
@@ -122,7 +167,7 @@ def check_model(train: Callable[[Run], None], loaded: LoadedSpec, plan: Plan, ne
         check_shapes(facts.shapes, saved, newest.folder)
 
 
-def _training_data(loaded: LoadedSpec) -> Data:
+def _training_data(loaded: LoadedSpec) -> StoredData:
     spec = loaded.spec.data
     if spec.mix is None:
         assert spec.train is not None
@@ -130,7 +175,9 @@ def _training_data(loaded: LoadedSpec) -> Data:
     return _checked("data.mix", [part.url for part in spec.mix], loaded, loaded.spec.plan, lambda: load_data(spec))
 
 
-def _checked(key: str, urls: list[str], loaded: LoadedSpec, plan: PlanSpec, load: Callable[[], Data]) -> Data:
+def _checked(
+    key: str, urls: list[str], loaded: LoadedSpec, plan: PlanSpec, load: Callable[[], StoredData]
+) -> StoredData:
     """Load data, and check that the job can read it and that a plan fits it.
 
     Args:
@@ -152,6 +199,15 @@ def _checked(key: str, urls: list[str], loaded: LoadedSpec, plan: PlanSpec, load
     except (StorageError, ManifestError, SpecError) as error:
         raise type(error)(f"{loaded.origin(key)}: {key}: {error}") from error
     return data
+
+
+def _refuse_goals(loaded: LoadedSpec) -> None:
+    """Refuse settings that need validations. The spec itself refuses them if its own data lack a validation."""
+    for key, goal in (("stop", loaded.spec.stop), ("checkpoint.keep_best", loaded.spec.checkpoint.keep_best)):
+        if goal is not None:
+            raise SpecError(
+                f"{key} needs validations, but the script gives no validation data; pass validation= to run.dataset(), or remove {key}"
+            )
 
 
 def _refuse_format_on_cpu(loaded: LoadedSpec) -> None:
@@ -189,10 +245,14 @@ def _refuse_changes(store: Store, loaded: LoadedSpec, data: Data) -> None:
     try:
         begun = json.loads(store.read(JOB_FILE))
         digest, change = begun["manifest_digest"], changed_key(begun["spec"], loaded.tree())
+        before = recorded_data(begun["dataset"]) if "dataset" in begun else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{store.url}/{JOB_FILE} is damaged ({error}); {fix}") from error
+    if isinstance(data, IndexedData) and before and (difference := data.difference(before)):
+        raise RunError(f"run.dataset() got a dataset with {difference}, with which {store.url} was started; {fix}")
     if digest != data.digest:
-        raise RunError(f"{store.url} was started with other training data than {data.url} has now; {fix}")
+        now = "the script" if isinstance(data, IndexedData) else data.url
+        raise RunError(f"{store.url} was started with other training data than {now} has now; {fix}")
     if change:
         key, before, now = change
         raise RunError(

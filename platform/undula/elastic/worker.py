@@ -13,6 +13,7 @@ import ray.train
 import ray.train.torch
 import torch
 
+from undula.data.loader_processes import start_fork_server
 from undula.data.mixture import load_data
 from undula.data.streams import rank_stream
 from undula.elastic.ray.actor import worker_state
@@ -109,7 +110,14 @@ def _check_compiler() -> None:
 
 
 def open_data(job: Job) -> None:
-    """Read a window of a job's data, so that connections are open and memory is allocated before the first batch is needed."""
+    """Read a window of a job's data, so that connections are open and memory is allocated before the first batch is needed.
+
+    Only the script can open a dataset of its own. For that, loader processes are made ready.
+    """
+    if job.script_data is not None:
+        if job.script_data.num_workers:
+            start_fork_server(waits=True)
+        return
     with suppress(UndulaError, OSError):  # the run reports the error when it reads the data itself
         data = load_data(job.data)
         rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)

@@ -6,6 +6,9 @@ stream, rows are permuted inside windows of consecutive row groups.
 
 The samples of a step can be computed without the steps before it: an epoch costs O(row groups) once, and a step costs
 O(samples * log(row groups)).
+
+A dataset whose samples are read one by one by index has no row groups: its epoch is permuted as a whole, and step k takes the next
+samples of that one line.
 """
 
 from collections.abc import Iterator
@@ -166,3 +169,31 @@ class EpochOrder:
             for slot in range(first, last + 1)
             for left, right in [(int(self._line[slot]), int(self._line[slot + 1]))]
         )
+
+
+@dataclass(frozen=True)
+class IndexOrder:
+    """Order of one epoch of a dataset whose samples are read by index. A step costs O(samples of the step), at any position."""
+
+    plan: Plan
+    epoch: int
+
+    def step_ids(self, step_in_epoch: int) -> Ids:
+        """Return the ids of a step's samples, ordered by virtual worker; shape [samples of the step]."""
+        begin = step_in_epoch * self.plan.spec.global_batch
+        return self._ids(begin, begin + self.plan.step(step_in_epoch).samples)
+
+    def ids(self, step_in_epoch: int, virtual_worker: int) -> Ids:
+        """Return the ids of the samples that a virtual worker consumes in a step, in order; shape [share]."""
+        begin = step_in_epoch * self.plan.spec.global_batch
+        begin += sum(self.plan.share(step_in_epoch, before) for before in range(virtual_worker))
+        return self._ids(begin, begin + self.plan.share(step_in_epoch, virtual_worker))
+
+    def _ids(self, begin: int, end: int) -> Ids:
+        """Return the ids at positions [begin, end) of the epoch. If the last step wraps, positions go on from the epoch's beginning."""
+        positions = np.arange(begin, end, dtype=np.int64) % self.plan.num_rows
+        return positions if self.plan.spec.shuffle == "none" else permuted(positions, self.plan.num_rows, self._key)
+
+    @cached_property
+    def _key(self) -> int:
+        return key64("indices", self.plan.spec.seed, self.epoch)

@@ -58,7 +58,7 @@ class PlanSpec:
     """Seed for the order of the samples, the initial weights, dropout and augmentation."""
     shuffle: Shuffle = "window"
     """Order of an epoch: as stored (none), with the row groups permuted (row_groups), or also with the rows permuted within windows of
-    row groups (window)."""
+    row groups (window). A dataset that the script gives to `run.dataset()` has no row groups; there, `window` permutes the whole epoch."""
     window: Positive = 4
     """Number of row groups in a shuffle window. A reader holds this many row groups in memory for each of its virtual workers."""
     last_step: LastStep = "short"

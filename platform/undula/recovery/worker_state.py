@@ -4,14 +4,18 @@ A group ends when the controller asks its ranks to leave at a step boundary, or 
 keep their imports and their device contexts, and pass their state to the next group, in which they may have other ranks.
 """
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from undula.recovery.progress import Phase, Progress
 from undula.recovery.snapshot import Age
 from undula.state.pieces import Holding, RankState
 from undula.state.records import StepRow
+
+Kept = TypeVar("Kept")
 
 
 class LeaveGroup(BaseException):
@@ -98,6 +102,10 @@ class WorkerState:
     """Exception that the train function of the last group raised, set before that group's collectives are shut down."""
     has_ended: bool = False
     """Whether the group has ended. Its train function may still be running in this process."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Objects that `keep` has made, by name."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """Functions that close kept objects."""
 
     def join_group(self) -> None:
         """Reset the data of a single group. Called before each train function."""
@@ -105,6 +113,25 @@ class WorkerState:
         self.is_run = self.is_sound = self.has_ended = False
         self.failure = None
         self.request = Request()
+
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
+        """Return the object that an earlier group of this process has made under a name; if there is none, make and keep it.
+
+        Args:
+            name: Name of the object.
+            make: Function that makes it.
+            close: Function that `close_kept` calls with it; None for none.
+        """
+        if name not in self.kept:
+            self.kept[name] = made = make()
+            if close is not None:
+                self.closing.callback(close, made)
+        return self.kept[name]  # type: ignore[no-any-return]
+
+    def close_kept(self) -> None:
+        """Close and free the kept objects, because no other group will need them."""
+        self.kept.clear()
+        self.closing.close()
 
     def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:
         """Record the phase that the rank enters.

@@ -29,6 +29,11 @@ class Study:
         self.base = loaded.job
         """Job with the study's overrides."""
         job = loaded.job.spec
+        if job.data.is_of_script:
+            raise SpecError(
+                f"{loaded.where(['job'])}: {loaded.file} has no data.train or data.mix, which a study needs to plan its trials; write the "
+                "samples as Parquet with `undula data convert` and set data.train"
+            )
         try:
             self.rows = load_data(job.data).num_rows
         except (StorageError, ManifestError) as error:

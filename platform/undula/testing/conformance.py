@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.launch import job_of
-from undula.driver.preflight import check_job, check_model
+from undula.driver.preflight import Examined, check_job, check_model, examine
 from undula.errors import ConformanceError, UndulaError
-from undula.plan.plan import Plan
 from undula.state.commit import find_commits
 from undula.state.model_state import bare_module, model_and_optimizer_state
 from undula.storage import open_store
@@ -75,14 +74,15 @@ def check(train: Train, job: str | Path, *overrides: str, config: type | None = 
     with TemporaryDirectory() as folder:
         sources = {CHECKPOINT: EVERY_STEP, "a snapshot": SNAPSHOTS_ALONE}
         jobs = {
-            source: _loaded(train, job, [*settings, *overrides], folder, config) for source, settings in sources.items()
+            source: _checked(train, job, [*settings, *overrides], folder, config)
+            for source, settings in sources.items()
         }
         boundaries: dict[int, Record] = {}
-        for number, loaded in enumerate(jobs.values()):
+        for number, checked in enumerate(jobs.values()):
             visit = _Comparison(boundaries, "a second, equal run") if number else _Recorder(boundaries)
-            _train_here(train, _new_job(loaded, f"whole-{number}"), visit)
-        for source, loaded in jobs.items():
-            legs = _new_job(loaded, source)
+            _train_here(train, _new_job(checked, f"whole-{number}"), visit)
+        for source, checked in jobs.items():
+            legs = _new_job(checked, source)
             comparison = _Comparison(boundaries, f"a run that was interrupted and resumed from {source}")
             for done in range(1, max(boundaries) + 1):
                 _train_here(train, legs, comparison, until=done, saves=source == CHECKPOINT)
@@ -108,11 +108,11 @@ def check_on_ranks(
     """
     with TemporaryDirectory() as folder:
         settings = ["checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1", *overrides]
-        loaded = _loaded(train, job, settings, folder, config)
-        fewest = 1 if loaded.spec.deterministic else 2
+        checked = _checked(train, job, settings, folder, config)
+        fewest = 1 if checked.loaded.spec.deterministic else 2
         run_group = partial(_group, train, device)
-        expected = _last(run_group(_new_job(loaded, "whole"), _Group(fewest)))
-        interrupted = _new_job(loaded, "interrupted")
+        expected = _last(run_group(_new_job(checked, "whole"), _Group(fewest)))
+        interrupted = _new_job(checked, "interrupted")
         for group in (
             _Group(2, until=1, victim=1),
             _Group(fewest, until=2, leaves=True),
@@ -121,8 +121,8 @@ def check_on_ranks(
             _Group(fewest, until=5, leaves=True, saves=True),
         ):
             run_group(interrupted, group)
-        plan, newest = _plan_of(loaded), find_commits(open_store(interrupted.run_url))[0][0]
-        check_model(train, loaded, plan, newest)
+        newest = find_commits(open_store(interrupted.run_url))[0][0]
+        check_model(checked.examined.model, checked.loaded, newest)
         resubmitted = replace(interrupted, run_id=token_hex(8))  # other machines, whose memory has no snapshots
         found = _last(run_group(resubmitted, _Group(2)))
         for rank, (one, other) in enumerate(
@@ -218,20 +218,24 @@ class _WatchedRun:
         self._visit(self._run.plan.total_steps, self._model, self._optimizer)
 
 
-def _loaded(train: Train, job: str | Path, overrides: list[str], runs: str, config: type | None) -> LoadedSpec:
-    """The job, which the driver's checks have accepted."""
+@dataclass(frozen=True)
+class _Checked:
+    """A job that the driver's checks have accepted."""
+
+    loaded: LoadedSpec
+    examined: Examined
+
+
+def _checked(train: Train, job: str | Path, overrides: list[str], runs: str, config: type | None) -> _Checked:
     loaded = load_spec(Path(job), [*SETTINGS, f"runs={runs}", *overrides], config)
-    check_model(train, loaded, _plan_of(loaded), None)
-    return loaded
+    examined = examine(train, loaded, check_job(loaded))
+    check_model(examined.model, loaded, None)
+    return _Checked(loaded, examined)
 
 
-def _plan_of(loaded: LoadedSpec) -> Plan:
-    return Plan(loaded.spec.plan, check_job(loaded).num_rows)
-
-
-def _new_job(loaded: LoadedSpec, name: str) -> Job:
-    job = job_of(loaded, token_hex(8))
-    return replace(job, name=name, run_url=f"{loaded.spec.runs}/{name}")
+def _new_job(checked: _Checked, name: str) -> Job:
+    job = job_of(checked.loaded, token_hex(8), script_data=checked.examined.script_data)
+    return replace(job, name=name, run_url=f"{checked.loaded.spec.runs}/{name}")
 
 
 def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None, saves: bool = False) -> None:

@@ -1,6 +1,5 @@
 """State of a run on a rank, which the training loop, its steps and their boundaries share."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from undula.data.mixture import Data, load_data
-from undula.data.streams import SampleStream
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.plan.plan import Plan
@@ -33,6 +31,7 @@ from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, Rate
 from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
+from undula.train.samples import AnyStream, SampleSource
 from undula.train.step_reduction import StepReducer, Wants
 
 Kind: TypeAlias = tuple[tuple[int, ...], ...]
@@ -64,12 +63,13 @@ class RunSetup:
     def of(
         cls, job: Job, layout: Layout, worker: WorkerState, publish: Publisher, replicas: ReplicaClient | None
     ) -> "RunSetup":
-        """Read the run's data set and its directory, and claim the number of an attempt. All ranks must call this.
+        """Find out the run's data and read its directory, and claim the number of an attempt. All ranks must call this.
 
         Raises:
             SupersededError: The run was submitted again.
         """
-        store, data = open_store(job.run_url), load_data(job.data)
+        store = open_store(job.run_url)
+        data: Data = job.script_data.training if job.script_data else load_data(job.data)
         plan = Plan(job.plan, data.num_rows)
         held = [0] * layout.world_size
         dist.all_gather_object(held, worker.held.age[0] if worker.held else 0, group=layout.control)
@@ -116,9 +116,10 @@ class TrainContext:
     reducer: StepReducer
     rate: Rate
     results: ValidationResults
-    open_stream: Callable[[int], SampleStream]
-    """Function that opens the stream of this rank's samples at a step."""
-    stream: SampleStream | None = None
+    samples: SampleSource
+    """Source of this rank's samples."""
+    stream: AnyStream | None = None
+    """Training samples from the restored step on."""
     batches: DeviceBatches | None = None
     """Micro-batches from `stream`, on the device."""
     snapshots: RankSnapshots | None = None

@@ -2,20 +2,23 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from undula.data.rows import Batch, Samples
-from undula.data.streams import SampleStream
+from undula.data.nested import tensors_of, with_tensors
 from undula.parallel.device_clock import Mark, mark_on
+from undula.plan.keys import Ids
+from undula.train.samples import AnyStream
 
 
 @dataclass(frozen=True)
 class PlacedSamples:
     """Samples of a micro-batch on the device, and the time that they took."""
 
-    samples: Samples
+    ids: Ids
+    batch: Any
     data_s: float
     """Seconds for which the rank waited for the samples in host memory."""
     waits: tuple[Mark, Mark]
@@ -26,7 +29,8 @@ class PlacedSamples:
 class _Copying:
     """Samples whose copy to the device has begun."""
 
-    samples: Samples
+    ids: Ids
+    batch: Any
     data_s: float
     copied: torch.cuda.Event | None
 
@@ -43,7 +47,7 @@ class DeviceBatches:
             time for it.
     """
 
-    def __init__(self, stream: SampleStream, device: torch.device, reads_ahead: bool | None = None):
+    def __init__(self, stream: AnyStream, device: torch.device, reads_ahead: bool | None = None):
         self._stream = stream
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -77,24 +81,20 @@ class DeviceBatches:
         if begun.copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(begun.copied)
-            for value in begun.samples.batch.values():
-                if isinstance(value, Tensor):
-                    value.record_stream(current)  # keeps the memory from being reused before the kernels have read it
+            for tensor in tensors_of(begun.batch):
+                tensor.record_stream(current)  # keeps the memory from being reused before the kernels have read it
             after = mark_on(self._device)
-        return PlacedSamples(begun.samples, begun.data_s, (before, after))
+        return PlacedSamples(begun.ids, begun.batch, begun.data_s, (before, after))
 
     def _begin(self, virtual_worker: int, size: int) -> _Copying:
         began = time.perf_counter()
         samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
         data_s = time.perf_counter() - began
         if self._copies is None:
-            return _Copying(Samples(samples.ids, self._placed(samples.batch)), data_s, None)
+            return _Copying(samples.ids, with_tensors(samples.batch, self._copy_of), data_s, None)
         with torch.cuda.stream(self._copies):
-            placed = Samples(samples.ids, self._placed(samples.batch))
-            return _Copying(placed, data_s, self._copies.record_event())
-
-    def _placed(self, batch: Batch) -> Batch:
-        return {name: self._copy_of(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            placed = with_tensors(samples.batch, self._copy_of)
+            return _Copying(samples.ids, placed, data_s, self._copies.record_event())
 
     def _copy_of(self, value: Tensor) -> Tensor:
         source = value.pin_memory() if self._copies else value

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
+from undula.data.indexed import ScriptData
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
@@ -31,6 +32,8 @@ class Job:
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
     compile: bool = False
     stop: StopSpec | None = None
+    script_data: ScriptData | None = None
+    """Data that the script gives to the run, as the driver has seen them; None if the job's YAML names the data."""
     run_id: str = ""
     """Identity that distinguishes this run from an earlier run in the same directory."""
     submission: str = ""

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from undula.data.manifest import load_manifest
-from undula.data.maps import SampleFunction
 from undula.errors import StorageError, UsageError
 from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.rank_snapshots import RankSnapshots, find_state
@@ -34,16 +32,13 @@ class TrainingLoop:
     Args:
         context: State of the run on this rank.
         validate: Function that returns the means of a batch; None if the script does not validate.
-        map_validation: Transform of the samples of validation data; None for none.
     """
 
-    def __init__(
-        self, context: TrainContext, validate: ValidationFunction | None, map_validation: SampleFunction | None
-    ):
+    def __init__(self, context: TrainContext, validate: ValidationFunction | None):
         self.boundary = StepBoundary(context)
         self._context = context
         self._has_loss = validate is not None
-        self._validation = self._make_validation(validate, map_validation)
+        self._validation = self._make_validation(validate)
 
     def steps(self) -> Iterator[Step]:
         """Restore the newest complete state, and yield the steps that follow it."""
@@ -86,7 +81,8 @@ class TrainingLoop:
         folder = folder_of(setup.job.run_url, setup.job.run_id)
 
         def begin(step: int) -> None:
-            context.stream = context.open_stream(step)
+            context.stream = context.samples.training(step)
+            context.stream.open()
             context.batches = DeviceBatches(context.stream, setup.layout.device)
 
         restorer = Restorer(
@@ -132,7 +128,7 @@ class TrainingLoop:
             self._compare_arithmetic(restored)
         if start == 0 and context.group_rates.warning:
             context.report(WarningEvent("batch_rule", context.group_rates.warning))
-        if not self._has_loss and job.data.validation is not None:
+        if not self._has_loss and context.samples.has_validation:
             context.report(WarningEvent("no_validation"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:
             folder = folder_of(job.run_url, job.run_id)
@@ -207,18 +203,16 @@ class TrainingLoop:
         else:
             self._context.results.add(done, known[0])
 
-    def _make_validation(
-        self, function: ValidationFunction | None, transform: SampleFunction | None
-    ) -> Validation | None:
+    def _make_validation(self, function: ValidationFunction | None) -> Validation | None:
         context, setup = self._context, self._context.setup
-        if function is None or setup.job.data.validation is None:
+        if function is None or not context.samples.has_validation:
             return None
         return Validation(
             context.model,
             function,
             setup.job,
-            load_manifest(setup.job.data.validation),
-            transform,
+            context.samples.validation_plan,
+            context.samples.validation,
             setup.layout,
             enter=setup.worker.enter,
             equal_rounds=context.engine.capabilities.equal_rounds,

@@ -1,18 +1,17 @@
 """Random numbers that depend on the computation and not on the rank that performs it."""
 
 import os
-import random
 
-import numpy as np
 import torch
 
+from undula.data.generators import for_torch, seed_generators
 from undula.plan.keys import key64
 
 
 def seed_weights(seed: int) -> None:
     """Seed the random numbers of code that runs before the first step and initializes weights, equally on every rank."""
     key = key64("weights", seed)
-    torch.manual_seed(_for_torch(key))  # also seeds devices that are initialized later
+    torch.manual_seed(for_torch(key))  # also seeds devices that are initialized later
     _seed(key)
 
 
@@ -49,14 +48,6 @@ def compute_deterministically() -> None:
 
 
 def _seed(key: int) -> None:
-    # torch.manual_seed formats the stack for each kind of device that is not in use, which takes a millisecond in total.
-    torch.default_generator.manual_seed(_for_torch(key))
+    seed_generators(key)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(_for_torch(key))
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-
-
-def _for_torch(key: int) -> int:
-    """Return the key as a seed for torch, which has 63 bits."""
-    return key >> 1
+        torch.cuda.manual_seed_all(for_torch(key))

@@ -14,19 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.data.manifest import load_manifest
+from undula.data.items import Collate, Items
+from undula.data.loader_processes import Loader
 from undula.data.maps import SampleFunction
-from undula.data.mixture import Data, load_data
-from undula.data.rows import Batch
-from undula.data.streams import SampleStream, rank_stream
+from undula.data.mixture import load_data
+from undula.data.nested import with_tensors
+from undula.data.script_dataset import IndexedDataset
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout, join_layout
 from undula.plan.plan import MicroBatch, Plan
+from undula.recovery.worker_state import Kept
 from undula.train.job import Job
 from undula.train.model import engine_of, place_model
 from undula.train.randomness import seed_weights
+from undula.train.samples import AnyStream, ScriptSamples, StoredSamples
 from undula.train.single_process import local_world
-from undula.train.validation import ValidationFunction, validation_plan
+from undula.train.validation import ValidationFunction
 
 
 def rehearse(train: Callable[[Any], None], job: Job, device: torch.device) -> None:
@@ -62,8 +65,9 @@ class RehearsedRun:
         # The reduction of gradients is not compiled, and Horovod needs other ranks.
         self._job = replace(job, engine="torch")
         self._layout = layout
-        self._data = load_data(job.data)
-        self.plan = Plan(job.plan, self._data.num_rows)
+        data = job.script_data.training if job.script_data else load_data(job.data)
+        self.plan = Plan(job.plan, data.num_rows)
+        self._script_samples: ScriptSamples | None = None
         self._maps: tuple[SampleFunction | None, SampleFunction | None] = (None, None)
         self._engine: Engine | None = None
         self._undo: Callable[[], None] | None = None
@@ -79,18 +83,39 @@ class RehearsedRun:
         self._engine.prepare(self._model, optimizer)
         return optimizer
 
+    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+        return make()
+
+    def dataset(
+        self,
+        dataset: IndexedDataset,
+        *,
+        validation: IndexedDataset | None = None,
+        collate_fn: Collate | None = None,
+        **others: object,
+    ) -> None:
+        assert self._job.script_data is not None
+        self._script_samples = ScriptSamples(
+            self._job,
+            self._job.script_data,
+            range(1),
+            Items(dataset, collate_fn),
+            None if validation is None else Items(validation, collate_fn),
+            lambda _: Loader(num_workers=0),
+        )
+
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
         self._maps = function, validation or function
 
     def steps(self, validate: ValidationFunction | None = None) -> Iterator["RehearsedStep"]:
         """Yield a step, rehearse a validation, and end the train function."""
         assert self._engine is not None
-        yield RehearsedStep(self._engine, self.plan, self._batches(self._data, self.plan, self._maps[0]), self.base_lr)
-        if validate is not None and (url := self._job.data.validation) is not None:
-            manifest = load_manifest(url)
+        samples = self._script_samples or StoredSamples(self._job, load_data(self._job.data), range(1), self._maps)
+        yield RehearsedStep(self._engine, self.plan, self._batches(samples.training(0), self.plan), self.base_lr)
+        if validate is not None and samples.has_validation:
             self._model.eval()
             with torch.no_grad():
-                for _, batch in self._batches(manifest, validation_plan(self._job, manifest), self._maps[1]):
+                for _, batch in self._batches(samples.validation(), samples.validation_plan):
                     validate(batch)
         raise _RehearsedError
 
@@ -100,27 +125,23 @@ class RehearsedRun:
         if self._undo:
             self._undo()
 
-    def _batches(self, data: Data, plan: Plan, function: SampleFunction | None) -> list[tuple[int, Batch]]:
+    def _batches(self, stream: AnyStream, plan: Plan) -> list[tuple[int, Any]]:
         """Return a batch of each size of a plan, with the size. A micro-batch without samples has two rows."""
-        stream: SampleStream = rank_stream(data, plan, range(1), self._job.data, 0, function)
         found = [(size, stream.any_rows(size or 2).batch) for size in sorted(plan.sizes(), reverse=True)]
         stream.close()
-        return [(size, self._placed(batch)) for size, batch in found]
-
-    def _placed(self, batch: Batch) -> Batch:
-        return {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        return [(size, with_tensors(batch, lambda tensor: tensor.to(self.device))) for size, batch in found]
 
 
 class RehearsedStep:
     """Stand-in for a Step that commits nothing."""
 
-    def __init__(self, engine: Engine, plan: Plan, batches: list[tuple[int, Batch]], lr: float):
+    def __init__(self, engine: Engine, plan: Plan, batches: list[tuple[int, Any]], lr: float):
         self.index, self.samples, self.lr = 0, plan.step(0).samples, lr
         self._engine = engine
         self._batches = batches
         self._micro_batch: MicroBatch | None = None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Any]:
         self._engine.begin_step(len(self._batches))
         for place, (size, batch) in enumerate(self._batches):
             self._is_last = place == len(self._batches) - 1

@@ -16,8 +16,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from undula.data.indexed import IndexedData
+from undula.data.items import Collate, Items
+from undula.data.loader_processes import Loader
 from undula.data.maps import SampleFunction
-from undula.data.streams import SampleStream, rank_stream
+from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
@@ -26,7 +29,7 @@ from undula.parallel.layout import Layout
 from undula.parallel.precision import cpu_problem
 from undula.recovery.live_state import LiveState
 from undula.recovery.replica import ReplicaClient
-from undula.recovery.worker_state import WorkerState
+from undula.recovery.worker_state import Kept, WorkerState
 from undula.state.checkpoint import Checkpointer
 from undula.state.events import CheckpointEvent, WarningEvent
 from undula.state.goals import ValidationResults
@@ -43,6 +46,7 @@ from undula.train.loss_scale import LossScale
 from undula.train.model import engine_of, place_model, watch_compilation_of
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import compute_deterministically, seed_weights
+from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
 from undula.train.step import Step
 from undula.train.step_reduction import StepReducer
 from undula.train.validation import ValidationFunction
@@ -89,13 +93,68 @@ class Run:
         self._group_rates: GroupRates | None = None
         self._undo: Callable[[], None] | None = None
         self._stop_watching: Callable[[], None] | None = None
-        self._map: SampleFunction | None = None
-        self._validation_map: SampleFunction | None = None
+        self._script_samples: ScriptSamples | None = None
+        self._maps: tuple[SampleFunction | None, SampleFunction | None] = None, None
         self._loop: TrainingLoop | None = None
         self._has_started = False
         if job.deterministic:
             compute_deterministically()
         seed_weights(job.plan.seed)
+
+    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return an object that is made once in each worker process, although the train function runs again when the group changes.
+
+        This is for what takes long to make and does not change, such as a dataset that lists many files.
+
+        Args:
+            name: Name of the object in the script.
+            make: Function that makes it.
+        """
+        return self._setup.worker.keep(f"of the script: {name}", make)
+
+    def dataset(
+        self,
+        dataset: IndexedDataset,
+        *,
+        validation: IndexedDataset | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        name: str | None = None,
+        **loader_arguments: object,
+    ) -> None:
+        """Train on a dataset of the script, if the job's YAML names no data. The driver calls the script up to here, to know its length.
+
+        Random numbers of torch, NumPy and Python that the dataset draws for a sample are keyed by the seed, the epoch and the index, and
+        those of `collate_fn` by the micro-batch, so that they depend neither on the loader process nor on the world size.
+
+        Args:
+            dataset: Dataset with `__len__` and `__getitem__`, such as a map-style dataset of torch or a `Dataset` of Hugging Face.
+            validation: Validation data; without them, the run does not validate.
+            collate_fn: Function that makes a micro-batch of a list of samples; by default that of torch's DataLoader.
+            num_workers: Number of loader processes of each rank, for the training and for the validation data each; with 0, the rank
+                loads samples itself.
+            name: Name of the training data, which must change when their content does; by default the fingerprint of a `Dataset` of
+                Hugging Face. Without either, a run notices only another length.
+            loader_arguments: Other arguments of torch's DataLoader, all of which are refused because the plan decides them.
+
+        Raises:
+            UsageError: The run cannot use an argument, the driver got other data, `model` was called before, or the job's YAML names data.
+        """
+        if self._model is not None:
+            raise UsageError("run.dataset() was called after run.model(); call run.dataset() first")
+        if self._script_samples is not None:
+            raise UsageError("run.dataset() was called twice; call it once, with all samples in one dataset")
+        setup = self._setup
+        found = script_data(dataset, validation, name, num_workers, loader_arguments)
+        require_same(found, setup.job)
+        self._script_samples = ScriptSamples(
+            setup.job,
+            found,
+            setup.virtual_workers,
+            Items(dataset, collate_fn),
+            None if validation is None else Items(validation, collate_fn),
+            lambda kept_as: setup.worker.keep(kept_as, lambda: Loader(num_workers), Loader.close),
+        )
 
     def model(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and give all ranks the weights of rank 0. If the run resumes, `steps` restores its weights.
@@ -109,6 +168,8 @@ class Run:
             UsageError: The run already has a model, the module has lazy parameters or is wrapped in DistributedDataParallel, or no
                 engine can train it with the job's settings, or not on this device.
         """
+        if self._script_samples is None and self._setup.job.script_data is not None:
+            raise UsageError("run.model() was called before run.dataset(); call run.dataset() first")
         if self._model is not None:
             raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
         if isinstance(module, DistributedDataParallel):
@@ -156,13 +217,15 @@ class Run:
             validation: Function for validation data; by default the same function.
 
         Raises:
-            UsageError: `steps` was called before.
+            UsageError: `steps` was called before, or the samples are those of a dataset of the script.
         """
         if self._has_started:
             raise UsageError(
                 "run.map() was called after run.steps(), which starts to read samples; call run.map() first"
             )
-        self._map, self._validation_map = function, validation or function
+        if self._setup.job.script_data is not None:
+            raise UsageError(NO_MAP)
+        self._maps = function, validation or function
 
     def steps(self, validate: ValidationFunction | None = None) -> Iterator[Step]:
         """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
@@ -185,7 +248,7 @@ class Run:
         check_step(self._optimizer)
         check_state(self._model, self._optimizer)
         self._stop_watching = watch_compilation_of(self._setup.worker.progress)
-        self._loop = TrainingLoop(self._context(), validate, self._validation_map)
+        self._loop = TrainingLoop(self._context(), validate)
         yield from self._loop.steps()
 
     def hand_over(self) -> None:
@@ -194,15 +257,17 @@ class Run:
             self._loop.boundary.hand_over()
 
     def free(self) -> None:
-        """Free the model and the optimizer. The next group makes new ones, and the device may not have memory for both."""
+        """Free the model, the optimizer and the dataset. The next group makes new ones, and there may not be memory for both."""
         if self._engine:
             self._engine.close()
         if self._undo:
             self._undo()
         if self._stop_watching:
             self._stop_watching()
+        if self._script_samples:
+            self._script_samples.free()
         self._model = self._optimizer = self._engine = self._loop = self._group_rates = self._undo = None
-        self._stop_watching = None
+        self._stop_watching = self._script_samples = None
 
     def _context(self) -> TrainContext:
         setup = self._setup
@@ -263,12 +328,13 @@ class Run:
             StepReducer(layout.control),
             rate,
             results,
-            self._open_stream,
+            self._samples(),
         )
         return context
 
-    def _open_stream(self, step: int) -> SampleStream:
+    def _samples(self) -> SampleSource:
         setup = self._setup
-        stream = rank_stream(setup.data, self.plan, setup.virtual_workers, setup.job.data, step, self._map)
-        stream.open()
-        return stream
+        if self._script_samples is not None:
+            return self._script_samples
+        assert not isinstance(setup.data, IndexedData), "run.model() refuses a run without its dataset"
+        return StoredSamples(setup.job, setup.data, setup.virtual_workers, self._maps)

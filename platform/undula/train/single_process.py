@@ -64,6 +64,7 @@ class SingleProcess:
                 pass
             finally:
                 run.free()
+                self._worker.close_kept()
                 self._worker.request = Request()
 
     def leave(self, saves: bool = False) -> None:

@@ -5,11 +5,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from undula.data.rows import Batch
+from undula.data.nested import tensors_of
 from undula.errors import UsageError
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import multiset_digest
@@ -66,7 +67,7 @@ class Step:
         self._loss_scale = context.loss_scale.factor or 1.0
         self.updated = False
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Any]:
         """Yield the micro-batches of this rank's virtual workers. Call `backward` once for each of them."""
         if self._has_begun:
             raise UsageError(
@@ -202,17 +203,17 @@ class Step:
         """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""
         self._context.setup.worker.enter(phase.unless_known(self._kinds <= self._context.known_kinds))
 
-    def _next_batch(self, virtual_worker: int, size: int) -> Batch:
+    def _next_batch(self, virtual_worker: int, size: int) -> Any:
         setup, batches = self._context.setup, self._context.batches
         assert batches is not None
         setup.worker.enter(DATA)
         placed = batches.take(virtual_worker, size)
         if size and setup.layout.leads_cell:
             # What was only read ahead does not count: another group may consume it.
-            self._local.sample_digest += multiset_digest(placed.samples.ids)
+            self._local.sample_digest += multiset_digest(placed.ids)
         self._data_s += placed.data_s
         self._intervals.append(("transfer_s", *placed.waits))
-        return placed.samples.batch
+        return placed.batch
 
     def _reduced(self, norm: Tensor, overflows: Tensor) -> StepTotals:
         """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
@@ -292,11 +293,11 @@ class Step:
         return additive_digest({name: piece for name, piece in pieces.items() if name.startswith(MODEL)})
 
 
-def _kind(batch: Batch, num_trainable: int) -> Kind:
+def _kind(batch: Any, num_trainable: int) -> Kind:
     """Return the kind of a batch. A model may have to be compiled again for batches of another kind.
 
     Args:
         batch: The batch.
         num_trainable: Number of parameters that require a gradient; torch.compile takes their number for granted.
     """
-    return (*(tuple(each.shape) for each in batch.values() if isinstance(each, Tensor)), (num_trainable,))
+    return (*(tuple(each.shape) for each in tensors_of(batch)), (num_trainable,))

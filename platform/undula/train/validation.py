@@ -4,34 +4,24 @@ A loss may draw random numbers, for example to mask tokens. They are keyed like 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undula.data.manifest import Manifest
-from undula.data.maps import SampleFunction
-from undula.data.rows import Batch
-from undula.data.streams import rank_stream
+from undula.data.nested import with_tensors
 from undula.errors import UsageError
 from undula.parallel.layout import Layout
 from undula.parallel.random_state import kept_random_state
-from undula.plan.plan import Plan, PlanSpec
+from undula.plan.plan import Plan
 from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE, Phase
 from undula.state.goals import LOSS
 from undula.train.job import Job
 from undula.train.randomness import seed_validation
+from undula.train.samples import AnyStream
 
-ValidationFunction = Callable[[Batch], Tensor | Mapping[str, Tensor | float]]
+ValidationFunction = Callable[[Any], Tensor | Mapping[str, Tensor | float]]
 """Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss"."""
-
-
-def validation_plan(job: Job, manifest: Manifest) -> Plan:
-    """Return the plan of a validation. It takes each sample once, in stored order, in full steps except where the data ends."""
-    steps = -(-min(job.validation.samples or manifest.num_rows, manifest.num_rows) // job.plan.global_batch)
-    spec = replace(job.plan, shuffle="none", last_step="short", epochs=1, max_steps=steps)
-    assert isinstance(spec, PlanSpec)
-    return Plan(spec, manifest.num_rows)
 
 
 class Validation:
@@ -41,8 +31,8 @@ class Validation:
         model: Module that the script calls.
         function: Function that returns the means of a batch.
         job: Settings of the job.
-        manifest: Manifest of the validation data.
-        transform: Transform of the samples; None for none.
+        plan: Plan of a validation.
+        stream_of: Function that returns the rank's samples of a validation.
         layout: Layout of the worker group.
         enter: Function that is called with each phase that the rank enters.
         equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
@@ -53,8 +43,8 @@ class Validation:
         model: nn.Module,
         function: ValidationFunction,
         job: Job,
-        manifest: Manifest,
-        transform: SampleFunction | None,
+        plan: Plan,
+        stream_of: Callable[[], AnyStream],
         layout: Layout,
         enter: Callable[[Phase], None],
         equal_rounds: bool,
@@ -62,12 +52,11 @@ class Validation:
         self._model = model
         self._means_of = function
         self._job = job
-        self._manifest = manifest
-        self._transform = transform
+        self._plan = plan
+        self._stream_of = stream_of
         self._layout = layout
         self._enter = enter
         self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
-        self._plan = validation_plan(job, manifest)
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
     def sums(self) -> tuple[dict[str, list[float]], int]:
@@ -81,7 +70,7 @@ class Validation:
 
     def _sums(self) -> tuple[dict[str, list[float]], int]:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
-        stream = rank_stream(self._manifest, self._plan, virtual_workers, self._job.data, 0, self._transform)
+        stream = self._stream_of()
         steps = range(self._plan.total_steps)
         sums: dict[str, list[float]] = {}
         batches = samples = 0
@@ -109,11 +98,10 @@ class Validation:
                 module.training = mode  # unlike train(), this keeps layers in eval mode that the script has frozen
         return (sums, samples) if self._layout.leads_cell else ({}, 0)
 
-    def _run(self, batch: Batch) -> Mapping[str, Tensor | float]:
+    def _run(self, batch: Any) -> Mapping[str, Tensor | float]:
         self._enter(self._phase)
         device = self._layout.device
-        placed = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        found = self._means_of(placed)
+        found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
         return found if isinstance(found, Mapping) else {LOSS: found}
 
     def _checked(self, means: Mapping[str, Tensor | float]) -> dict[str, float]:

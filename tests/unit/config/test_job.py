@@ -286,8 +286,18 @@ def test_each_mistake_is_refused_in_one_sentence(
     ("text", "sentence"),
     [
         ("data: {train: /x}\n", "job.yaml: name is missing; add it"),
-        ("name: job\n", "job.yaml: data is missing; add it"),
-        ("name: job\ndata: {}\n", "job.yaml:2: data.train and data.mix are both set or both missing; "),
+        (
+            "name: job\ndata: {train: /x, mix: [{url: /y, weight: 1}, {url: /z, weight: 1}]}\n",
+            "job.yaml:2: data.train and data.mix are both set; set one of them",
+        ),
+        (
+            "name: job\ndata: {validation: /x}\n",
+            "job.yaml:2: data.validation is set, but data.train and data.mix are missing; ",
+        ),
+        (
+            "name: job\ndata: {columns: [x]}\n",
+            "job.yaml:2: data.columns is set, but data.train and data.mix are missing; ",
+        ),
         ("- name: job\n", "job.yaml holds list: a job's YAML is a mapping"),
         ("", "job.yaml is empty: a job's YAML is a mapping"),
         ("a: b: c\n", "job.yaml is not YAML: "),
@@ -357,7 +367,7 @@ def test_schema_for_editors_accepts_every_resolved_spec_and_refuses_others(load:
     ):
         validator.validate(as_tree(load(more).spec))
     for wrong in (
-        {"name": "job"},
+        {"data": {"train": "x"}},
         {"name": "a/b", "data": {"train": "x"}},
         {"name": "a", "data": {"train": "x"}, "plam": {}},
     ):

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from undula.config.job import LoadedSpec, load_spec
-from undula.driver.model_facts import ModelFacts, model_facts
+from undula.driver.model_facts import ModelFacts, script_facts
 from undula.parallel.capabilities import Feature
-from undula.plan.plan import Plan, PlanSpec
 from undula.train.run import Run
 
 
@@ -30,7 +29,7 @@ def facts_of(make: Callable[[], nn.Module], loaded: LoadedSpec) -> ModelFacts | 
         run.model(make())
         pytest.fail("the train function went on with a model that has no weights")
 
-    return model_facts(train, loaded, Plan(PlanSpec(), 1000))
+    return script_facts(train, loaded, 1000).model
 
 
 def sharded() -> nn.Module:
@@ -84,7 +83,7 @@ def test_a_script_that_raises_before_its_model_gives_no_facts(loaded: LoadedSpec
     def train(run: Run) -> None:
         raise KeyError("width")
 
-    assert model_facts(train, loaded, Plan(PlanSpec(), 1000)) is None
+    assert script_facts(train, loaded, 1000).model is None
     assert facts_of(lambda: nn.LazyLinear(3), loaded) is None, "a lazy module's shapes are not known yet"
     assert not dist.is_initialized()
 
@@ -98,6 +97,6 @@ def test_the_script_sees_the_job_and_prints_nothing(loaded: LoadedSpec, capsys: 
         seen.append((run.rank, run.world_size, run.base_lr, run.device.type, run.plan.total_steps > 0))
         run.model(torch.nn.Linear(1, 1))
 
-    assert model_facts(train, loaded, Plan(PlanSpec(), 1000)) is not None
+    assert script_facts(train, loaded, 1000).model is not None
     assert seen == [(0, 1, loaded.spec.schedule.base_lr, "meta", True)]
     assert capsys.readouterr() == ("", "")

@@ -10,7 +10,7 @@ from torch import nn
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver import preflight
 from undula.driver.launch import record_job
-from undula.driver.preflight import check_model, on_cluster, prepare
+from undula.driver.preflight import check_job, check_model, examine, on_cluster, prepare
 from undula.errors import CheckpointError, RunError, SpecError, SupersededError
 from undula.plan.plan import Plan
 from undula.state.commit import Commit
@@ -128,15 +128,15 @@ def test_only_the_horovod_engine_gets_horovods_settings(tmp_path: Path) -> None:
 
 def test_only_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     loaded = job(tmp_path)
-    plan = Plan(loaded.spec.plan, 48)
+    model = examine(train, loaded, check_job(loaded)).model
 
     def commit(**shapes: tuple[int, ...]) -> Commit:
         tensors = {MODEL + name: {"shape": shape} for name, shape in shapes.items()}
         return Commit("checkpoints/step-1-a1", 1, "", tensors, {}, {})
 
-    check_model(train, loaded, plan, commit(weight=(3, 2), bias=(3,)))
+    check_model(model, loaded, commit(weight=(3, 2), bias=(3,)))
     with pytest.raises(CheckpointError, match=r"'weight' has shape \(3, 4\), but the model's has shape \(3, 2\)"):
-        check_model(train, loaded, plan, commit(weight=(3, 4), bias=(3,)))
+        check_model(model, loaded, commit(weight=(3, 4), bias=(3,)))
 
 
 def test_a_run_without_a_checkpoint_resumes_with_the_same_settings_only(tmp_path: Path) -> None:

@@ -64,6 +64,17 @@ def test_the_job_provides_values_that_the_study_does_not_set(study: StudyOf) -> 
     check(made)
 
 
+def test_a_job_whose_script_gives_the_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: job\n")
+    (tmp_path / "study.yaml").write_text(
+        "{name: rates, job: job.yaml, batches: [8, 16], base_lrs: [0.1], metric: training_loss}"
+    )
+    with pytest.raises(
+        SpecError, match=r"job\.yaml has no data\.train or data\.mix, which a study needs to plan its trials"
+    ):
+        Study(load_study(tmp_path / "study.yaml"))
+
+
 def test_all_trials_have_the_gpus_of_the_resolved_job(study: StudyOf) -> None:
     made = study()
     made.base = made.base.with_workers(made.base.spec.workers.on_cluster(has_gpus=True))

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
-from undula.data.manifest import Manifest
-from undula.data.mixture import Data, load_data
+from undula.data.indexed import IndexedData, recorded_data
+from undula.data.mixture import Data, Mixture, load_data
 from undula.data.planned import PlannedSamples
 from undula.data.spec import DataSpec
 from undula.errors import RunError
@@ -51,13 +51,21 @@ class _DifferenceError(Exception):
 
 
 def data_of(run: RecordedRun) -> Data:
-    """Load the manifests of the data that a run trained on.
+    """Load the manifests of the data that a run trained on, or return what is recorded of the dataset of its script.
 
     Raises:
-        RunError: The record of the run does not name its data.
+        RunError: The record of the run does not name its data, or is damaged.
         ManifestError, StorageError: A manifest cannot be read.
     """
-    return load_data(_section(run, "data", DataSpec))
+    spec = _section(run, "data", DataSpec)
+    if not spec.is_of_script:
+        return load_data(spec)
+    try:
+        return recorded_data(run.job.dataset)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"job.json of {run.job.name} has no record of the script's dataset; submit the job again"
+        ) from error
 
 
 def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, tolerance: float = 1e-5) -> Certificate:
@@ -87,6 +95,10 @@ def certify(run: RecordedRun, data: Data, against: RecordedRun | None = None, to
         found.not_proved.append(
             f"that the losses are those of a fixed cluster: with batch: elastic, {int((merged > 1).sum())} of "
             f"{counted(len(merged), 'update')} consumed more than one global batch"
+        )
+    if isinstance(data, IndexedData) and not data.is_checked:
+        found.not_proved.append(
+            "that the samples had the same content throughout: the dataset has no fingerprint, and run.dataset() got no name="
         )
     if run.ledger.steps["weights_digest"].null_count == len(run.ledger.steps):
         found.not_proved.append(
@@ -199,7 +211,7 @@ def _epochs(uses: np.ndarray[Any, np.dtype[np.uint16]], whole: int, plan: Plan, 
     """Yield sentences on how often each sample was used in the complete epochs; `uses` has shape [rows]."""
     least, most = int(uses.min()), int(uses.max())
     epochs = counted(whole, "complete epoch")
-    if not isinstance(data, Manifest):
+    if isinstance(data, Mixture):
         first_id = 0
         for manifest in data.manifests:
             own = uses[first_id : first_id + manifest.num_rows]

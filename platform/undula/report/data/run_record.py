@@ -30,6 +30,8 @@ class JobRecord:
     """Number of samples of the whole plan."""
     train_rows: int = 0
     """Number of rows of the training data."""
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    """Record of the dataset that the script gave to the run; empty if the spec names the data."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def _job_record(tree: Any) -> JobRecord:
         total_steps=int(record.total_steps),
         total_samples=int(record.total_samples),
         train_rows=int(record.train_rows),
+        dataset=dict(record.dataset),
     )
 
 

@@ -238,7 +238,7 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "state_at_risk": "The newest steps will be lost with the last node that holds them, because the head has no room: {detail}.",
     "node_refused": "A worker cannot train on its node, and the run continues without that node: {detail}.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
-    "no_validation": "Nothing is validated, because data.validation is set but run.steps() was called without validate=; pass validate=.",
+    "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
     "mixed_machines": "The workers compute with different bits, so deterministic=true cannot make the run repeatable ({detail}); "
     "use machines of one kind, with the same settings.",

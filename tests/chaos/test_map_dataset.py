@@ -1,0 +1,94 @@
+"""Test of a run on a map-style dataset under faults, with and without loader processes: the bits of a run left alone, and no orphans."""
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from alone import train_alone
+from chaos_kit import PACE_S, Running, assert_certified, events_in
+from small_text import ENDLESS
+
+from undula.processes import descendants, is_alive, send_signal
+from undula.report.data.certificate import certify, data_of
+from undula.report.data.run_record import read_run
+from undula.state.events import CrashEvent, StartEvent
+from undula.state.ledger import read_ledger
+from undula.storage import open_store
+from undula.testing.chaos import Chaos, start_driver
+from undula.testing.nodes import Nodes
+
+pytestmark = pytest.mark.timeout(400)
+JOB = Path(__file__).parent / "map_job.py"
+STEPS_OF_EPOCH = 21
+
+
+def command(folder: Path, name: str, *overrides: str) -> list[str]:
+    """Return the command of the job, whose script is in a folder of its own because the modules beside it go with it."""
+    script = folder / "job" / JOB.name
+    if not script.exists():
+        script.parent.mkdir()
+        shutil.copy(JOB, script)
+        shutil.copy(JOB.with_suffix(".yaml"), script.with_suffix(".yaml"))
+    return [sys.executable, str(script), f"name={name}", f"runs={folder}", *overrides]
+
+
+@contextmanager
+def running(spot: Nodes, folder: Path, *overrides: str) -> Iterator[Running]:
+    """Start the job on a cluster with one node, wait for its first steps, and stop it after the block."""
+    while len(spot.nodes) > 1:
+        spot.kill(spot.nodes[0])
+    if not spot.nodes:
+        spot.add()
+    spot.await_all()
+    _, *script = command(folder, "run", *ENDLESS, f"config.pace_s={PACE_S}", *overrides)
+    driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
+    job = Running(driver, open_store(f"{folder}/run"))
+    try:
+        job.wait_for(lambda: len(job.rows()) > 5)
+        yield job
+    finally:
+        driver.stop()
+
+
+def loaders_of(rank: psutil.Process) -> list[psutil.Process]:
+    """Return the loader processes of a rank, which are the children of its fork server."""
+    servers = [each for each in descendants(rank) if "multiprocessing.forkserver" in " ".join(each.cmdline())]
+    return [each for server in servers for each in server.children()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_faults_change_no_bit_and_leave_no_loader_process(spot: Nodes, tmp_path: Path, num_workers: int) -> None:
+    with running(spot, tmp_path, f"config.num_workers={num_workers}") as job:
+        chaos = Chaos(spot, job.store, job.driver)
+        second = spot.add()
+        job.wait_for_group(2, after=0, steps=5)
+        ranks = [rank for rank in chaos.workers() if rank is not None]
+        assert len(ranks) == 2
+        if num_workers:
+            send_signal(loaders_of(ranks[0])[0], signal.SIGKILL)
+            reached = len(job.rows())
+            job.wait_for(lambda: len(job.rows()) > reached + 10)
+            assert [start.world_size for start in job.of(StartEvent)] == [1, 2], "the group goes on"
+        on_second = {process.pid for process in spot.processes_of(second)}
+        (lost,) = [rank for rank in ranks if rank.pid in on_second]
+        with_it = descendants(lost)
+        assert len(loaders_of(lost)) >= num_workers
+        send_signal(lost, signal.SIGKILL)
+        job.wait_for(lambda: not any(is_alive(process) for process in with_it), limit_s=20)
+        spot.kill(second)
+        attempt = job.of(StartEvent)[-1].attempt
+        job.wait_for(lambda: len(job.rows()) > 2 * STEPS_OF_EPOCH)
+        job.wait_for(lambda: any(start.attempt > attempt or start.world_size == 1 for start in job.of(StartEvent)[2:]))
+        job.wait_for(lambda: job.sizes()[-5:] == [1] * 5)
+    steps = read_ledger(job.store).steps.num_rows
+    assert [crash.cause for crash in events_in(job.store.url, CrashEvent)]
+    assert read_ledger(job.store).replaced.num_rows == 0
+    alone = train_alone(command(tmp_path, "alone", *ENDLESS, f"plan.max_steps={steps + 1}"))
+    assert_certified(job.store.url, alone.url, steps)
+    run = read_run(job.store)
+    assert any("each of 500 samples was used exactly once" in each for each in certify(run, data_of(run)).proved)
