@@ -124,6 +124,9 @@ class _Probe:
     def keep(self, name: str, make: Callable[[], Made]) -> Made:
         return make()
 
+    def state(self, *arguments: object) -> None:
+        """Do nothing, because no state is stored or restored."""
+
     def dataset(
         self,
         dataset: object,

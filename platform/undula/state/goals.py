@@ -56,7 +56,7 @@ class Best:
 
 
 class ValidationResults:
-    """The newest result of a run's validations and the best ones, which belong to the state of the run.
+    """The newest result of a run's validations and the best ones, and whether the run stops, which belong to the state of the run.
 
     Every rank has the same results. They hold the best values for every goal, so that a resumed run can have another goal. A validation
     before the first step is not included, because the weights do not come from training.
@@ -92,7 +92,11 @@ class ValidationResults:
             name: {mode: _updated(former.get(name, {}).get(mode), mode, step, mean) for mode in get_args(Mode)}
             for name, mean in means.items()
         }
-        self._entry = {"step": step, "means": dict(means), "best": {**former, **best}}
+        self._entry = {**self._entry, "step": step, "means": dict(means), "best": {**former, **best}}
+
+    def stop(self, reason: str) -> None:
+        """Record that the script ends the run before its last step, and for which reason."""
+        self._entry = {**self._entry, "stopped": reason}
 
     def best(self, goal: GoalSpec) -> Best | None:
         """Return the best value; None if no validation has returned that mean."""
@@ -106,6 +110,8 @@ class ValidationResults:
 
     def reason_to_stop(self, stop: StopSpec | None) -> str:
         """Return the reason for which a run stops now, as a sentence without its full stop; empty if it goes on."""
+        if reason := self._entry.get("stopped"):
+            return str(reason)
         best = self.best(stop.goal) if stop else None
         if stop is None or best is None or best.since < stop.patience:
             return ""

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.launch import job_of
@@ -207,8 +208,10 @@ class _WatchedRun:
         self._model = self._run.model(module)
         return self._model
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        self._optimizer = self._run.optimizer(optimizer)
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+    ) -> torch.optim.Optimizer:
+        self._optimizer = self._run.optimizer(optimizer, scheduler)
         return self._optimizer
 
     def steps(self, *arguments: Any, **more: Any) -> Any:

@@ -1,13 +1,14 @@
 """State of a run on a rank, which the training loop, its steps and their boundaries share."""
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from undula.data.mixture import Data, load_data
+from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.plan.plan import Plan
@@ -18,20 +19,22 @@ from undula.recovery.worker_state import WorkerState
 from undula.state.attempts import Lineage, claim
 from undula.state.checkpoint import Checkpointer
 from undula.state.directory import require_newest_submission
-from undula.state.events import Event
+from undula.state.events import CheckpointEvent, Event, WarningEvent
 from undula.state.goals import ValidationResults
 from undula.state.ledger import recorded_attempts
 from undula.state.records import StepRow
 from undula.storage import Store, open_store
 from undula.telemetry.messages import Publisher
 from undula.telemetry.reporter import Telemetry
+from undula.train.arithmetic import STATE, arithmetic_of
 from undula.train.buffers import BufferMean
 from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
-from undula.train.learning_rate import GroupRates, Rate
+from undula.train.learning_rate import OptimizerRates, Rate, rate_for
 from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.samples import AnyStream, SampleSource
+from undula.train.script_state import ScriptState
 from undula.train.step_reduction import StepReducer, Wants
 
 Kind: TypeAlias = tuple[tuple[int, ...], ...]
@@ -110,7 +113,7 @@ class TrainContext:
     buffers: BufferMean
     noise: NoiseScaleMeter
     loss_scale: LossScale
-    group_rates: GroupRates
+    rates: OptimizerRates
     live: LiveState
     checkpoints: Checkpointer
     reducer: StepReducer
@@ -118,6 +121,7 @@ class TrainContext:
     results: ValidationResults
     samples: SampleSource
     """Source of this rank's samples."""
+    script_state: ScriptState
     stream: AnyStream | None = None
     """Training samples from the restored step on."""
     batches: DeviceBatches | None = None
@@ -142,6 +146,76 @@ class TrainContext:
     """Duration of the last step in seconds."""
     blocked_s: float = 0.0
     """Time in seconds for which checkpoints have blocked the training since the last step."""
+
+    @classmethod
+    def of(
+        cls,
+        setup: RunSetup,
+        engine: Engine,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rates: OptimizerRates,
+        samples: SampleSource,
+        script_state: ScriptState,
+    ) -> "TrainContext":
+        """Return the state of a run that has not restored anything yet."""
+        job, layout = setup.job, setup.layout
+        arithmetic = {STATE: arithmetic_of(layout.device, job.compiled)} if job.deterministic else {}
+        noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
+        loss_scale = LossScale(job.precision)
+        rate, _ = rate_for(job.schedule, setup.plan, layout.num_cells, 0, {})
+        results = ValidationResults()
+
+        def beside() -> dict[str, Any]:
+            return {
+                **engine.state(),
+                **noise.state(),
+                **loss_scale.state(),
+                **context.rate.values(),
+                **rates.values(),
+                **results.values(),
+                **script_state.values(),
+                **arithmetic,
+            }
+
+        def flush() -> None:
+            if context.telemetry:
+                context.telemetry.flush()
+
+        def report_saved(done: int, seconds: float) -> None:
+            context.report(CheckpointEvent(seconds, step=done))
+
+        def not_removed(reason: str) -> None:
+            context.report(WarningEvent("checkpoints_not_removed", reason))
+
+        context = cls(
+            setup,
+            engine,
+            model,
+            optimizer,
+            BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
+            noise,
+            loss_scale,
+            rates,
+            LiveState(model, optimizer, beside),
+            Checkpointer(
+                setup.store,
+                layout.control,
+                setup.attempt,
+                job.checkpoint.keep,
+                flush,
+                report_saved,
+                not_removed,
+                setup.before,
+                job.checkpoint.keep_best,
+            ),
+            StepReducer(layout.control),
+            rate,
+            results,
+            samples,
+            script_state,
+        )
+        return context
 
     def report(self, event: Event) -> None:
         """Report an event of the run. Only the events of rank 0 reach the ledger."""

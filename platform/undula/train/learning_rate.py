@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from undula.errors import UsageError
 from undula.plan.noise import Measured
 from undula.plan.plan import Plan
 from undula.plan.rules import RULES, Ramp, RuleName, Scaled, scaled_beta, warning
 from undula.plan.schedule import Schedule, ScheduleSpec
 from undula.state.events import BatchEvent
+from undula.state.values import decode, encode
 
 GROUP_RATES = "schedule.group_rates"
+SCHEDULER = "schedule.scheduler"
 AVERAGES = ("betas", "alpha", "eps")
 """Settings of an optimizer's groups that a rule can change in addition to the learning rate. alpha is RMSprop's name for a beta."""
 
@@ -105,6 +109,78 @@ def _batch_event(rate: Rate, warmup_samples: float, step: int) -> BatchEvent:
     return BatchEvent(samples, rate.rule, factor, lr_factor, warmup_samples, rate.batches, step=step)
 
 
+class OptimizerRates(Protocol):
+    """Learning rates of an optimizer's groups over the course of the run."""
+
+    warning: str | None
+    """Warning about the rates for the user; None if there is none."""
+
+    def lr(self, rate: StepRate) -> float:
+        """Return the learning rate of a step, for the ledger."""
+
+    def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
+        """Set the learning rates of a step before the optimizer takes it."""
+
+    def advance(self) -> None:
+        """Go on to the next step, after the optimizer has taken one."""
+
+    def values(self) -> Mapping[str, Any]:
+        """Return the values that a checkpoint stores, by name."""
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Restore the values that `values` returned."""
+
+
+class SchedulerRates:
+    """Learning rates that a scheduler of the script sets. Its state is part of the run's.
+
+    Raises:
+        UsageError: The run cannot use the scheduler, or the job's schedule would have no effect.
+    """
+
+    warning: str | None = None
+
+    def __init__(self, scheduler: LRScheduler, schedule: ScheduleSpec, plan: Plan):
+        self._scheduler = scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "run.optimizer() got a ReduceLROnPlateau, which needs a metric at each of its steps; use a scheduler that depends on the "
+                "number of steps only"
+            )
+        if schedule.follows_batch(plan.spec):
+            key = "plan.batch=elastic" if plan.spec.batch == "elastic" else "schedule.base_batch"
+            raise UsageError(
+                f"run.optimizer() got a scheduler, but {key} scales the learning rate of the job's schedule, which a scheduler replaces; "
+                "remove one of them"
+            )
+        if schedule != ScheduleSpec(base_lr=schedule.base_lr, base_batch=schedule.base_batch):
+            raise UsageError(
+                "run.optimizer() got a scheduler, which replaces the job's schedule, but the job sets more of it than schedule.base_lr; "
+                "remove the other keys below schedule, or the scheduler"
+            )
+        self.values()  # refuses what no checkpoint can hold
+
+    def lr(self, rate: StepRate) -> float:
+        return float(self._scheduler.optimizer.param_groups[0]["lr"])
+
+    def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
+        """Do nothing: the scheduler has set the rates when it was made or when it advanced."""
+
+    def advance(self) -> None:
+        self._scheduler.step()
+
+    def values(self) -> Mapping[str, Any]:
+        tensors: dict[str, torch.Tensor] = {}
+        state = encode(SCHEDULER, self._scheduler.state_dict(), tensors)
+        if tensors:
+            raise UsageError(f"{next(iter(tensors))} is a tensor; use a scheduler that computes with numbers")
+        return {SCHEDULER: state}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        if SCHEDULER in values:
+            self._scheduler.load_state_dict(decode(values[SCHEDULER], {}))
+
+
 class GroupRates:
     """Sets the learning rates of an optimizer's groups, as multiples of the rates that the script gave to the groups.
 
@@ -113,6 +189,7 @@ class GroupRates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: ScheduleSpec, plan: Plan):
+        self._base_lr = schedule.base_lr
         self._initial = [_initial_settings(group) for group in optimizer.param_groups]
         self._num_first_groups = len(self._initial)
         largest = plan.batch_factor(plan.spec.virtual_workers) * plan.spec.global_batch / schedule.base_of(plan.spec)
@@ -121,6 +198,13 @@ class GroupRates:
         classes = [each.__name__ for each in type(optimizer).__mro__ if issubclass(each, torch.optim.Optimizer)]
         self.warning = warning(schedule.batch_rule, classes) if schedule.follows_batch(plan.spec) else None
         """Warning that the rule may not hold for the optimizer; None if it is known to hold."""
+
+    def lr(self, rate: StepRate) -> float:
+        """Return the learning rate of a group whose initial rate is the base rate."""
+        return self._base_lr * rate.lr
+
+    def advance(self) -> None:
+        """Do nothing: the schedule follows from the number of samples."""
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
         """Set the learning rate of each group, and the averages that the rule scales."""

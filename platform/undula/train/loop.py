@@ -1,6 +1,6 @@
 """Training loop of a rank, from the newest state of the run to the end of the plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -40,6 +40,21 @@ class TrainingLoop:
         self._has_loss = validate is not None
         self._validation = self._make_validation(validate)
 
+    @property
+    def done(self) -> int:
+        """Number of committed steps.
+
+        Raises:
+            UsageError: No state is restored yet.
+        """
+        if self._context.committed is None:
+            raise UsageError("the loop over run.steps() has not begun; call this in the loop, after step.update()")
+        return self._context.committed
+
+    def stop(self, reason: str) -> None:
+        """End the run after the step that was committed last."""
+        self._context.results.stop(reason)
+
     def steps(self) -> Iterator[Step]:
         """Restore the newest complete state, and yield the steps that follow it."""
         context, setup = self._context, self._context.setup
@@ -63,6 +78,7 @@ class TrainingLoop:
                         f"step {index} ended without step.update(); call it after the loop over step.batches()"
                     )
                 index += step.merged_steps
+                context.script_state.capture(is_settled=True)
                 self._after_step(step.index, index)
             if index == start and not restored.is_checkpoint:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
@@ -118,16 +134,17 @@ class TrainingLoop:
             context.telemetry.repeat(restored.rows)
         self._report_start(restored)
         context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
-        context.group_rates.restore(restored.values)
+        context.rates.restore(restored.values)
         context.results.restore(restored.values)
+        context.script_state.restore(restored.values)
         if context.telemetry:
             context.telemetry.export_means(context.results.means)
         if change:
             context.report(change)
         if job.deterministic:
             self._compare_arithmetic(restored)
-        if start == 0 and context.group_rates.warning:
-            context.report(WarningEvent("batch_rule", context.group_rates.warning))
+        if start == 0 and context.rates.warning:
+            context.report(WarningEvent("batch_rule", context.rates.warning))
         if not self._has_loss and context.samples.has_validation:
             context.report(WarningEvent("no_validation"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:
@@ -225,6 +242,15 @@ class TrainingLoop:
         sums, samples = self._validation.sums()
         context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
         means, samples = exact_means(sums, samples, context.setup.layout.control)
+        self.add_validation(done, means, samples)
+
+    def add_validation(self, done: int, means: Mapping[str, float], samples: int) -> None:
+        """Record the result of a validation after `done` steps. All ranks do the same.
+
+        Raises:
+            UsageError: A goal of the job is about another mean.
+        """
+        context = self._context
         for key, goal in context.setup.job.goals.items():
             if goal.metric not in means:
                 raise UsageError(

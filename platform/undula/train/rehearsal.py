@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from undula.data.items import Collate, Items
 from undula.data.loader_processes import Loader
@@ -28,6 +29,7 @@ from undula.train.job import Job
 from undula.train.model import engine_of, place_model
 from undula.train.randomness import seed_weights
 from undula.train.samples import AnyStream, ScriptSamples, StoredSamples
+from undula.train.script_state import Capture, Restore
 from undula.train.single_process import local_world
 from undula.train.validation import ValidationFunction
 
@@ -78,13 +80,21 @@ class RehearsedRun:
         self._model, self._undo = place_model(module, self._engine, self._job, self.plan)
         return self._model
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+    ) -> torch.optim.Optimizer:
         assert self._engine is not None
         self._engine.prepare(self._model, optimizer)
         return optimizer
 
     def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
         return make()
+
+    def state(self, name: str, capture: Capture, restore: Restore) -> None:
+        """Do nothing, because no state is stored or restored."""
+
+    def alive(self) -> None:
+        """Do nothing, because the rehearsal may take as long as it needs."""
 
     def dataset(
         self,
@@ -141,6 +151,12 @@ class RehearsedStep:
         self._batches = batches
         self._micro_batch: MicroBatch | None = None
 
+    def load(self) -> list[Any]:
+        return [batch for _, batch in self._batches]
+
+    def total(self, value: float) -> float:
+        return value
+
     def batches(self) -> Iterator[Any]:
         self._engine.begin_step(len(self._batches))
         for place, (size, batch) in enumerate(self._batches):
@@ -149,12 +165,15 @@ class RehearsedStep:
             self._micro_batch = MicroBatch(0, 0, place, size)
             yield batch
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, share: float | None = None) -> None:
         assert self._micro_batch is not None
         self._engine.backward(loss, 1.0, self._micro_batch, self._is_last)
 
     def log(self, **values: float | Tensor) -> None:
         """Do nothing, because the step is not recorded."""
+
+    def reduce(self, max_norm: float | None = None) -> Tensor:
+        return torch.zeros(())
 
     def update(self) -> None:
         self._engine.free_gradients()

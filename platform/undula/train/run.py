@@ -9,12 +9,13 @@ def train(run: undula.Run) -> None:
         step.update()
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from undula.data.indexed import IndexedData
 from undula.data.items import Collate, Items
@@ -22,33 +23,26 @@ from undula.data.loader_processes import Loader
 from undula.data.maps import SampleFunction
 from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import UsageError
-from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
 from undula.parallel.precision import cpu_problem
-from undula.recovery.live_state import LiveState
+from undula.recovery.progress import VALIDATE
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import Kept, WorkerState
-from undula.state.checkpoint import Checkpointer
-from undula.state.events import CheckpointEvent, WarningEvent
-from undula.state.goals import ValidationResults
+from undula.state.goals import LOSS
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
 from undula.telemetry.messages import Publisher
-from undula.train.arithmetic import STATE, arithmetic_of
-from undula.train.buffers import BufferMean
 from undula.train.context import RunSetup, TrainContext
 from undula.train.job import Job
-from undula.train.learning_rate import GroupRates, rate_for
+from undula.train.learning_rate import GroupRates, OptimizerRates, SchedulerRates
 from undula.train.loop import TrainingLoop
-from undula.train.loss_scale import LossScale
 from undula.train.model import engine_of, place_model, watch_compilation_of
-from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
+from undula.train.script_state import Capture, Restore, ScriptState
 from undula.train.step import Step
-from undula.train.step_reduction import StepReducer
 from undula.train.validation import ValidationFunction
 
 
@@ -90,11 +84,12 @@ class Run:
         self._engine: Engine | None = None
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._group_rates: GroupRates | None = None
+        self._rates: OptimizerRates | None = None
         self._undo: Callable[[], None] | None = None
         self._stop_watching: Callable[[], None] | None = None
         self._script_samples: ScriptSamples | None = None
         self._maps: tuple[SampleFunction | None, SampleFunction | None] = None, None
+        self._script_state = ScriptState()
         self._loop: TrainingLoop | None = None
         self._has_started = False
         if job.deterministic:
@@ -185,14 +180,21 @@ class Run:
         self._model, self._undo = place_model(module, self._engine, job, self.plan)
         return self._model
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+    ) -> torch.optim.Optimizer:
         """Register the optimizer. Each step updates the model with it, and sets the learning rate of each of its groups by the schedule.
+
+        Args:
+            optimizer: Optimizer of the model's parameters.
+            scheduler: Scheduler of torch that replaces the schedule of the job. The loop steps it after each step of the optimizer.
 
         Returns:
             The optimizer itself.
 
         Raises:
-            UsageError: The run has no model yet, it already has an optimizer, or the optimizer is Horovod's.
+            UsageError: The run has no model yet, it already has an optimizer, the optimizer is Horovod's, or the run cannot use the
+                scheduler.
         """
         if self._model is None or self._engine is None:
             raise UsageError("run.optimizer() was called before run.model(); call run.model() first")
@@ -204,7 +206,12 @@ class Run:
             )
         self._optimizer = optimizer
         self._engine.prepare(self._model, optimizer)
-        self._group_rates = GroupRates(optimizer, self._setup.job.schedule, self.plan)
+        schedule = self._setup.job.schedule
+        self._rates = (
+            GroupRates(optimizer, schedule, self.plan)
+            if scheduler is None
+            else SchedulerRates(scheduler, schedule, self.plan)
+        )
         return optimizer
 
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
@@ -226,6 +233,67 @@ class Run:
         if self._setup.job.script_data is not None:
             raise UsageError(NO_MAP)
         self._maps = function, validation or function
+
+    def state(self, name: str, capture: Capture, restore: Restore) -> None:
+        """Make values of the script part of the run's state, which snapshots and checkpoints hold and a new group restores.
+
+        `capture` is called when a step is committed, and again when the script asks for the next step. If a group ends in between, the
+        script's work after the step, such as its own validation, may be unfinished; the next group must then repeat it.
+
+        Args:
+            name: Name of the values in the state.
+            capture: Function that returns them: numbers, strings, and lists, tuples or dicts of these. They are equal on all ranks.
+            restore: Function that is called before the first step, with the values, and with whether the work after the last step must be
+                repeated. It is not called if a run begins.
+
+        Raises:
+            UsageError: `steps` was called before, or the name is taken.
+        """
+        if self._has_started:
+            raise UsageError(
+                "run.state() was called after run.steps(), which restores the state; call run.state() first"
+            )
+        self._script_state.add(name, capture, restore)
+
+    def validated(self, means: Mapping[str, float], samples: int) -> None:
+        """Record the result of a validation that the script has done itself after a step, or before the first one.
+
+        All ranks call this with the same values, once per step at most. The means appear where those of `validate` would.
+
+        Args:
+            means: Means by name, of which one is "loss".
+            samples: Number of samples over which they are means.
+
+        Raises:
+            UsageError: The loss is missing, or a goal of the job is about another mean.
+        """
+        if LOSS not in means:
+            raise UsageError(
+                f"run.validated() got {sorted(means)} without {LOSS!r}; pass the mean loss under that name"
+            )
+        loop = self._begun("validated")
+        loop.add_validation(loop.done, means, samples)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the step that was committed last, although its plan has more. All ranks call this, after `step.update()`.
+
+        Args:
+            reason: Reason, as a sentence without its full stop, which the run's records name.
+        """
+        self._begun("stop").stop(reason)
+
+    def alive(self) -> None:
+        """Tell the platform that the script makes progress between two steps.
+
+        A worker counts as hung if nothing happens for 600 seconds, or for `workers.hang_limit_s` if that is more. Call this in long work
+        of the script, such as its own validation, once for each part of it.
+        """
+        self._setup.worker.enter(VALIDATE)
+
+    def _begun(self, name: str) -> TrainingLoop:
+        if self._loop is None:
+            raise UsageError(f"run.{name}() was called before run.steps(); call it in the loop over the steps")
+        return self._loop
 
     def steps(self, validate: ValidationFunction | None = None) -> Iterator[Step]:
         """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
@@ -266,71 +334,17 @@ class Run:
             self._stop_watching()
         if self._script_samples:
             self._script_samples.free()
-        self._model = self._optimizer = self._engine = self._loop = self._group_rates = self._undo = None
+        self._model = self._optimizer = self._engine = self._loop = self._rates = self._undo = None
         self._stop_watching = self._script_samples = None
 
     def _context(self) -> TrainContext:
-        setup = self._setup
-        job, layout, engine = setup.job, setup.layout, self._engine
-        assert engine is not None
+        assert self._engine is not None
         assert self._model is not None
         assert self._optimizer is not None
-        assert self._group_rates is not None
-        arithmetic = {STATE: arithmetic_of(layout.device, job.compiled)} if job.deterministic else {}
-        noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
-        loss_scale = LossScale(job.precision)
-        rate, _ = rate_for(job.schedule, self.plan, layout.num_cells, 0, {})
-        results = ValidationResults()
-
-        def flush() -> None:
-            if context.telemetry:
-                context.telemetry.flush()
-
-        def report_saved(done: int, seconds: float) -> None:
-            context.report(CheckpointEvent(seconds, step=done))
-
-        def not_removed(reason: str) -> None:
-            context.report(WarningEvent("checkpoints_not_removed", reason))
-
-        context = TrainContext(
-            setup,
-            engine,
-            self._model,
-            self._optimizer,
-            BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
-            noise,
-            loss_scale,
-            self._group_rates,
-            LiveState(
-                self._model,
-                self._optimizer,
-                lambda: {
-                    **engine.state(),
-                    **noise.state(),
-                    **loss_scale.state(),
-                    **context.rate.values(),
-                    **context.group_rates.values(),
-                    **results.values(),
-                    **arithmetic,
-                },
-            ),
-            Checkpointer(
-                setup.store,
-                layout.control,
-                setup.attempt,
-                job.checkpoint.keep,
-                flush,
-                report_saved,
-                not_removed,
-                setup.before,
-                job.checkpoint.keep_best,
-            ),
-            StepReducer(layout.control),
-            rate,
-            results,
-            self._samples(),
+        assert self._rates is not None
+        return TrainContext.of(
+            self._setup, self._engine, self._model, self._optimizer, self._rates, self._samples(), self._script_state
         )
-        return context
 
     def _samples(self) -> SampleSource:
         setup = self._setup

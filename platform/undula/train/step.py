@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undula.data.nested import tensors_of
@@ -38,8 +39,16 @@ class Step:
         index: Number of the step in the plan, counted from 0 over the whole run. If an elastic batch merges several steps, it is the
             number of the first.
         samples: Number of samples in the step.
-        lr: Learning rate at this step of a parameter group whose initial rate is run.base_lr.
+        lr: Learning rate at this step of a parameter group whose initial rate is run.base_lr, or of the first group if the script has a
+            scheduler of its own.
+        loss: Mean loss over the step's samples on all ranks; None before `update`.
+        grad_norm: Norm of the step's gradient before clipping; None before `update`.
+        applied: Whether the optimizer took the step. With `precision.compute: fp16`, a step whose gradient overflows is skipped.
     """
+
+    loss: float | None = None
+    grad_norm: float | None = None
+    applied = False
 
     def __init__(self, context: TrainContext, boundary: StepBoundary, index: int):
         self._context = context
@@ -47,13 +56,19 @@ class Step:
         self._began = time.perf_counter()
         self._data_s = 0.0
         self._intervals: list[tuple[str, Mark, Mark]] = []
-        self._losses: list[tuple[Tensor, int]] = []
+        self._losses: list[tuple[Tensor, float]] = []
+        """Loss of each micro-batch and the number of samples for which it counts."""
         self._local = LocalStep()
         self._kinds: set[Kind] = set()
         self._micro_batch: MicroBatch | None = None
-        self._following: Iterator[MicroBatch] = iter(())
-        """For each micro-batch whose backward pass is to come, the one that will be read after it."""
+        self._following: Iterator[MicroBatch | None] = iter(())
+        """For each micro-batch whose backward pass is to come, the one that will be read after it; None if it was read before."""
         self._in_micro_batch: Mark | None = None
+        self._work: list[MicroBatch] = []
+        self._loaded: list[Any] = []
+        """Micro-batches that `load` has read and `batches` has not yielded yet."""
+        self._reduced_gradient: tuple[Tensor, Tensor] | None = None
+        """Norm of the step's gradient, and whether it overflows on this rank; None before it is reduced."""
         self._has_begun = self._has_ended = self._is_last = False
         plan = context.setup.plan
         self.index = index
@@ -63,7 +78,7 @@ class Step:
         self.samples = sum(shape.samples for shape in self._shapes)
         self._samples_after = self._shapes[0].samples_before + self.samples
         self._rate = context.rate.at(self._samples_after, self.samples, self.merged_steps, context.noise.measured)
-        self.lr = context.setup.job.schedule.base_lr * self._rate.lr
+        self.lr = context.rates.lr(self._rate)
         self._loss_scale = context.loss_scale.factor or 1.0
         self.updated = False
 
@@ -74,14 +89,12 @@ class Step:
                 f"step.batches() was called twice in step {self.index}, but it yields its samples only once; iterate over it once"
             )
         self._has_begun = True
-        context, work = self._context, self._work()
+        if not self._work:
+            self._begin()
+        context, work = self._context, self._work
         engine = context.engine
-        context.buffers.begin_step()
-        engine.begin_step(len(work))
-        self._following = self._after(work)
-        context.noise.begin_step(self.index, self.merged_steps, engine.trainable)
         for place, each in enumerate(work):
-            batch = self._next_batch(each.virtual_worker, each.samples)
+            batch = self._loaded.pop(0) if self._loaded else self._next_batch(each.virtual_worker, each.samples)
             self._is_last = place == len(work) - 1
             engine.before_forward(self._is_last)
             context.buffers.begin_micro_batch()
@@ -98,7 +111,45 @@ class Step:
                 )
         self._has_ended = True
 
-    def _work(self) -> list[MicroBatch]:
+    def load(self) -> list[Any]:
+        """Read all samples of this rank in the step now, and return its micro-batches, which `batches` then yields.
+
+        This is for a loss that is a mean over something else than samples, such as the tokens of the step: count them in all micro-batches,
+        sum the count with `total`, and pass `share` to `backward`.
+
+        Raises:
+            UsageError: The samples were read before.
+        """
+        if self._work:
+            raise UsageError(
+                f"step.load() was called after step.batches() or twice in step {self.index}; call it once, before step.batches()"
+            )
+        self._begin()
+        self._loaded = [self._next_batch(each.virtual_worker, each.samples) for each in self._work]
+        self._following = chain([None] * (len(self._work) - 1), self._first_of_next())
+        return [batch for batch, each in zip(self._loaded, self._work, strict=True) if each.samples]
+
+    def total(self, value: float) -> float:
+        """Return the sum of a value over all ranks, which is exact for integers. All ranks call this.
+
+        Ranks that share the micro-batches of a sharded model count once.
+        """
+        layout = self._context.setup.layout
+        vector = torch.tensor([value if layout.leads_cell else 0.0], dtype=torch.float64)
+        self._enter(REDUCE)
+        dist.all_reduce(vector, group=layout.control)
+        return float(vector)
+
+    def _begin(self) -> None:
+        """Prepare the engine, the buffers and the noise scale for the micro-batches of this rank."""
+        context = self._context
+        self._work = self._planned_work()
+        context.buffers.begin_step()
+        context.engine.begin_step(len(self._work))
+        self._following = chain(self._work[1:], self._first_of_next())
+        context.noise.begin_step(self.index, self.merged_steps, context.engine.trainable)
+
+    def _planned_work(self) -> list[MicroBatch]:
         """Return the micro-batches that this rank runs.
 
         A rank without a share of a short step runs a micro-batch of weight zero. If all ranks must run the same number of micro-batches,
@@ -111,21 +162,24 @@ class Step:
         rounds = setup.layout.rounds(setup.plan, steps) if equal else 1
         return work + [MicroBatch(self.index, setup.virtual_workers[0], 0, 0)] * (rounds - len(work))
 
-    def _after(self, work: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Return the micro-batch that follows each of this step's, the last of which belongs to the next step."""
+    def _first_of_next(self) -> list[MicroBatch]:
+        """Return the first micro-batch of this rank in the next step; empty at the end of the plan."""
         setup = self._context.setup
         later = self.index + self.merged_steps
         steps = range(later, later + setup.plan.merged_steps(later, setup.layout.num_cells))
-        return chain(work[1:], setup.plan.work(steps, setup.virtual_workers)[:1])
+        return setup.plan.work(steps, setup.virtual_workers)[:1]
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, share: float | None = None) -> None:
         """Run the backward pass of the current batch, and accumulate its gradient.
 
         Args:
             loss: Mean loss over the batch's samples, a tensor with one element.
+            share: Factor of this loss in the loss of the step, which is the sum over all batches of all ranks. By default it is the
+                batch's share of the step's samples, so that the loss of the step is the mean over its samples.
 
         Raises:
-            UsageError: There is no current batch, its backward pass has run already, or the loss has several elements.
+            UsageError: There is no current batch, its backward pass has run already, the loss has several elements, or the job measures
+                the noise scale, which needs means over samples.
         """
         context, micro_batch = self._context, self._micro_batch
         begin, self._in_micro_batch = self._in_micro_batch, None
@@ -137,17 +191,26 @@ class Step:
             raise UsageError(
                 f"step.backward(loss) got a tensor of shape {tuple(loss.shape)}; pass the mean loss over the batch's samples"
             )
+        samples: float = micro_batch.samples
+        if share is not None and samples:
+            if context.setup.job.noise_every_steps:
+                raise UsageError(
+                    "step.backward() got a share, but the job measures the gradient noise scale, which needs mean losses over samples; set "
+                    "gradient.noise_every_steps=0 and another schedule.batch_rule, or remove the share"
+                )
+            samples = share * self.samples
         if self._is_last:
             self._enter(REDUCE)
         context.noise.begin_backward()
-        weight = context.setup.job.gradient_scale * micro_batch.samples / self.samples * self._loss_scale
+        part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)
+        weight = context.setup.job.gradient_scale * part * self._loss_scale
         context.engine.backward(loss, weight, micro_batch, self._is_last)
         context.noise.end_backward(micro_batch.samples)
         end = mark_on(context.setup.layout.device)
         ready = context.engine.gradients_ready if self._is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
         if micro_batch.samples:  # the loss of no samples may be NaN, even if it is multiplied by 0
-            self._losses.append((loss.detach().reshape(()), micro_batch.samples))
+            self._losses.append((loss.detach().reshape(()), samples))
         context.buffers.end_micro_batch(micro_batch.samples)
         following = next(self._following, None)
         if following and context.batches and context.batches.reads_ahead:
@@ -168,33 +231,65 @@ class Step:
             total, weights = self._local.logged.get(name, (0.0, 0.0))
             self._local.logged[name] = (total + float(value) * weight, weights + weight)
 
+    def reduce(self, max_norm: float | None = None) -> Tensor:
+        """Reduce the gradient over all ranks and clip it, after the last batch. `update` does this if the script has not.
+
+        Between both, the gradients of the parameters are those of the step, for example to look at their norms.
+
+        Args:
+            max_norm: Maximum norm of the gradient; by default `gradient.max_norm` of the job.
+
+        Returns:
+            Norm of the gradient before clipping, a scalar on the device.
+
+        Raises:
+            UsageError: The loop over `batches` has not ended, or the gradient was reduced before.
+        """
+        if self._reduced_gradient is not None:
+            raise UsageError(
+                f"step.reduce() was called twice or after step.update() in step {self.index}; call it once, after the last batch"
+            )
+        return self._reduce("reduce", max_norm)
+
+    def _reduce(self, caller: str, max_norm: float | None) -> Tensor:
+        context, job = self._context, self._context.setup.job
+        if not self._has_ended:
+            raise UsageError(
+                f"step.{caller}() was called before the loop over step.batches() of step {self.index} had ended; "
+                "run all batches before calling it"
+            )
+        self._enter(REDUCE)
+        begin = mark_on(context.setup.layout.device)
+        limit = job.gradient.max_norm if max_norm is None else max_norm
+        self._reduced_gradient = context.engine.finish_gradients(self.samples, limit, context.loss_scale.factor)
+        if context.buffers.is_needed:
+            context.buffers.end_step(self.samples)
+        self._intervals.append(("communication_s", begin, mark_on(context.setup.layout.device)))
+        return self._reduced_gradient[0]
+
     def update(self) -> None:
         """Reduce and clip the gradient, commit the step, and step the optimizer with the learning rate of the schedule."""
         context, job = self._context, self._context.setup.job
         if self.updated:
             raise UsageError(f"step.update() was called twice in step {self.index}; call it once, after the last batch")
-        if not self._has_ended:
-            raise UsageError(
-                f"step.update() was called before the loop over step.batches() of step {self.index} had ended; "
-                "run all batches before calling it"
-            )
-        self._enter(REDUCE)
-        begin = mark_on(context.setup.layout.device)
-        norm, overflows = context.engine.finish_gradients(
-            self.samples, job.gradient.max_norm, context.loss_scale.factor
-        )
-        if context.buffers.is_needed:
-            context.buffers.end_step(self.samples)
-        self._intervals.append(("communication_s", begin, mark_on(context.setup.layout.device)))
-        context.group_rates.set(context.optimizer, self._rate)
+        if self._reduced_gradient is None:
+            self._reduce("update", None)
+        assert self._reduced_gradient is not None
+        norm, overflows = self._reduced_gradient
+        context.rates.set(context.optimizer, self._rate)
         # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
         totals = self._reduced(norm, overflows)
         with self._boundary.changing_state(self.merged_steps):
             seed_update(job.plan.seed, self.index)
             context.engine.step(applies=not totals.overflows)
+            if not totals.overflows:
+                context.rates.advance()
             context.loss_scale.update(totals.overflows)
             norms = None if totals.overflows else totals.norms(self.samples, job.gradient_scale)
             noise = context.noise.keep(norms, self._rate.clock)
+            self.loss, self.grad_norm = totals.losses / self.samples, totals.grad_norm
+            self.applied = not totals.overflows
+            context.script_state.capture(is_settled=False)
         measured = {"noise_scale": noise, "loss_scale": self._loss_scale if context.loss_scale.is_used else None}
         self._commit(totals, {name: value for name, value in measured.items() if value is not None})
         self.updated = True

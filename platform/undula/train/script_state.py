@@ -1,0 +1,70 @@
+"""State of the script itself that belongs to the state of the run, such as running means or the results of its own validations."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from undula.errors import UsageError
+from undula.state.values import Json, decode, encode
+
+_ENTRY = "script"
+"""Name of this state in the state of a run."""
+Capture = Callable[[], Any]
+Restore = Callable[[Any, bool], None]
+
+
+class ScriptState:
+    """Values that the script has registered, as they were when a step was committed or when the script asked for the next step.
+
+    In between, while the script still works on what follows from the step, its values are not looked at: this work is either done or not.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[Capture, Restore]] = {}
+        self._values: dict[str, Json] = {}
+        self._is_settled = True
+
+    def add(self, name: str, capture: Capture, restore: Restore) -> None:
+        """Register a part of the state.
+
+        Raises:
+            UsageError: The name is taken.
+        """
+        if name in self._parts:
+            raise UsageError(f"run.state() was called twice for {name!r}; give each part of the state its own name")
+        self._parts[name] = capture, restore
+
+    def capture(self, is_settled: bool) -> None:
+        """Take the values as they are now.
+
+        Args:
+            is_settled: Whether the script has done its work after the last step.
+
+        Raises:
+            UsageError: A checkpoint cannot hold a value.
+        """
+        self._values = {name: _encoded(name, take()) for name, (take, _) in self._parts.items()}
+        self._is_settled = is_settled
+
+    def values(self) -> dict[str, Any]:
+        """Return the values as JSON, under their name in the state of the run; nothing if there is none."""
+        return {_ENTRY: {"is_settled": self._is_settled, "values": self._values}} if self._values else {}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Give the values of a restored state back to the script."""
+        entry = values.get(_ENTRY, {})
+        self._values = {name: value for name, value in entry.get("values", {}).items() if name in self._parts}
+        self._is_settled = entry.get("is_settled", True)
+        for name, value in self._values.items():
+            self._parts[name][1](decode(value, {}), not self._is_settled)
+
+
+def _encoded(name: str, value: object) -> Json:
+    tensors: dict[str, Tensor] = {}
+    found = encode(f"run.state({name!r})", value, tensors)
+    if tensors:
+        raise UsageError(
+            f"{next(iter(tensors))} is a tensor; keep it as a number or a list, or as a buffer of the model"
+        )
+    return found

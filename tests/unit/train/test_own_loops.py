@@ -1,0 +1,301 @@
+"""Tests of what a loop with more of its own needs: shares of the loss, the reduced gradient, schedulers, and state of the script."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numbers_job import cpu_run, network, numbers_job
+from ranks import on_ranks
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+from undula.data.spec import ValidationSpec
+from undula.errors import UsageError
+from undula.plan.schedule import ScheduleSpec
+from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
+from undula.state.events import EndEvent, ValidationEvent
+from undula.state.ledger import events_of, last_event, read_ledger
+from undula.state.spec import CheckpointSpec
+from undula.storage import Store
+from undula.testing import conformance
+from undula.train.job import Job
+from undula.train.run import Run
+from undula.train.single_process import local_world
+from undula.train.step import Step
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """Return a number of tokens of each sample, at least one."""
+    return x.remainder(5) + 1
+
+
+def train_on_tokens(run: Run) -> None:
+    """Train with a loss that is the mean over the tokens of a step, with a scheduler, and with a count of the script's own."""
+    model = run.model(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.base_lr)
+    run.optimizer(optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    seen: list[float] = []
+    run.state("tokens", lambda: seen, lambda value, is_unfinished: seen.extend(value[len(seen) :]))
+    for step in run.steps():
+        tokens = step.total(float(sum(tokens_of(batch["x"]).sum() for batch in step.load())))
+        for batch in step.batches():
+            squares = (model(batch["x"][:, None] / 48)[:, 0] - batch["x"] / 48).square()
+            step.backward((squares * tokens_of(batch["x"])).sum() / tokens, share=1.0)
+        norm = step.reduce(max_norm=0.05)
+        step.log(tokens=tokens)
+        step.update()
+        assert step.grad_norm == pytest.approx(float(norm))
+        assert step.loss is not None
+        assert step.applied
+        seen.append(tokens)
+
+
+def train_rank(rank: int, world_size: int, job: Job) -> None:
+    run = cpu_run(job, rank, world_size)
+    train_on_tokens(run)
+    run.free()
+
+
+def columns_of(job: Job, *names: str) -> list[list[Any]]:
+    steps = read_ledger(Store(job.run_url)).steps
+    return [steps[name].to_pylist() for name in names]
+
+
+def by_hand(steps: int) -> list[float]:
+    """Return the losses of `train_on_tokens` for steps of all samples, without this package."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses = []
+    x = torch.arange(48.0)
+    for _ in range(steps):
+        weights = tokens_of(x)
+        squares = (model(x[:, None] / 48)[:, 0] - x / 48).square()
+        loss = (squares * weights).sum() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_mean_over_tokens_is_the_same_at_any_world_size(tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        job = replace(numbers_job(folder, global_batch=48, epochs=3), deterministic=True)
+        on_ranks(world_size, train_rank, job)
+        found.append(columns_of(job, "loss", "lr", "grad_norm", "weights_digest"))
+    assert found[0] == found[1] == found[2]
+    losses, rates, _, _ = found[0]
+    assert losses == pytest.approx(by_hand(steps=3), abs=1e-6)
+    assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
+
+
+def job_file(folder: Path) -> Path:
+    numbers_job(folder)
+    file = folder / "job.yaml"
+    file.write_text(
+        f"{{name: numbers, data: {{train: {folder / 'data'}}}, plan: {{global_batch: 12}}, schedule: {{base_lr: 0.1}}}}"
+    )
+    return file
+
+
+def with_scheduler(make: Callable[[torch.optim.Optimizer], Any]) -> Callable[[Run], None]:
+    def train(run: Run) -> None:
+        model = run.model(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=run.base_lr, momentum=0.9)
+        run.optimizer(optimizer, make(optimizer))
+        for step in run.steps():
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.update()
+
+    return train
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=9),
+    "sequential": lambda optimizer: SequentialLR(
+        optimizer, [LambdaLR(optimizer, lambda step: step / 2), StepLR(optimizer, 1)], milestones=[2]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_run_with_a_scheduler_resumes_exactly(tmp_path: Path, kind: str) -> None:
+    conformance.check(with_scheduler(SCHEDULERS[kind]), job_file(tmp_path))
+
+
+def test_a_run_with_state_of_its_own_resumes_exactly(tmp_path: Path) -> None:
+    conformance.check(train_on_tokens, job_file(tmp_path))
+
+
+class Interrupted:
+    """Script that works after each step, in groups of one process that end at some moments."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.worker = WorkerState(is_run=True, controller=object())
+        self.done: list[int] = []
+        """Steps after which the script has worked, including repetitions."""
+
+    def train(self, fails_after: int | None = None, leaves_after: int | None = None) -> None:
+        """Train until the work after a step fails, or until the group ends at the boundary after a step.
+
+        The state counts the steps whose work was done.
+        """
+        with local_world(torch.device("cpu")):
+            self.worker.join_group()
+            run = cpu_run(self.job, worker=self.worker)
+            try:
+                self._loop(run, fails_after, leaves_after)
+            except (OSError, LeaveGroup):
+                run.hand_over()
+            finally:
+                run.free()
+
+    def _loop(self, run: Run, fails_after: int | None, leaves_after: int | None) -> None:
+        count, unfinished = 0, False
+
+        def restore(value: int, is_unfinished: bool) -> None:
+            nonlocal count, unfinished
+            count, unfinished = value, is_unfinished
+
+        def work() -> None:
+            nonlocal count
+            if count == fails_after:
+                raise OSError
+            self.done.append(count)
+            count += 1
+
+        model = run.model(network())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        run.state("count", lambda: count, restore)
+        for step in run.steps():
+            if unfinished:
+                work()
+                unfinished = False
+            assert count == step.index
+            self.worker.request = Request(leaves=step.index == leaves_after)
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.update()
+            work()
+
+
+def test_work_after_a_step_is_repeated_only_if_it_was_not_finished(tmp_path: Path) -> None:
+    script = Interrupted(replace(numbers_job(tmp_path, epochs=2), checkpoint=CheckpointSpec(every_steps=1000)))
+    script.train(fails_after=2)  # step 2 is committed, and the work after it is not done
+    assert script.done == [0, 1]
+    script.train(leaves_after=4)
+    assert script.done == [0, 1, 2, 3, 4]
+    script.train()
+    assert script.done == list(range(8))
+
+
+def test_a_script_can_validate_by_itself_and_end_the_run(tmp_path: Path) -> None:
+    job = replace(numbers_job(tmp_path), validation=ValidationSpec(every_steps=1))
+    with local_world(torch.device("cpu")):
+        run = cpu_run(job)
+        model = run.model(network())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        for step in run.steps():
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.update()
+            run.alive()
+            run.validated({"loss": 2.0 - step.index, "accuracy": 0.5}, samples=7)
+            if step.index == 1:
+                run.stop("the script has seen enough")
+        run.free()
+    ledger = read_ledger(Store(job.run_url))
+    events = events_of(ledger.events, ValidationEvent)
+    assert [(event.step, event.loss, event.samples) for event in events] == [(1, 2.0, 7), (2, 1.0, 7)]
+    assert events[0].means == {"loss": 2.0, "accuracy": 0.5}
+    end = last_event(ledger.events, EndEvent)
+    assert end is not None
+    assert (end.step, end.reason) == (2, "the script has seen enough")
+
+
+def refusal(job: Job, act: Callable[[Run], object]) -> str:
+    with local_world(torch.device("cpu")):
+        run = cpu_run(job)
+        with pytest.raises(UsageError) as caught:
+            act(run)
+        run.free()
+    return str(caught.value)
+
+
+def in_first_step(act: Callable[[Step, Any], object]) -> Callable[[Run], None]:
+    def train(run: Run) -> None:
+        model = run.model(network())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        for step in run.steps():
+            act(step, model)
+
+    return train
+
+
+def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+    job = numbers_job(tmp_path)
+
+    def loads_late(step: Step, model: Any) -> None:
+        for _ in step.batches():
+            step.load()
+
+    def reduces_early(step: Step, model: Any) -> None:
+        step.reduce()
+
+    def reduces_twice(step: Step, model: Any) -> None:
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None]).square().mean())
+        step.reduce()
+        step.reduce()
+
+    assert refusal(job, in_first_step(loads_late)).startswith("step.load() was called after step.batches() or twice")
+    assert refusal(job, in_first_step(reduces_early)).startswith("step.reduce() was called before the loop over")
+    assert refusal(job, in_first_step(reduces_twice)).startswith("step.reduce() was called twice or after")
+    assert refusal(job, lambda run: run.validated({"loss": 1.0}, 1)).startswith("run.validated() was called before")
+
+    def holds_a_tensor(run: Run) -> None:
+        run.state("mean", lambda: torch.zeros(1), lambda value, is_unfinished: None)
+        in_first_step(lambda step, model: [*map(step.backward, _losses(step, model)), step.update()])(run)
+
+    assert "run.state('mean') is a tensor; keep it as a number" in refusal(job, holds_a_tensor)
+    measured = replace(job, gradient=replace(job.gradient, noise_every_steps=1))
+    shared = in_first_step(lambda step, model: [step.backward(each, share=1.0) for each in _losses(step, model)])
+    assert refusal(measured, shared).startswith("step.backward() got a share, but the job measures")
+
+
+def _losses(step: Step, model: Any) -> Any:
+    return (model(batch["x"][:, None]).square().mean() for batch in step.batches())
+
+
+@pytest.mark.parametrize(
+    ("plan", "schedule", "make", "sentence"),
+    [
+        ({}, {}, ReduceLROnPlateau, "run.optimizer() got a ReduceLROnPlateau, which needs a metric"),
+        ({"batch": "elastic"}, {}, SCHEDULERS["lambda"], "run.optimizer() got a scheduler, but plan.batch=elastic"),
+        ({}, {"base_batch": 3}, SCHEDULERS["lambda"], "run.optimizer() got a scheduler, but schedule.base_batch"),
+        ({}, {"warmup_epochs": 1}, SCHEDULERS["lambda"], "run.optimizer() got a scheduler, which replaces the job's"),
+    ],
+)
+def test_a_scheduler_that_a_run_cannot_use_is_refused(
+    tmp_path: Path, plan: dict[str, Any], schedule: dict[str, Any], make: Callable[[Any], Any], sentence: str
+) -> None:
+    job = replace(numbers_job(tmp_path, **plan), schedule=ScheduleSpec(base_lr=0.1, **schedule))
+    assert refusal(job, with_scheduler(make)).startswith(sentence)
+
+
+def test_the_loss_of_a_share_is_finite_for_ranks_without_samples(tmp_path: Path) -> None:
+    job = replace(numbers_job(tmp_path, global_batch=46, virtual_workers=2, shuffle="none"), deterministic=True)
+    on_ranks(2, train_rank, job)  # the second step has two samples, one for each rank
+    assert all(math.isfinite(loss) for loss in columns_of(job, "loss")[0])
