@@ -4,7 +4,7 @@ import argparse
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ray.train import TrainingFailedError
 
 from undula.config.environment import with_secrets
 from undula.config.job import JobSpec, load_spec, script_of
+from undula.config.yaml_file import Setting
 from undula.driver.connection import (
     connected,
     private_environment_of_job,
@@ -33,7 +34,12 @@ from undula.telemetry.live import live_view
 from undula.train.run import Run
 
 
-def main(train: Callable[[Run], None], config: type | None = None, argv: Sequence[str] | None = None) -> None:
+def main(
+    train: Callable[[Run], None],
+    config: type | None = None,
+    argv: Sequence[str] | None = None,
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Setting]] = lambda _tree: {},
+) -> None:
     """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
 
     The process exits with a message of one sentence if the input is wrong (status 2) or the cluster cannot train it (3), and with status 1
@@ -45,6 +51,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
         argv: Command line, by default that of this process: [--config JOB.yaml] [--print] [--fresh] [key.sub=value ...].
             JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
+        settings: Callback that returns settings of the script itself by dotted key, given the tree of the YAML with its overrides.
     """
     _end_on_sigterm()
     options = _parser().parse_intermixed_args(argv)
@@ -55,7 +62,7 @@ def main(train: Callable[[Run], None], config: type | None = None, argv: Sequenc
                 from undula.study.conduct import conduct
             conduct(train, config, options.study, overrides, options.fresh)
             return
-        loaded = load_spec(options.config, overrides, config)
+        loaded = load_spec(options.config, overrides, config, settings=settings)
         if options.print:
             print(loaded.to_yaml(), end="")
             return

@@ -12,7 +12,7 @@ from pydantic import StringConstraints, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.config.secrets import hide_secrets, same_value
-from undula.config.yaml_file import flatten, load_file, refuse_unknown_keys, validated
+from undula.config.yaml_file import Setting, flatten, load_file, refuse_unknown_keys, validated
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
@@ -183,6 +183,7 @@ def load_spec(
     overrides: Sequence[str] = (),
     config_type: type | None = None,
     origin: Callable[[str], str] = lambda _key: "command line",
+    settings: Callable[[Mapping[str, Any]], Mapping[str, Setting]] = lambda _tree: {},
 ) -> LoadedSpec:
     """Load a job from its YAML file, with overrides on top.
 
@@ -191,11 +192,14 @@ def load_spec(
         overrides: Overrides as `key.sub=value`, with the value written as in YAML.
         config_type: Dataclass of the script's settings. Without it, `config` remains a mapping.
         origin: Callback that returns the origin of an override from its key, for messages.
+        settings: Callback that returns settings of the script itself by dotted key, given the tree of the file with its overrides.
 
     Raises:
         SpecError: The file is not a valid job. The message names the file and line, the key, the value, and the accepted values.
     """
-    spec, where = load_file(JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key)
+    spec, where = load_file(
+        JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key, settings
+    )
     if "runs" not in where.origins and default_runs() != DEFAULT_RUNS:
         spec, where = (
             replace(spec, runs=default_runs()),

@@ -29,6 +29,7 @@ def load_file(
     keys: str,
     origin: Callable[[str], str] = lambda _key: "command line",
     fix: Callable[[Mapping[str, Any], str], str | None] = lambda _tree, _key: None,
+    settings: Callable[[Mapping[str, Any]], Mapping[str, "Setting"]] = lambda _tree: {},
 ) -> tuple[Any, "Where"]:
     """Load a file as an instance of a dataclass.
 
@@ -40,6 +41,7 @@ def load_file(
         keys: Required keys of such a file, for messages.
         origin: Callback that returns the origin of an override from its key, for messages.
         fix: Callback that returns the fix for an unknown key in a tree; None to suggest the closest known key.
+        settings: Callback that returns values from elsewhere by dotted key, given the tree of the file with its overrides.
 
     Returns:
         The instance, and the origins of its values.
@@ -50,9 +52,20 @@ def load_file(
     tree, origins = _read_yaml(file, what, keys)
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
+    for key, setting in settings(tree).items():
+        _add_setting(tree, origins, key, setting)
     where = Where(file, origins)
     refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key))
     return validated(owner, tree, (), where), where
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Value that neither the file nor an override gives."""
+
+    value: Any
+    origin: str
+    """Place where the user has set it, for messages."""
 
 
 _SafeLoader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -134,6 +147,22 @@ def _apply_override(tree: dict[str, Any], origins: dict[str, str], override: str
     origins[key] = origin
     for path, _ in flatten(value, f"{key}.") if isinstance(value, dict) else []:
         origins[path] = origin
+
+
+def _add_setting(tree: dict[str, Any], origins: dict[str, str], key: str, setting: Setting) -> None:
+    """Set a value in the tree, and record its origin.
+
+    Raises:
+        SpecError: The tree has another value.
+    """
+    known = dict(flatten(tree))
+    if key in known and known[key] != setting.value:
+        raise SpecError(
+            f"{origins[key]}: {key} is {json.dumps(_shown(key, known[key]))}, but {setting.origin} makes it "
+            f"{json.dumps(_shown(key, setting.value))}; remove {key}"
+        )
+    if key not in known:
+        _apply_override(tree, origins, f"{key}={json.dumps(setting.value)}", setting.origin)
 
 
 @dataclass(frozen=True)

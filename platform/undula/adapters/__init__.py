@@ -1,0 +1,1 @@
+"""Trainers of other libraries, whose scripts train under the loop of a run with few changes."""

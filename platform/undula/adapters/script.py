@@ -1,0 +1,150 @@
+"""Scripts of other libraries as jobs: their main function runs in the driver up to its training, and as a whole in every worker.
+
+Such a script gives its settings to a trainer of its library. The driver takes them from there, so that the YAML of the job has only what
+the script does not say.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from undula.cli.job_script import main as job_main
+from undula.config.yaml_file import Setting
+from undula.errors import SpecError, UsageError
+from undula.plan.plan import PlanSpec
+from undula.train.run import Run
+
+
+def launch(main: Callable[[], object]) -> None:
+    """Train a script of another library as a job: check it, train on the available Ray cluster, and print where the result is.
+
+    Call it at the end of the script instead of `main()`. The YAML of the job lies beside the script. Its `config.arguments` is the command
+    line of the script, which the main function finds in `sys.argv`.
+
+    Args:
+        main: Main function of the script. It runs in the driver until it starts to train, and in every worker from the beginning.
+    """
+    script = Script(main)
+    job_main(script, settings=script.settings)
+
+
+class Script:
+    """Main function of a script, as the train function of a job.
+
+    Args:
+        main: Main function of the script.
+    """
+
+    def __init__(self, main: Callable[[], object]):
+        self._main = main
+        self._offer: Offer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_offer": None}  # it has the model and the data, which workers make themselves
+
+    def settings(self, tree: Mapping[str, Any]) -> Mapping[str, Setting]:
+        """Run the script in the driver until it starts to train, and return its settings by dotted key of the job's YAML.
+
+        Args:
+            tree: YAML of the job, with its overrides.
+
+        Raises:
+            SpecError: The script ends without training.
+            UndulaError: The script asks for something that a run does not support.
+        """
+        plan = tree.get("plan")
+        found = plan.get("virtual_workers") if isinstance(plan, Mapping) else None
+        workers = found if isinstance(found, int) else PlanSpec().virtual_workers
+        with _placed(Place(None, workers)), _command_line(tree.get("config")):
+            try:
+                self._main()
+            except Offer as offer:
+                self._offer = offer
+                return offer.settings
+        raise SpecError("the script ended without training; call the training in the function that launch() gets")
+
+    def __call__(self, run: Run) -> None:
+        """Train on a rank, or give the dataset and the model to the driver's checks."""
+        if self._offer is not None:
+            self._offer.give(run)
+            return
+        with _placed(Place(run, self.virtual_workers_of(run))), _command_line(run.config):
+            self._main()
+
+    @staticmethod
+    def virtual_workers_of(run: Run) -> int:
+        return run.plan.spec.virtual_workers
+
+
+class Offer(BaseException):
+    """Ends the script in the driver when it starts to train. A script's `except Exception` does not catch it.
+
+    Args:
+        settings: Settings of the script by dotted key of the job's YAML.
+        give: Function that gives the dataset and the model to a run.
+    """
+
+    def __init__(self, settings: Mapping[str, Setting], give: Callable[[Run], None]):
+        super().__init__()
+        self.settings = settings
+        self.give = give
+
+
+@dataclass(frozen=True)
+class Place:
+    """Process in which the main function of a script runs."""
+
+    run: Run | None
+    """The run of which this process is a rank; None in the driver."""
+    virtual_workers: int
+    """Number of virtual workers of the plan, which the script sees as the number of processes."""
+
+    @property
+    def rank(self) -> int:
+        return self.run.rank if self.run else 0
+
+
+_place: Place | None = None
+
+
+def place() -> Place:
+    """Return the process in which the script runs.
+
+    Raises:
+        UsageError: The script was not launched.
+    """
+    if _place is None:
+        raise UsageError(
+            "the script trains without a run; end it with launch(main) in place of main(), and start it with `undula run JOB.yaml`"
+        )
+    return _place
+
+
+@contextmanager
+def _placed(here: Place) -> Iterator[None]:
+    global _place
+    former, _place = _place, here
+    try:
+        yield
+    finally:
+        _place = former
+
+
+@contextmanager
+def _command_line(config: Any) -> Iterator[None]:
+    """Give the script the command line of `config.arguments`.
+
+    Raises:
+        SpecError: It is not text.
+    """
+    arguments = config.get("arguments", "") if isinstance(config, Mapping) else ""
+    if not isinstance(arguments, str):
+        raise SpecError(f"config.arguments is {arguments!r}; write the script's command line as text, as in a shell")
+    former, sys.argv = sys.argv, [sys.argv[0], *shlex.split(arguments)]
+    try:
+        yield
+    finally:
+        sys.argv = former
