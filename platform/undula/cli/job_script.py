@@ -21,6 +21,7 @@ from undula.driver.connection import (
 )
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
 from undula.driver.preflight import Prepared, on_cluster, prepare
+from undula.driver.trackers import Tracking, send_rest
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import refusal_of, whole_story
 from undula.errors import FAILED, INTERRUPTED, SpecError, needs_extra, one_sentence
@@ -29,8 +30,9 @@ from undula.state.events import EndEvent, StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
 from undula.study.load import load_study
-from undula.telemetry.hub import start_hub
+from undula.telemetry.hub import EventRecorder, HubPublisher, start_hub
 from undula.telemetry.live import live_view
+from undula.trackers.tracker import Tracker
 from undula.train.run import Run
 
 
@@ -39,6 +41,7 @@ def main(
     config: type | None = None,
     argv: Sequence[str] | None = None,
     settings: Callable[[Mapping[str, Any]], Mapping[str, Setting]] = lambda _tree: {},
+    trackers: Sequence[Tracker] = (),
 ) -> None:
     """Run a job script: check its YAML and overrides, train on the available Ray cluster, and print the result and the run directory.
 
@@ -52,6 +55,7 @@ def main(
             JOB.yaml defaults to the file beside the script with the same name. With --study STUDY.yaml, the script conducts a study of
             the job instead.
         settings: Callback that returns settings of the script itself by dotted key, given the tree of the YAML with its overrides.
+        trackers: Experiment trackers of your own, beside those of the job. A study does not use them.
     """
     _end_on_sigterm()
     options = _parser().parse_intermixed_args(argv)
@@ -69,7 +73,11 @@ def main(
         _refuse_trainer(options.trainer, loaded.spec)
         prepared = prepare(loaded, train, options.fresh)
         store = prepared.store
+        trackers = (*prepared.trackers, *trackers)
         if prepared.is_finished:
+            if trackers:
+                with held(store):
+                    _print_unsent(send_rest(trackers, store))
             print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
             return
         stack.enter_context(held(store))
@@ -80,8 +88,9 @@ def main(
             delete_run(store)
         spec = record_job(loaded, prepared.plan, store, prepared.script_data)
         print(f"{store.url}: starting {_description(spec.workers)} ...", flush=True)
-        with live_view(hub):
+        with live_view(hub), Tracking(trackers, store, EventRecorder(store, HubPublisher(hub))) as tracking:
             error = _fit(train, spec, store, hub, options.trainer)
+        _print_unsent(tracking.unsent)
         _print_result(prepared, error)
         if error:
             raise SystemExit(FAILED)
@@ -165,6 +174,12 @@ def _print_result(prepared: Prepared, error: Exception | None) -> None:
     validation = last_event(ledger.events, ValidationEvent)
     loss = f"validation loss {validation.loss:.4f} at step {validation.step}" if validation else "no validation"
     print(f"{result}: {loss}\nrun directory: {store.url}\nundula show {store.url}", flush=True)
+
+
+def _print_unsent(sentences: Sequence[str]) -> None:
+    """Print what trackers lack."""
+    for sentence in sentences:
+        print(sentence, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,6 +24,7 @@ from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
 from undula.state.goals import StopSpec
 from undula.state.spec import CheckpointSpec
+from undula.trackers.spec import TrackersSpec
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""
@@ -70,6 +71,8 @@ class JobSpec:
     """Number of workers, and the resources of each."""
     horovod: HorovodSpec = field(default_factory=HorovodSpec)
     """Settings of Horovod, for `engine: horovod`."""
+    trackers: TrackersSpec = field(default_factory=TrackersSpec)
+    """Experiment trackers that show the run beside TensorBoard. `trackers: {mlflow: {}}` uses MLflow with its defaults."""
     config: dict[str, Any] = field(default_factory=dict)
     """Settings of the script, which it reads from `run.config`."""
 

@@ -72,9 +72,10 @@ _VALUES = re.compile(
 and headers."""
 _ASSIGNMENT = re.compile(
     r"(?<![\w$/.])(?:-{0,2}([A-Za-z][\w.-]*)(?:=|: )|--([A-Za-z][\w-]*) +(?!-))"
-    r"[\"']?(?![\"'$(<{]|~/)([\w+/.!@#%^~-]{4,})"
+    r"(?=[\"']?(?![\"'$(<{]|~/)([\w+/.!@#%^~-]{4,}))"
 )
-"""A name and its value in a text, such as a command. A value that the shell looks up is no value."""
+"""A name and its value in a text, such as a command. A value that the shell looks up is no value. The value of one name may be the next
+name, as in `ValueError: password=...`."""
 _SPACED = re.compile(r"(?i)\baws_secret_access_key[\s=:]+[\"']?[\w+/]{8}")
 _REFERENCE = re.compile(r"\$\{\w+\}|\(hidden\b[^)]*\)")
 _BRACKETS = re.compile(r"<.*>|\[.*\]|\{.*\}|\s*", re.DOTALL)

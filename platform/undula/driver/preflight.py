@@ -10,6 +10,7 @@ from undula.data.indexed import IndexedData, ScriptData, recorded_data
 from undula.data.manifest import load_manifest
 from undula.data.mixture import Data, Mixture, StoredData, load_data
 from undula.driver.model_facts import ModelFacts, script_facts
+from undula.driver.trackers import checked_trackers
 from undula.elastic.ray.cluster_gpus import offers_gpus
 from undula.elastic.ray.horovod import check as check_horovod
 from undula.errors import ManifestError, RunError, SpecError, StorageError
@@ -21,6 +22,7 @@ from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.ledger import has_steps
 from undula.state.model_state import check_shapes
 from undula.storage import Store, open_store
+from undula.trackers.tracker import Tracker
 from undula.train.run import Run
 
 
@@ -35,6 +37,8 @@ class Prepared:
     """Whether an undamaged checkpoint of the plan's last step exists."""
     script_data: ScriptData | None = None
     """Data that the script gives to the run; None if the job's YAML names the data."""
+    trackers: tuple[Tracker, ...] = ()
+    """Experiment trackers of the job."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
     """
     stored = check_job(loaded)
     store = _run_directory(loaded)
+    trackers = checked_trackers(loaded, store)
     examined = examine(train, loaded, stored)
     plan = examined.plan
     newest = None if fresh else next(iter(find_commits(store)[0]), None)
@@ -73,7 +78,7 @@ def prepare(loaded: LoadedSpec, train: Callable[[Run], None], fresh: bool) -> Pr
         newest.step >= plan.total_steps or bool(newest.results.reason_to_stop(loaded.spec.stop))
     )
     is_finished = is_at_end and newest is not None and not newest.damage(store, sorted(newest.files))
-    return Prepared(store, plan, is_finished, examined.script_data)
+    return Prepared(store, plan, is_finished, examined.script_data, trackers)
 
 
 def examine(train: Callable[[Run], None], loaded: LoadedSpec, stored: StoredData | None) -> Examined:

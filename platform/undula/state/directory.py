@@ -22,6 +22,8 @@ JOB_FILE = "job.json"
 STUDY_FILE = "study.json"
 """File in the directory that holds the runs of a study."""
 TENSORBOARD = "tensorboard"
+TRACKERS = "trackers"
+"""Folder of the files that experiment trackers write into a run directory."""
 RAY = "ray"
 """Folder of Ray Train's own files."""
 REPORT = "report.html"
@@ -103,5 +105,5 @@ def delete_run(store: Store) -> None:
         # A damaged record of the former attempts must not matter.
         number = claim_number(store, recorded)
         begin(store, number, Lineage(unrecorded=0), step=0, checkpoints=())
-    for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, RAY, REPORT, HEARTBEAT_FILE):
+    for name in (JOB_FILE, LEDGER, CHECKPOINTS, TENSORBOARD, TRACKERS, RAY, REPORT, HEARTBEAT_FILE):
         store.delete(name)

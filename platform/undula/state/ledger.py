@@ -113,13 +113,13 @@ class LedgerWriter:
         return int(last["step"] + last["merged_steps"]) if last else 0
 
     def flush(self) -> None:
-        """Write all rows to storage.
+        """Write all rows to storage. Events come first: whoever sees the row of a step sees the events before it, such as validations.
 
         Raises:
             StorageError: The storage cannot be written to.
         """
-        self._steps.flush()
         self._events.flush()
+        self._steps.flush()
 
     def close(self) -> None:
         """Flush once more, ignoring errors: the rows that a checkpoint covers have been stored since its commit."""

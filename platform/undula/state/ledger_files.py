@@ -5,7 +5,7 @@ are deleted once it is complete; until then, and if that is interrupted, rows ex
 names that sort after those of plain files and of earlier merged files.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -107,8 +107,8 @@ def to_bytes(rows: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def read_files(store: Store) -> dict[str, pa.Table]:
-    """Read all files of a ledger as they are at one moment, by name.
+def read_files(store: Store, known: Collection[str] = ()) -> dict[str, pa.Table]:
+    """Read all files of a ledger as they are at one moment, by name, except those that the caller knows already.
 
     Files may be added and merged meanwhile. So the result is only complete if the files are listed again after they were read, and are
     still the same; otherwise, those that are new are read too.
@@ -120,7 +120,7 @@ def read_files(store: Store) -> dict[str, pa.Table]:
     failed: set[str] = set()
     names = file_names(store)
     for _ in range(MOST_LISTINGS):
-        found = read_each(store, sorted(names - tables.keys()))
+        found = read_each(store, sorted(names - tables.keys() - {*known}))
         listed = file_names(store)
         for name, result in found.items():
             if isinstance(result, pa.Table):
@@ -129,8 +129,8 @@ def read_files(store: Store) -> dict[str, pa.Table]:
                 raise result
             else:
                 failed.add(name)
-        if listed == names and names <= tables.keys():
-            return {name: tables[name] for name in sorted(names)}
+        if listed == names and names <= tables.keys() | {*known}:
+            return {name: tables[name] for name in sorted(names - {*known})}
         names = listed
     raise StorageError(f"{store.url}/{LEDGER} changes faster than it can be read; try again")
 

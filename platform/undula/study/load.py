@@ -111,6 +111,11 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
             f"{where(['overrides'])}: {job_file} has stop, but a study compares trials that have consumed the same number of samples; "
             "remove it, or set overrides: {stop: null}"
         )
+    if job.trackers:
+        raise SpecError(
+            f"{where(['overrides'])}: {job_file} has trackers, but a study does not send its trials to trackers; remove them, or set "
+            "overrides: {trackers.mlflow: null, trackers.wandb: null}"
+        )
     if spec.packed and job.engine == "horovod":
         raise SpecError(
             f"{where(['packed'])}: packed={spec.packed} trains in single processes and cannot be combined with engine=horovod of "

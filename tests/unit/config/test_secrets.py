@@ -93,6 +93,14 @@ def test_a_command_that_reads_a_secret_elsewhere_holds_none() -> None:
     assert not holds_secret('HF_TOKEN="$(cat ~/hf)" PASSWORD=${PASSWORD} run')
 
 
+@pytest.mark.parametrize(
+    "text", ["RuntimeError: password=abcdefgh", "error: --password hunter22", "job: start: password: hunter22"]
+)
+def test_a_secret_is_found_where_the_value_of_one_name_is_the_next_name(text: str) -> None:
+    assert holds_secret(text)
+    assert not holds_secret("RuntimeError: file=abcdefgh")
+
+
 @pytest.mark.parametrize("name", ["eos_token", "api_key"])
 def test_a_run_does_not_resume_with_another_value_whether_it_is_shown_or_hidden(name: str, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"

@@ -24,6 +24,7 @@ from undula.state.events.training import (
     StartEvent,
     StopEvent,
     StorageEvent,
+    TrackerEvent,
     ValidationEvent,
     WarningCode,
     WarningEvent,
@@ -70,6 +71,7 @@ __all__ = [
     "StartEvent",
     "StopEvent",
     "StorageEvent",
+    "TrackerEvent",
     "ValidationEvent",
     "WaitedFor",
     "WaitingEvent",
@@ -82,7 +84,18 @@ __all__ = [
 EVENT_TYPES: tuple[type[Event], ...] = (
     *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, SnapshotEvent),
     *(CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent, OverdueEvent),
-    *(ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, CacheEvent, StopEvent, EndEvent, WarningEvent),
+    *(
+        ReleaseEvent,
+        RefusalEvent,
+        IdleEvent,
+        FaultEvent,
+        StorageEvent,
+        CacheEvent,
+        TrackerEvent,
+        StopEvent,
+        EndEvent,
+        WarningEvent,
+    ),
 )
 _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 

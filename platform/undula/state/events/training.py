@@ -224,6 +224,30 @@ class CacheEvent(Event):
         )
 
 
+@dataclass(frozen=True)
+class TrackerEvent(Event):
+    """A tracker is out of reach, or is back. There is one event for each outage, and one for its end."""
+
+    KIND = "tracker"
+    tracker: str
+    """Name of the tracker."""
+    newest: int | None = None
+    """Number of the newest step that the tracker has; None if that is not known."""
+    problem: str = ""
+    """Failure of the tracker; empty if it is back."""
+
+    @property
+    def message(self) -> str:
+        if not self.problem:
+            return f"The tracker {self.tracker} is back and has all steps up to {self.newest}."
+        gets = (
+            "gets the steps that it lacks"
+            if self.newest is None
+            else f"has the steps up to {self.newest} and gets the others"
+        )
+        return f"The tracker {self.tracker} is out of reach, and training continues. It {gets} once it is back: {self.problem.rstrip('.')}."
+
+
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_room_for_state", "no_validation", "batch_rule", "mixed_machines", "gradient_overflow", "no_finite_gradients", "node_refused",

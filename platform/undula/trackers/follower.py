@@ -1,0 +1,150 @@
+"""Follower of a ledger: a thread of the driver that sends the steps of a run to a tracker.
+
+The ledger is the buffer. While a tracker is out of reach, the thread holds no steps. Once it is back, the thread asks it for the newest
+step that it has, and reads on from there.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import pyarrow as pa
+
+from undula.errors import StorageError
+from undula.state.events import EndEvent, StartEvent, StopEvent
+from undula.storage import Store
+from undula.trackers.feed import Feed
+from undula.trackers.tracker import RunState, TrackedRun, Tracker
+
+INTERVAL_S = 5.0
+"""Seconds between two reads of the ledger."""
+MOST_INTERVAL_S = 60.0
+"""Maximum time in seconds between two attempts to reach a tracker. Each failed attempt doubles the time."""
+LAST_INTERVAL_S = 1.0
+"""Seconds between two attempts to reach a tracker at the end of training."""
+DESCRIBE_INTERVAL_S = 300.0
+"""Seconds between two updates of a run's tags. Its cost follows from the whole ledger, which is read for this."""
+
+Describe: TypeAlias = Callable[[pa.Table], Mapping[str, str]]
+"""Callback that returns the tags of a run, given the rows of its events."""
+Report: TypeAlias = Callable[[str, BaseException | None, int | None], None]
+"""Callback that is called once when a tracker gets out of reach, with its name and the error, and once when it has caught up. The last
+argument is the number of the newest step that the tracker has; None if that is not known."""
+
+
+class Follower:
+    """Sends the steps of a run to a tracker until training ends.
+
+    Args:
+        tracker: The tracker.
+        run: The run as the tracker shows it.
+        store: Run directory.
+        describe: Callback that returns the tags of the run.
+        report: Callback for outages of the tracker during training.
+        interval_s: Seconds between two reads of the ledger.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        run: TrackedRun,
+        store: Store,
+        describe: Describe,
+        report: Report,
+        interval_s: float = INTERVAL_S,
+    ):
+        self._tracker, self._run, self._store = tracker, run, store
+        self._describe, self._report, self._interval_s = describe, report, interval_s
+        self._feed: Feed | None = None
+        """Steps that the tracker lacks; None while it is out of reach."""
+        self._described_at = float("-inf")
+        self.problem: BaseException | None = None
+        """Error with which the tracker is out of reach; None if it is not."""
+        self.newest: int | None = None
+        """Number of the newest step that the tracker has; None if it was out of reach so far."""
+        self._is_over, self._has_given_up = threading.Event(), threading.Event()
+        self._is_complete = False
+        self._thread = threading.Thread(target=self._follow, name=f"undula-tracker-{tracker.name}", daemon=True)
+
+    @property
+    def name(self) -> str:
+        """Name of the tracker."""
+        return self._tracker.name
+
+    def start(self) -> None:
+        """Begin to follow the ledger."""
+        self._thread.start()
+
+    def end_training(self) -> None:
+        """Send what is left, because the ledger is complete. This does not wait."""
+        self._is_over.set()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until everything was sent after the end of training, up to a time limit, and return whether it was."""
+        self._thread.join(limit_s)
+        self._has_given_up.set()
+        return self._is_complete
+
+    def _follow(self) -> None:
+        pause_s = self._interval_s
+        while True:
+            is_over = self._is_over.is_set()
+            has_all = self._catch_up(is_over)
+            self._is_complete = is_over and has_all
+            if self._is_complete or (is_over and self._has_given_up.wait(LAST_INTERVAL_S)):
+                return
+            pause_s = min(2 * pause_s, MOST_INTERVAL_S) if self.problem else self._interval_s
+            self._is_over.wait(pause_s)
+
+    def _catch_up(self, is_over: bool) -> bool:
+        """Send what the tracker lacks, and return whether it lacks nothing now."""
+        try:
+            feed = self._feed = self._feed or Feed(self._store, self._tracker.open(self._run))
+            self.newest = max(feed.newest, 0)
+            if not _read(feed):
+                return False
+            while steps := feed.due(is_over):
+                self._tracker.send(steps)
+                feed.sent(steps)
+                self.newest = feed.newest
+            self._describe_now_and_then(feed, is_over)
+            if is_over:
+                self._tracker.close(run_state(feed.events))
+        except Exception as error:
+            self._lose(error, is_over)
+            return False
+        self._recover(is_over)
+        return True
+
+    def _describe_now_and_then(self, feed: Feed, is_over: bool) -> None:
+        now = time.monotonic()
+        if is_over or now - self._described_at >= DESCRIBE_INTERVAL_S:
+            self._tracker.describe(self._describe(feed.events))
+            self._described_at = now
+
+    def _lose(self, error: BaseException, is_over: bool) -> None:
+        had_problem, self.problem, self._feed = self.problem, error, None
+        if not had_problem and not is_over:
+            self._report(self.name, error, self.newest)
+
+    def _recover(self, is_over: bool) -> None:
+        had_problem, self.problem = self.problem, None
+        if had_problem and not is_over:
+            self._report(self.name, None, self.newest)
+
+
+def _read(feed: Feed) -> bool:
+    """Read the ledger, and return whether that succeeded. If not, this is no fault of the tracker, and has an event of its own."""
+    try:
+        feed.read()
+    except StorageError:
+        return False
+    return True
+
+
+def run_state(events: pa.Table) -> RunState:
+    """Return how training ended, given the rows of a run's events in the order of time."""
+    states: dict[str, RunState] = {StartEvent.KIND: "failed", StopEvent.KIND: "stopped", EndEvent.KIND: "finished"}
+    found = [states[kind] for kind in events["kind"].to_pylist() if kind in states]
+    return found[-1] if found else "failed"

@@ -1,0 +1,134 @@
+"""Tests of the thread that follows a ledger for a tracker: outages, lost answers, resubmissions, and a tracker that hangs."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ledger_rows import Rows
+from trackers_kit import KeptTracker, wait_until
+
+import undula
+from undula.state.events import EndEvent, Event, StartEvent, StopEvent
+from undula.state.ledger import EventWriter
+from undula.storage import Store
+from undula.trackers.follower import Follower
+from undula.trackers.tracker import TrackedRun
+
+RUN = TrackedRun("0123abcd", "run", "/runs/run", 0.0, {"plan.seed": "0"})
+
+
+class Followed:
+    """Ledger and a follower of it that reports to a list."""
+
+    def __init__(self, store: Store, tracker: undula.Tracker, rows: Rows | None = None):
+        self.rows = rows or Rows(store)
+        self.reports: list[tuple[str, str, int | None]] = []
+        self.follower = Follower(
+            tracker, RUN, store, lambda events: {"events": str(len(events))}, self._report, interval_s=0.01
+        )
+        self.follower.start()
+
+    def _report(self, name: str, error: BaseException | None, newest: int | None) -> None:
+        self.reports.append((name, type(error).__name__, newest))
+
+    def end(self, limit_s: float = 60.0) -> bool:
+        self.follower.end_training()
+        return self.follower.wait(limit_s)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path))
+
+
+def test_a_tracker_that_only_has_the_methods_of_the_protocol_gets_each_step_once(store: Store) -> None:
+    tracker = KeptTracker()
+    followed = Followed(store, tracker)
+    followed.rows.add(5)
+    wait_until(lambda: tracker.numbers == [1, 2, 3, 4])
+    followed.rows.add(3)
+    assert followed.end()
+    assert tracker.numbers == list(range(1, 9))
+    assert (tracker.runs, tracker.states, tracker.tags) == ([RUN], ["failed"], {"events": "8"})
+    assert followed.reports == []
+
+
+def test_a_tracker_that_was_down_catches_up_and_has_one_event_for_the_outage_and_one_for_its_end(store: Store) -> None:
+    tracker = KeptTracker()
+    followed = Followed(store, tracker)
+    followed.rows.add(3)
+    wait_until(lambda: tracker.numbers == [1, 2])
+    tracker.is_down = True
+    followed.rows.add(4)
+    wait_until(lambda: tracker.failures > 2)
+    tracker.is_down = False
+    wait_until(lambda: len(followed.reports) == 2)
+    followed.rows.add(1)
+    assert followed.end()
+    assert tracker.numbers == list(range(1, 9))
+    assert followed.reports == [("kept", "ConnectionRefusedError", 2), ("kept", "NoneType", 6)]
+
+
+def test_steps_that_were_stored_although_the_answer_was_lost_are_not_sent_again(store: Store) -> None:
+    tracker = KeptTracker(stores_before_failing=3)
+    followed = Followed(store, tracker)
+    followed.rows.add(10)
+    wait_until(lambda: tracker.numbers == list(range(1, 10)))
+    assert followed.end()
+    assert tracker.numbers == list(range(1, 11))
+    assert len(tracker.runs) == 2
+
+
+def test_a_tracker_that_is_down_from_the_beginning_gets_all_steps_once_it_is_up(store: Store) -> None:
+    tracker = KeptTracker(is_down=True)
+    followed = Followed(store, tracker)
+    followed.rows.add(4)
+    wait_until(lambda: tracker.failures > 1)
+    tracker.is_down = False
+    assert followed.end()
+    assert tracker.numbers == [1, 2, 3, 4]
+    assert followed.reports[0] == ("kept", "ConnectionRefusedError", None)
+
+
+def test_the_next_submission_sends_what_the_last_one_could_not(store: Store) -> None:
+    tracker = KeptTracker()
+    first = Followed(store, tracker)
+    first.rows.add(3)
+    wait_until(lambda: tracker.numbers == [1, 2])
+    tracker.is_down = True
+    first.rows.add(2)
+    assert not first.end(limit_s=0.1)
+    assert isinstance(first.follower.problem, ConnectionRefusedError)
+    assert first.follower.newest == 2
+
+    tracker.is_down = False
+    second = Followed(store, tracker, first.rows)
+    assert second.end()
+    assert tracker.numbers == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_hangs_is_left_behind_at_the_end(store: Store) -> None:
+    tracker = KeptTracker(hangs=threading.Event())
+    followed = Followed(store, tracker)
+    followed.rows.add(3)
+    assert not followed.end(limit_s=0.1)
+    assert followed.follower.problem is None
+    tracker.hangs.set()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ((StartEvent(1, 1, step=0), EndEvent(step=3)), "finished"),
+        ((StartEvent(1, 1, step=0), StopEvent()), "stopped"),
+        ((StopEvent(), StartEvent(1, 2, step=1)), "failed"),
+    ],
+)
+def test_a_tracker_is_told_how_training_ended(store: Store, events: tuple[Event, ...], state: str) -> None:
+    writer = EventWriter(store, "test")
+    for number, event in enumerate(events):
+        writer.event(replace(event, time=float(number)))
+    tracker = KeptTracker()
+    assert Followed(store, tracker).end()
+    assert tracker.states == [state]
