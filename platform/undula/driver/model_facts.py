@@ -121,7 +121,7 @@ class _Probe:
             raise self.refusal
         return self._plan
 
-    def keep(self, name: str, make: Callable[[], Made]) -> Made:
+    def keep(self, name: str, make: Callable[[], Made], close: Callable[[Made], None] | None = None) -> Made:
         return make()
 
     def state(self, *arguments: object) -> None:

@@ -62,7 +62,7 @@ class RehearsedRun:
     """
 
     def __init__(self, job: Job, layout: Layout):
-        self.config, self.base_lr = job.config, job.schedule.base_lr
+        self.config, self.base_lr, self.url = job.config, job.schedule.base_lr, job.run_url
         self.rank, self.world_size, self.device = 1, 2, layout.device
         # The reduction of gradients is not compiled, and Horovod needs other ranks.
         self._job = replace(job, engine="torch")
@@ -87,11 +87,14 @@ class RehearsedRun:
         self._engine.prepare(self._model, optimizer)
         return optimizer
 
-    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
         return make()
 
     def state(self, name: str, capture: Capture, restore: Restore) -> None:
         """Do nothing, because no state is stored or restored."""
+
+    def gather(self, value: object) -> list[Any]:
+        return [value]
 
     def alive(self) -> None:
         """Do nothing, because the rehearsal may take as long as it needs."""

@@ -11,8 +11,10 @@ def train(run: undula.Run) -> None:
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,7 +29,7 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
 from undula.parallel.precision import cpu_problem
-from undula.recovery.progress import VALIDATE
+from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import Kept, WorkerState
 from undula.state.goals import LOSS
@@ -64,6 +66,7 @@ class Run:
         rank: Rank of this process.
         world_size: Number of ranks.
         device: Device of this rank.
+        url: Path or URL of the run directory.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Run:
         self.rank, self.world_size, self.device = layout.rank, layout.world_size, layout.device
         self._setup: RunSetup = RunSetup.of(job, layout, worker, publish, replicas)
         self.plan = self._setup.plan
+        self.url = job.run_url
         self._make_engine = engine or partial(engine_of, job)
         self._engine: Engine | None = None
         self._model: nn.Module | None = None
@@ -96,7 +100,7 @@ class Run:
             compute_deterministically()
         seed_weights(job.plan.seed)
 
-    def keep(self, name: str, make: Callable[[], Kept]) -> Kept:
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
         """Return an object that is made once in each worker process, although the train function runs again when the group changes.
 
         This is for what takes long to make and does not change, such as a dataset that lists many files.
@@ -104,8 +108,9 @@ class Run:
         Args:
             name: Name of the object in the script.
             make: Function that makes it.
+            close: Function that is called with it before the process ends; None for none.
         """
-        return self._setup.worker.keep(f"of the script: {name}", make)
+        return self._setup.worker.keep(f"of the script: {name}", make, close)
 
     def dataset(
         self,
@@ -281,6 +286,13 @@ class Run:
             reason: Reason, as a sentence without its full stop, which the run's records name.
         """
         self._begun("stop").stop(reason)
+
+    def gather(self, value: object) -> list[Any]:
+        """Return a value of every rank, by rank. All ranks call this together, so that it also waits for all of them."""
+        self._setup.worker.enter(BETWEEN_STEPS)
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._setup.layout.control)
+        return found
 
     def alive(self) -> None:
         """Tell the platform that the script makes progress between two steps.

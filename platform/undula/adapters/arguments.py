@@ -1,0 +1,207 @@
+"""TrainingArguments of Hugging Face as settings of a job, and those that a run cannot honour."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from transformers import TrainingArguments
+
+from undula.config.yaml_file import Setting
+from undula.errors import SpecError
+
+DECIDED_BY_THE_PLAN = frozenset(
+    (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+        "seed",
+        "data_seed",
+        "dataloader_drop_last",
+        "train_sampling_strategy",
+        "learning_rate",
+        "max_grad_norm",
+        "bf16",
+        "fp16",
+        "torch_compile",
+        "full_determinism",
+    )
+)
+"""Arguments that become settings of the job."""
+HONOURED = frozenset(
+    (
+        "output_dir",
+        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules"),
+        *("average_tokens_across_devices", "label_smoothing_factor", "neftune_noise_alpha"),
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_cache"),
+        *("use_liger_kernel", "liger_kernel_config", "tf32", "torch_empty_cache_steps"),
+        *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
+        *("log_level", "log_level_replica", "disable_tqdm", "debug", "skip_memory_metrics", "run_name"),
+        *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size"),
+        *("prediction_loss_only", "eval_do_concat_batches", "eval_accumulation_steps", "include_for_metrics"),
+        *("save_strategy", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"),
+        *("dataloader_num_workers", "remove_unused_columns", "label_names", "length_column_name"),
+        *("do_train", "do_eval", "do_predict"),
+    )
+)
+"""Arguments that Hugging Face's own code honours under the loop of a run."""
+WITHOUT_EFFECT = frozenset(
+    (
+        "use_cpu",
+        "local_rank",
+        "save_only_model",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "ddp_find_unused_parameters",
+        "ddp_backend",
+        "ddp_timeout",
+        "project",
+    )
+)
+"""Arguments whose effect a run has, or does not need, whatever their value is."""
+_SHARDED = "shard the model with torch's fully_shard in a script that uses undula.main (docs/elasticity.md)"
+_REDUCES = "remove it, because Undula reduces the gradients itself"
+_LOADER = "remove it, because loader processes are Undula's"
+_HUB = "push the saved model after the run"
+FIXES: Mapping[str, str] = {
+    "deepspeed": _SHARDED,
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
+    "parallelism_config": _SHARDED,
+    "accelerator_config": "remove it, because Undula's plan decides the batches",
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "resume_from_checkpoint": "submit the job again under its name, and it continues by itself",
+    "ignore_data_skip": "remove it: a resumed run continues with the next sample, without reading the earlier ones",
+    "restore_callback_states_from_checkpoint": "remove it: the state of callbacks is part of the run's",
+    "enable_jit_checkpoint": "remove it: Undula saves the state on a notice",
+    "save_on_each_node": "use an output_dir that all nodes share",
+    "load_best_model_at_end": "use save_strategy='best' and load the saved model after the run",
+    "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/running.md)",
+    "push_to_hub": _HUB,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "hub_model_id": _HUB,
+    "hub_strategy": _HUB,
+    "hub_always_push": _HUB,
+    "hub_revision": _HUB,
+    "trackio_space_id": "remove it",
+    "trackio_bucket_id": "remove it",
+    "trackio_static_space_id": "remove it",
+    "bf16_full_eval": "set bf16, which evaluations use as well",
+    "fp16_full_eval": "set fp16, which evaluations use as well",
+    "torch_compile_backend": "set torch_compile=True alone",
+    "torch_compile_mode": "set torch_compile=True alone",
+    "include_num_input_tokens_seen": "remove it",
+    "eval_use_gather_object": "remove it",
+    "batch_eval_metrics": "remove it, and let compute_metrics get all predictions at once",
+    "ddp_bucket_cap_mb": _REDUCES,
+    "ddp_broadcast_buffers": _REDUCES,
+    "ddp_static_graph": _REDUCES,
+    "dataloader_prefetch_factor": _LOADER,
+    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_in_order": _LOADER,
+}
+"""What to do instead of an argument that a run cannot honour."""
+_OWN_DEFAULTS: Mapping[str, Any] = {"report_to": ["none", [], None, "none"], "torch_compile_backend": ["inductor"]}
+"""Values that TrainingArguments itself gives to an argument whose default it replaces."""
+PRECISION = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
+
+
+def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int, base_lr: float) -> dict[str, Setting]:
+    """Return the settings of a job that trains as the arguments say, by dotted key.
+
+    Args:
+        args: Arguments of the trainer.
+        num_samples: Number of samples of the training data.
+        virtual_workers: Number of virtual workers, which stand for the processes of torchrun.
+        base_lr: Learning rate of the optimizer.
+
+    Raises:
+        SpecError: The data have too few samples.
+    """
+    micro_batch = args.per_device_train_batch_size
+    batch = micro_batch * args.gradient_accumulation_steps * virtual_workers
+    per_epoch = num_samples // batch if args.dataloader_drop_last else math.ceil(num_samples / batch)
+    if not per_epoch:
+        raise SpecError(
+            f"a step takes {batch} samples (per_device_train_batch_size x gradient_accumulation_steps x plan.virtual_workers), but the "
+            f"training data have {num_samples}; lower one of them"
+        )
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    values = {
+        "plan.global_batch": (batch, "per_device_train_batch_size"),
+        "plan.micro_batch": (micro_batch, "per_device_train_batch_size"),
+        "plan.epochs": (math.ceil(steps / per_epoch), "num_train_epochs"),
+        "plan.max_steps": (steps, "max_steps" if args.max_steps > 0 else "num_train_epochs"),
+        "plan.seed": (args.seed, "seed"),
+        "plan.shuffle": (
+            "none" if str(args.train_sampling_strategy) == "sequential" else "window",
+            "train_sampling_strategy",
+        ),
+        "plan.last_step": ("drop" if args.dataloader_drop_last else "short", "dataloader_drop_last"),
+        "schedule.base_lr": (base_lr, "learning_rate"),
+        "gradient.max_norm": (args.max_grad_norm or None, "max_grad_norm"),
+        "precision.compute": (
+            "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            "fp16" if args.fp16 else "bf16",
+        ),
+        "compile": (bool(args.torch_compile), "torch_compile"),
+        **({"deterministic": (True, "full_determinism")} if args.full_determinism else {}),
+    }
+    return {key: Setting(value, f"TrainingArguments.{argument}") for key, (value, argument) in values.items()}
+
+
+def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
+    """Refuse arguments that a run cannot honour.
+
+    Raises:
+        SpecError: The first of them.
+    """
+    known = DECIDED_BY_THE_PLAN | HONOURED | WITHOUT_EFFECT
+    for each in fields(args):
+        value = getattr(args, each.name)
+        if each.name not in known and not _is_default(each, value):
+            fix = FIXES.get(each.name, "remove it")
+            raise SpecError(f"TrainingArguments.{each.name} is {_shown(value)}, which a run does not support; {fix}")
+    for name, values, fix in (
+        ("lr_scheduler_type", ("reduce_lr_on_plateau", "greedy"), "use a schedule that depends on the step only"),
+        ("optim", ("lomo", "adalomo"), "use an optimizer that does not update in the backward pass"),
+        ("train_sampling_strategy", ("group_by_length", "balanced"), "set 'random' or 'sequential'"),
+    ):
+        value = _plain(getattr(args, name))
+        if value in values:
+            raise SpecError(f"TrainingArguments.{name} is {value!r}, which a run does not support; {fix}")
+    optim = str(_plain(args.optim))
+    if optim.startswith("schedule_free") or optim.endswith("layerwise"):
+        raise SpecError(f"TrainingArguments.optim is {optim!r}, which a run does not support; use another optimizer")
+    if args.data_seed not in (None, args.seed):
+        raise SpecError(
+            f"TrainingArguments.data_seed is {args.data_seed} and seed is {args.seed}, but a run has one seed; remove data_seed"
+        )
+    if not args.average_tokens_across_devices and virtual_workers > 1:
+        raise SpecError(
+            "TrainingArguments.average_tokens_across_devices is False, which a run does not support with several virtual workers; remove it"
+        )
+
+
+def _is_default(field: "Field[Any]", value: Any) -> bool:
+    """Return whether an argument has its default, or what TrainingArguments makes of its default."""
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    if _plain(value) == _plain(default) or value in ({}, [], None, ""):
+        return True
+    if field.name == "accelerator_config":
+        return bool(value == type(value)())
+    return any(value == each for each in _OWN_DEFAULTS.get(field.name, ()))
+
+
+def _plain(value: Any) -> Any:
+    """Return an enumeration's value, and other values as they are."""
+    return getattr(value, "value", value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(_plain(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."

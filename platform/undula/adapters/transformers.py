@@ -1,0 +1,360 @@
+"""Hugging Face's Trainer under the loop of a run. The script imports `Trainer` from here, and ends with `launch(main)` instead of `main()`.
+
+The computation of losses, collation, callbacks, evaluation, logging, saving and schedules is Hugging Face's own code. The run decides the
+samples of each step, reduces and clips the gradient, commits the step, and holds the state. To this end, methods are overridden that are
+private in transformers (trainer.py of the version that the extra `transformers` names).
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers.trainer_pt_utils import nested_concat
+from transformers.trainer_utils import TrainOutput
+
+from undula.adapters.arguments import job_settings, refuse_unsupported
+from undula.adapters.evaluation import RankBatches, kept_loader
+from undula.adapters.hugging_face import (
+    PlannedBatches,
+    exported_state,
+    is_of_datasets,
+    place_process,
+    shared_folder,
+    trimmed,
+)
+from undula.adapters.script import Offer, launch, place
+from undula.data.loader_processes import Loader
+from undula.errors import SpecError, UsageError
+from undula.parallel.random_state import kept_random_state
+from undula.train.run import Run
+from undula.train.step import Step
+
+__all__ = ["ElasticMixin", "Trainer", "launch"]
+STATE_FIELDS = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_model_checkpoint", "best_global_step"),
+)
+"""Fields of a TrainerState that belong to the state of a run, besides its history."""
+COUNTERS = ("current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_grad_norm", "_learning_rate")
+"""Attributes of the trainer that belong to the state of a run."""
+MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
+"""Ends of the names of metrics that are durations, which differ from rank to rank."""
+
+
+_Base: Any = object  # so that a type checker does not look for what Hugging Face's classes have
+
+
+class ElasticMixin(_Base):  # type: ignore[misc]
+    """Makes a class that derives from Hugging Face's Trainer elastic: `class MyTrainer(ElasticMixin, SFTTrainer)`."""
+
+    control: Any
+    _created_lr_scheduler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Accelerator so that this process is one of as many as there are virtual workers, and reduces nothing by itself."""
+        here, args = place(), self.args
+        refuse_unsupported(args, here.virtual_workers)
+        args.save_only_model = True  # the run's own checkpoints have the rest
+        if here.run is not None:
+            args.output_dir = shared_folder(args.output_dir, here.run)
+        device = here.run.device if here.run else torch.device("cpu")
+        place_process(args, here.rank, here.virtual_workers, device)
+        super().create_accelerator_and_postprocess()
+        place_process(args, here.rank, here.virtual_workers, device)
+        self.accelerator.backward = self._backward
+        self.accelerator.gather = self.accelerator.gather_for_metrics = self._gather
+        self.gather_function = self._gather
+        self._step: Step | None = None
+        self._evaluated: RankBatches | None = None
+        self._grad_norm = self._learning_rate = 0.0
+        self._is_unfinished = self._is_restored = False
+        self._history: tuple[int, str] = (-1, "")
+
+    def _build_accelerator_args(self, **more: Any) -> dict[str, Any]:
+        """Return the arguments of the Accelerator, without the precision and the compilation, which are the run's."""
+        found = super()._build_accelerator_args(**more)
+        found.pop("dynamo_plugin", None)
+        return {**found, "mixed_precision": "no", "kwargs_handlers": []}
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
+        """Train as Hugging Face's Trainer does. In the driver, give the settings to the job instead.
+
+        Raises:
+            SpecError: An argument is given that a run does not support.
+        """
+        if resume_from_checkpoint not in (None, False) or trial is not None:
+            name = "trial" if trial is not None else "resume_from_checkpoint"
+            raise SpecError(
+                f"Trainer.train() got {name}, which a run does not support; submit the job again under its name, and it continues by itself"
+            )
+        self._offer_in_driver()
+        return super().train(**more)
+
+    def evaluate(self, *arguments: Any, **more: Any) -> dict[str, float]:
+        self._offer_in_driver()
+        with kept_random_state():
+            return dict(super().evaluate(*arguments, **more))
+
+    def predict(self, *arguments: Any, **more: Any) -> Any:
+        self._offer_in_driver()
+        with kept_random_state():
+            return super().predict(*arguments, **more)
+
+    def hyperparameter_search(self, *arguments: Any, **more: Any) -> Any:
+        raise SpecError(
+            "Trainer.hyperparameter_search() does not run in a job; start a study of the job (docs/studies.md)"
+        )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model in Hugging Face's format. Rank 0 writes it, and the others wait."""
+        run = place().run
+        if run is not None:
+            run.alive()
+        super().save_model(output_dir, _internal_call)
+        if run is not None:
+            run.gather(None)  # waits for all ranks
+
+    def _offer_in_driver(self) -> None:
+        """End the script in the driver, which then knows what the job needs."""
+        here = place()
+        if here.run is not None:
+            return
+        if self.train_dataset is None:
+            raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
+        optimizer = self.optimizer
+        base_lr = optimizer.param_groups[0]["lr"] if optimizer else self.args.learning_rate
+        size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else 0
+        raise Offer(job_settings(self.args, size, here.virtual_workers, base_lr) if size else {}, self._give)
+
+    def _give(self, run: Run) -> None:
+        """Give the dataset and the model to a run."""
+        dataset, collate = self._data(self.train_dataset, "training")
+        run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers)
+        self.model_wrapped = run.model(self.model)
+
+    def _data(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """Return a dataset and a collate function without the columns that the model does not take."""
+        if is_of_datasets(dataset):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **more: Any) -> Any:
+        """Return the batches of an evaluation."""
+        run = place().run
+        assert run is not None
+        data, collate = self._data(dataset, description)
+        own = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        name = next((name for name, each in own.items() if each is dataset), None)
+        loader = kept_loader(run, name, self.args.dataloader_num_workers) if name is not None else Loader(0)
+        self._evaluated = RankBatches(run, data, collate, batch_size, loader)
+        return self._evaluated
+
+    def _gather(self, value: Any, use_gather_object: bool = False) -> Any:
+        """Return the tensors of a batch of each rank, joined in the order of the dataset."""
+        run = place().run
+        if run is None or self._evaluated is None:
+            raise UsageError(
+                "accelerator.gather() was called outside of an evaluation, where ranks have unequal numbers of batches; compute what you "
+                "need in compute_metrics"
+            )
+        host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+        parts = [trimmed(part, size) for part, size in self._evaluated.gathered(host)]
+        return reduce(partial(nested_concat, padding_index=-100), parts)
+
+    def _backward(self, loss: Tensor, **_: Any) -> None:
+        """Run the backward pass of a micro-batch with its share of the step's loss."""
+        assert self._step is not None
+        self._step.backward(loss, share=self._share)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """Return the number of items, such as tokens with a label, in a step over all ranks; None if losses are means over samples.
+
+        In an evaluation it is the number of a batch, so that its loss does not depend on the batches of other ranks.
+        """
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            return None
+        self.accelerator.gather = lambda value: value  # it is summed here
+        try:
+            items = super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self.accelerator.gather = self._gather
+        if self._step is None:
+            # `compute_loss` multiplies by the number of processes, because DDP would divide by it.
+            return None if items is None else items * place().virtual_workers
+        total = self._step.total(0.0 if items is None else float(items))
+        is_counted = total > 0 or self._step.total(float(items is not None)) > 0
+        return torch.tensor(total, dtype=torch.float32, device=device) if is_counted else None
+
+    def _inner_training_loop(
+        self, batch_size: Any = None, args: Any = None, ignore_keys_for_eval: Any = None, **_: Any
+    ) -> TrainOutput:
+        """Train the steps that are left, with the callbacks of Hugging Face's own loop in its order."""
+        run = place().run
+        assert run is not None
+        self._give(run)
+        self.accelerator._models.append(self.model_wrapped)
+        num_train_samples = self._prepare(run, args)
+        run.state("transformers", self._captured, self._restore)
+        self._loop(run, self.model_wrapped, ignore_keys_for_eval)
+        return self._finalize_training(None, num_train_samples, self._start_time)
+
+    def _prepare(self, run: Run, args: Any) -> float:
+        """Make the optimizer, the scheduler and the trainer's state, and return the number of samples of the whole training."""
+        plan, accumulation = run.plan, args.gradient_accumulation_steps
+        per_process = plan.spec.virtual_workers * args.per_device_train_batch_size
+        num_batches = plan.steps_per_epoch * accumulation
+        if not args.dataloader_drop_last:
+            num_batches = -(-len(self.train_dataset) // per_process)
+        batches = PlannedBatches(self.train_dataset, num_batches)
+        epochs, per_epoch, _, num_train_samples, _, self._batches_per_epoch, max_steps = (
+            self.set_initial_training_values(args, batches)
+        )
+        batch = per_process * accumulation
+        if (plan.spec.global_batch, plan.total_steps) != (batch, max_steps):
+            raise UsageError(
+                f"the TrainingArguments ask for {max_steps} steps of {batch} samples, but the plan has {plan.total_steps} of "
+                f"{plan.spec.global_batch}; give the same arguments in every process, and start the script with `undula run`"
+            )
+        self._init_training_state(max_steps, per_epoch, epochs, None, None)
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        run.optimizer(self.optimizer, self.lr_scheduler)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = batches
+        self._initial_num_input_tokens_seen = self._initial_global_step = 0
+        self._tr_loss = torch.tensor(0.0, device=args.device)
+        self._total_loss_scalar, self._globalstep_last_logged = 0.0, 0
+        return float(num_train_samples)
+
+    def _loop(self, run: Run, model: nn.Module, ignore_keys_for_eval: Any) -> None:
+        args, epoch = self.args, None
+        self._start_time = time.time()
+        steps = run.steps()
+        step = next(steps, None)  # restores the state, before callbacks see it
+        self._initial_global_step = self.state.global_step
+        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        if args.eval_on_start and not self._is_restored:
+            self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+        if self._is_unfinished:
+            self._after_step(run, model, self.state.global_step, ignore_keys_for_eval)
+        while step is not None:
+            if (number := run.plan.step(step.index).epoch) != epoch:
+                epoch = number
+                self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
+            self._train_step(run, step, model)
+            self._after_step(run, model, step.index, ignore_keys_for_eval)
+            step = next(steps, None)
+
+    def _train_step(self, run: Run, step: Step, model: nn.Module) -> None:
+        args, self._step = self.args, step
+        samples = step.load()
+        items = self._get_num_items_in_batch(samples, args.device)
+        self.current_gradient_accumulation_steps = (
+            1  # a step's loss is weighted by samples, not divided by micro-batches
+        )
+        self._share = 1 / run.plan.spec.virtual_workers if self._is_normalized(items) else None
+        self._step_flos = step.total(sum(float(self.floating_point_ops(inputs)) for inputs in samples))
+        for number, inputs in enumerate(step.batches()):
+            is_last = number >= len(samples) - 1
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            if number == 0:
+                self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
+            self.training_step(model, inputs, items)
+            if not is_last:
+                self.control = self.callback_handler.on_substep_end(args, self.state, self.control)
+        norm = step.reduce()
+        self.control = self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
+        self._learning_rate, self._grad_norm = self._get_learning_rate(), float(norm)
+        step.update()
+        self.control = self.callback_handler.on_optimizer_step(args, self.state, self.control)
+
+    def _is_normalized(self, items: Tensor | None) -> bool:
+        """Return whether a micro-batch's loss is already its part of the step's loss, as `training_step` decides it."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+
+    def _after_step(self, run: Run, model: nn.Module, index: int, ignore_keys_for_eval: Any) -> None:
+        """Do what follows from a committed step: callbacks, and logging, evaluation and saving if they are due."""
+        self._add_step()
+        args, plan, shape = self.args, run.plan, run.plan.step(index)
+        in_epoch = min((shape.step_in_epoch + 1) * args.gradient_accumulation_steps, self._batches_per_epoch)
+        self.state.global_step, self.state.epoch = index + 1, shape.epoch + in_epoch / self._batches_per_epoch
+        self.control = self.callback_handler.on_step_end(args, self.state, self.control)
+        due = (self._tr_loss, self._grad_norm, model, None, shape.epoch, ignore_keys_for_eval, self._start_time)
+        self._maybe_log_save_evaluate(*due, learning_rate=self._learning_rate)
+        is_epoch = shape.step_in_epoch + 1 == plan.steps_per_epoch
+        if self.control.should_epoch_stop and not is_epoch:
+            raise UsageError(
+                "a callback set control.should_epoch_stop, but the plan of a run decides where epochs end; set should_training_stop"
+            )
+        if is_epoch or self.control.should_training_stop:
+            self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
+            self._maybe_log_save_evaluate(*due, learning_rate=self._learning_rate)
+        if self.control.should_training_stop and self.state.global_step < plan.total_steps:
+            run.stop("a callback of the script stopped the training")
+
+    def _add_step(self) -> None:
+        """Add the loss and the operations of the step to the totals, once it is committed."""
+        step, self._step = self._step, None if self._step is None or self._step.loss is not None else self._step
+        if step is None or step.loss is None:
+            return
+        if self.args.logging_nan_inf_filter and not math.isfinite(step.loss):
+            self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        else:
+            self._tr_loss += step.loss
+        self.current_flos += self._step_flos
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Evaluate during the training, and record the loss and the metrics of one evaluation dataset in the run."""
+        found: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        run = place().run
+        if run is not None and "eval_loss" in found and self._evaluated is not None:
+            means = {
+                name.removeprefix("eval_"): float(value)
+                for name, value in found.items()
+                if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(MEASURED)
+            }
+            run.validated(means, len(self._evaluated.dataset))
+        return found
+
+    def _captured(self) -> dict[str, Any]:
+        """Return the state of the trainer and of its callbacks that belongs to the run's."""
+        self._add_step()
+        if self._history[0] != len(
+            self.state.log_history
+        ):  # writing it in every step would take longer the longer it is
+            self._history = len(self.state.log_history), json.dumps(self.state.log_history, default=float)
+        return {
+            "fields": {name: getattr(self.state, name) for name in STATE_FIELDS},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "loss": float(self._tr_loss),
+            "history": self._history[1],
+            "callbacks": [exported_state(each) for each in self.callback_handler.callbacks],
+        }
+
+    def _restore(self, values: Mapping[str, Any], is_unfinished: bool) -> None:
+        self._is_restored, self._is_unfinished = True, is_unfinished
+        for name, value in values["fields"].items():
+            setattr(self.state, name, value)
+        for name, value in values["counters"].items():
+            setattr(self, name, value)
+        self._tr_loss.fill_(values["loss"])
+        self.state.log_history = json.loads(values["history"])
+        for callback, attributes in zip(self.callback_handler.callbacks, values["callbacks"], strict=False):
+            for name, value in attributes.items():
+                setattr(callback, name, value)
+
+
+class Trainer(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
+    """Hugging Face's Trainer on workers that come and go. It takes the same arguments, and trains the same model at any world size."""
