@@ -1,0 +1,56 @@
+"""Tests of scripts of torchrun and of Ray Train before and after their migration, on two real processes: the losses are the same."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+
+from undula.cluster.local import LocalCluster
+from undula.config.job import load_spec
+from undula.driver.launch import job_of
+from undula.driver.preflight import check_job, examine
+from undula.state.ledger import read_ledger
+from undula.storage import open_store
+from undula.train.single_process import SingleProcess
+
+FOLDER = Path(__file__).parents[1] / "migration"
+LIMIT_S = 300
+
+
+def losses_of_run(folder: Path) -> list[float]:
+    """Train the migrated script in this process, and return its losses."""
+    train = runpy.run_path(str(FOLDER / "ddp_after.py"))["train"]
+    loaded = load_spec(FOLDER / "ddp_after.yaml", [f"runs={folder}"])
+    job = job_of(loaded, token_hex(8), script_data=examine(train, loaded, check_job(loaded)).script_data)
+    SingleProcess(train, job, lambda message: None)()
+    return list(read_ledger(open_store(job.run_url)).steps["loss"].to_pylist())
+
+
+def run_script(command: list[str], **variables: str) -> None:
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_script_of_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run_script([*torchrun, str(FOLDER / "ddp_before.py"), str(tmp_path)])
+    before = json.loads((tmp_path / "losses.json").read_text())
+    assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
+
+
+def test_a_script_of_ray_train(cluster: LocalCluster, tmp_path: Path) -> None:
+    script = [cluster.python, str(FOLDER / "ray_train_before.py"), str(tmp_path)]
+    run_script(script, **cluster.env, RAY_ADDRESS=cluster.address)
+    before = json.loads((tmp_path / "losses.json").read_text())
+    assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
