@@ -13,28 +13,31 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers.trainer_pt_utils import nested_concat
-from transformers.trainer_utils import TrainOutput
 
-from undula.adapters.arguments import job_settings, refuse_unsupported
 from undula.adapters.evaluation import RankBatches, kept_loader
-from undula.adapters.hugging_face import (
-    PlannedBatches,
-    exported_state,
-    is_of_datasets,
-    place_process,
-    shared_folder,
-    trimmed,
-)
 from undula.adapters.script import Offer, launch, place
 from undula.data.loader_processes import Loader
-from undula.errors import SpecError, UsageError
+from undula.errors import SpecError, UsageError, needs_extra, one_sentence
 from undula.parallel.random_state import kept_random_state
 from undula.train.run import Run
 from undula.train.step import Step
+
+with one_sentence(), needs_extra("transformers"):
+    import transformers
+    from transformers.trainer_pt_utils import nested_concat
+    from transformers.trainer_utils import TrainOutput
+
+    from undula.adapters.arguments import job_settings, refuse_unsupported
+    from undula.adapters.hugging_face import (
+        PlannedBatches,
+        exported_state,
+        is_of_datasets,
+        place_process,
+        shared_folder,
+        trimmed,
+    )
 
 __all__ = ["ElasticMixin", "Trainer", "launch"]
 STATE_FIELDS = (

@@ -1,5 +1,8 @@
 """Tests of Hugging Face's Trainer under the loop of a run: equal to their own loop, at any world size, and after any interruption."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -299,3 +302,15 @@ def test_a_value_of_the_yaml_that_the_arguments_contradict_is_refused(tmp_path: 
 def test_a_trainer_outside_of_a_run_says_how_to_launch_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"end it with launch\(main\) in place of main\(\)"):
         Trainer(model=tiny_gpt(), args=arguments(tmp_path))
+
+
+def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no', name='transformers')")
+    done = subprocess.run(
+        [sys.executable, "-c", "import undula.adapters.transformers"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == SpecError.status
+    assert done.stderr == "undula: transformers is not installed; run pip install 'undula[transformers]'\n"
