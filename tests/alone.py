@@ -55,7 +55,7 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     torch.set_num_threads(1)  # as in a worker with one CPU
     sys.path.insert(0, str(Path(script).parent))
     defined = runpy.run_path(script)
-    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined["Config"])
+    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined.get("Config"))
     examined = examine(defined["train"], loaded, check_job(loaded))
     if rank == 0:
         job = record_job(loaded, examined.plan, open_store(loaded.spec.run_url), examined.script_data).job
@@ -65,8 +65,8 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     def train(run: Any) -> None:
         original = run.steps
 
-        def steps(validate: Any = None) -> Iterator[Any]:
-            for step in original(validate=validate):
+        def steps(*arguments: Any, **more: Any) -> Iterator[Any]:
+            for step in original(*arguments, **more):
                 if until is not None and step.index == until - 1:
                     process.leave(saves=True)
                 yield step

@@ -1,4 +1,7 @@
-"""Test of a run on a map-style dataset under faults, with and without loader processes: the bits of a run left alone, and no orphans."""
+"""Test of a run on a map-style dataset under faults, with and without loader processes: the bits of a run left alone, and no orphans.
+
+The same holds for a LightningModule, whose hooks have state that changes the loss.
+"""
 
 import shutil
 import signal
@@ -23,30 +26,29 @@ from undula.testing.chaos import Chaos, start_driver
 from undula.testing.nodes import Nodes
 
 pytestmark = pytest.mark.timeout(400)
-JOB = Path(__file__).parent / "map_job.py"
 STEPS_OF_EPOCH = 21
 
 
-def command(folder: Path, name: str, *overrides: str) -> list[str]:
+def command(job: str, folder: Path, name: str, *overrides: str) -> list[str]:
     """Return the command of the job, whose script is in a folder of its own because the modules beside it go with it."""
-    script = folder / "job" / JOB.name
+    script = folder / "job" / f"{job}.py"
     if not script.exists():
         script.parent.mkdir()
-        shutil.copy(JOB, script)
-        shutil.copy(JOB.with_suffix(".yaml"), script.with_suffix(".yaml"))
+        for name_of_file in (script.name, f"{job}.yaml"):
+            shutil.copy(Path(__file__).parent / name_of_file, script.parent)
     return [sys.executable, str(script), f"name={name}", f"runs={folder}", *overrides]
 
 
 @contextmanager
-def running(spot: Nodes, folder: Path, *overrides: str) -> Iterator[Running]:
+def running(spot: Nodes, script: list[str]) -> Iterator[Running]:
     """Start the job on a cluster with one node, wait for its first steps, and stop it after the block."""
     while len(spot.nodes) > 1:
         spot.kill(spot.nodes[0])
     if not spot.nodes:
         spot.add()
     spot.await_all()
-    _, *script = command(folder, "run", *ENDLESS, f"config.pace_s={PACE_S}", *overrides)
-    driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
+    driver = start_driver([spot.cluster.python, *script[1:]], spot.cluster, print)
+    (folder,) = (each.removeprefix("runs=") for each in script if each.startswith("runs="))
     job = Running(driver, open_store(f"{folder}/run"))
     try:
         job.wait_for(lambda: len(job.rows()) > 5)
@@ -61,9 +63,20 @@ def loaders_of(rank: psutil.Process) -> list[psutil.Process]:
     return [each for server in servers for each in server.children()]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_faults_change_no_bit_and_leave_no_loader_process(spot: Nodes, tmp_path: Path, num_workers: int) -> None:
-    with running(spot, tmp_path, f"config.num_workers={num_workers}") as job:
+@pytest.mark.parametrize(
+    ("name", "num_workers", "pace_s"),
+    [
+        ("map_job", 0, PACE_S),
+        ("map_job", 2, PACE_S),
+        # Its pace is that of a micro-batch, of which a step has eight.
+        pytest.param("lightning_job", 2, PACE_S / 8, marks=pytest.mark.soak),
+    ],
+)
+def test_faults_change_no_bit_and_leave_no_loader_process(
+    spot: Nodes, tmp_path: Path, name: str, num_workers: int, pace_s: float
+) -> None:
+    overrides = (*ENDLESS, f"config.pace_s={pace_s}", f"config.num_workers={num_workers}")
+    with running(spot, command(name, tmp_path, "run", *overrides)) as job:
         chaos = Chaos(spot, job.store, job.driver)
         second = spot.add()
         job.wait_for_group(2, after=0, steps=5)
@@ -88,7 +101,7 @@ def test_faults_change_no_bit_and_leave_no_loader_process(spot: Nodes, tmp_path:
     steps = read_ledger(job.store).steps.num_rows
     assert [crash.cause for crash in events_in(job.store.url, CrashEvent)]
     assert read_ledger(job.store).replaced.num_rows == 0
-    alone = train_alone(command(tmp_path, "alone", *ENDLESS, f"plan.max_steps={steps + 1}"))
+    alone = train_alone(command(name, tmp_path, "alone", *ENDLESS, f"plan.max_steps={steps + 1}"))
     assert_certified(job.store.url, alone.url, steps)
     run = read_run(job.store)
     assert any("each of 500 samples was used exactly once" in each for each in certify(run, data_of(run)).proved)

@@ -62,7 +62,8 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
         num_rows: Number of rows of the training data; None if the script gives them.
 
     Raises:
-        UndulaError: The run cannot use the dataset, or the script gives no dataset although the job's YAML names no data.
+        UndulaError: The run cannot use the dataset or something else in the script, or the script gives no dataset although the job's YAML
+            names no data.
     """
     with _world(), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
@@ -71,6 +72,10 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
             train(probe)  # type: ignore[arg-type]
         except _ModelBuiltError as built:
             return ScriptFacts(probe.data, built.facts)
+        except (
+            UsageError
+        ) as error:  # of the probe, or of a trainer's adapter, which refuses what it finds in the script
+            raise probe.refusal or error from None
         except (Exception, SystemExit) as error:
             # If the script itself is wrong, the workers report it with a traceback. It may also need a GPU, which the head does not have.
             if probe.refusal is not None:

@@ -21,6 +21,7 @@ from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
 from undula.train.device_batches import DeviceBatches
 from undula.train.learning_rate import rate_for
+from undula.train.script_state import AfterStep
 from undula.train.step import Step
 from undula.train.step_reduction import exact_means
 from undula.train.validation import Validation, ValidationFunction
@@ -32,12 +33,14 @@ class TrainingLoop:
     Args:
         context: State of the run on this rank.
         validate: Function that returns the means of a batch; None if the script does not validate.
+        after_step: Function that is called after each step and its validation; None if the script works in its loop only.
     """
 
-    def __init__(self, context: TrainContext, validate: ValidationFunction | None):
+    def __init__(self, context: TrainContext, validate: ValidationFunction | None, after_step: AfterStep | None = None):
         self.boundary = StepBoundary(context)
         self._context = context
         self._has_loss = validate is not None
+        self._after = after_step
         self._validation = self._make_validation(validate)
 
     @property
@@ -68,6 +71,8 @@ class TrainingLoop:
                 self._validate(0)
             elif not restored.is_checkpoint:
                 self._repeat_validation(restored)
+                if not context.script_state.is_settled:
+                    self._finish(start)
                 self._save_owed_best(start)
             index = start
             while not self._ends(index):
@@ -78,7 +83,7 @@ class TrainingLoop:
                         f"step {index} ended without step.update(); call it after the loop over step.batches()"
                     )
                 index += step.merged_steps
-                context.script_state.capture(is_settled=True)
+                context.script_state.capture(is_settled=self._after is None)
                 self._after_step(step.index, index)
             if index == start and not restored.is_checkpoint:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
@@ -180,7 +185,16 @@ class TrainingLoop:
                 self._validate(done)
             elif context.telemetry:
                 context.telemetry.mean_loss(done)
+        self._finish(done)
         self._save(before, done)
+
+    def _finish(self, done: int) -> None:
+        """Let the script finish its work after `done` steps, and take its state with that."""
+        if self._after is None:
+            return
+        results = self._context.results
+        self._after(done, results.means if results.step == done else None)
+        self._context.script_state.capture(is_settled=True)
 
     def _save(self, before: int, done: int) -> None:
         """Save the state after `done` steps if that is due, and leave the group if the ranks were asked to."""
@@ -215,7 +229,8 @@ class TrainingLoop:
                 events = []
             known = [next((event.means for event in reversed(events) if event.step == done), None)]
         dist.broadcast_object_list(known, group=setup.layout.control, group_src=0)
-        if known[0] is None:
+        # The script's work after the validation may need what it computed there.
+        if known[0] is None or (self._after is not None and not self._context.script_state.is_settled):
             self._validate(done)
         else:
             self._context.results.add(done, known[0])

@@ -29,7 +29,7 @@ from undula.train.job import Job
 from undula.train.model import engine_of, place_model
 from undula.train.randomness import seed_weights
 from undula.train.samples import AnyStream, ScriptSamples, StoredSamples
-from undula.train.script_state import Capture, Restore
+from undula.train.script_state import AfterStep, Capture, Restore
 from undula.train.single_process import local_world
 from undula.train.validation import ValidationFunction
 
@@ -120,7 +120,9 @@ class RehearsedRun:
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
         self._maps = function, validation or function
 
-    def steps(self, validate: ValidationFunction | None = None) -> Iterator["RehearsedStep"]:
+    def steps(
+        self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None
+    ) -> Iterator["RehearsedStep"]:
         """Yield a step, rehearse a validation, and end the train function."""
         assert self._engine is not None
         samples = self._script_samples or StoredSamples(self._job, load_data(self._job.data), range(1), self._maps)
@@ -152,7 +154,9 @@ class RehearsedStep:
         self.index, self.samples, self.lr = 0, plan.step(0).samples, lr
         self._engine = engine
         self._batches = batches
-        self._micro_batch: MicroBatch | None = None
+        self.micro_batch: MicroBatch | None = None
+        self.is_last = False
+        self.merged_steps = 1
 
     def load(self) -> list[Any]:
         return [batch for _, batch in self._batches]
@@ -163,14 +167,14 @@ class RehearsedStep:
     def batches(self) -> Iterator[Any]:
         self._engine.begin_step(len(self._batches))
         for place, (size, batch) in enumerate(self._batches):
-            self._is_last = place == len(self._batches) - 1
-            self._engine.before_forward(self._is_last)
-            self._micro_batch = MicroBatch(0, 0, place, size)
+            self.is_last = place == len(self._batches) - 1
+            self._engine.before_forward(self.is_last)
+            self.micro_batch = MicroBatch(0, 0, place, size)
             yield batch
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
-        assert self._micro_batch is not None
-        self._engine.backward(loss, 1.0, self._micro_batch, self._is_last)
+        assert self.micro_batch is not None
+        self._engine.backward(loss, 1.0, self.micro_batch, self.is_last)
 
     def log(self, **values: float | Tensor) -> None:
         """Do nothing, because the step is not recorded."""

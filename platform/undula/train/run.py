@@ -43,7 +43,7 @@ from undula.train.loop import TrainingLoop
 from undula.train.model import engine_of, place_model, watch_compilation_of
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
-from undula.train.script_state import Capture, Restore, ScriptState
+from undula.train.script_state import AfterStep, Capture, Restore, ScriptState
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
@@ -307,13 +307,15 @@ class Run:
             raise UsageError(f"run.{name}() was called before run.steps(); call it in the loop over the steps")
         return self._loop
 
-    def steps(self, validate: ValidationFunction | None = None) -> Iterator[Step]:
+    def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
         """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
 
         Args:
             validate: Function that returns the mean loss of a batch, or several means by name, of which one is "loss". It is called on
                 validation data, without gradients and in eval mode: before the first step, every validation.every_steps steps, and after
                 the last step.
+            after_step: Function for the script's work after a step that needs the validation. It is called on all ranks after each
+                step and its validation, before the state is saved, and again by the next group if the former one ended before that.
 
         Raises:
             UsageError: The model or the optimizer is missing or not supported, or a setting needs validations and `validate` is missing.
@@ -328,7 +330,7 @@ class Run:
         check_step(self._optimizer)
         check_state(self._model, self._optimizer)
         self._stop_watching = watch_compilation_of(self._setup.worker.progress)
-        self._loop = TrainingLoop(self._context(), validate)
+        self._loop = TrainingLoop(self._context(), validate, after_step)
         yield from self._loop.steps()
 
     def hand_over(self) -> None:

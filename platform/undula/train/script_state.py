@@ -12,6 +12,8 @@ _ENTRY = "script"
 """Name of this state in the state of a run."""
 Capture = Callable[[], Any]
 Restore = Callable[[Any, bool], None]
+AfterStep = Callable[[int, Mapping[str, float] | None], None]
+"""Function that is called with the number of committed steps, and with the means of the validation after them if there was one."""
 
 
 class ScriptState:
@@ -23,7 +25,8 @@ class ScriptState:
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Capture, Restore]] = {}
         self._values: dict[str, Json] = {}
-        self._is_settled = True
+        self.is_settled = True
+        """Whether the values include the script's work after the last step."""
 
     def add(self, name: str, capture: Capture, restore: Restore) -> None:
         """Register a part of the state.
@@ -45,19 +48,19 @@ class ScriptState:
             UsageError: A checkpoint cannot hold a value.
         """
         self._values = {name: _encoded(name, take()) for name, (take, _) in self._parts.items()}
-        self._is_settled = is_settled
+        self.is_settled = is_settled
 
     def values(self) -> dict[str, Any]:
         """Return the values as JSON, under their name in the state of the run; nothing if there is none."""
-        return {_ENTRY: {"is_settled": self._is_settled, "values": self._values}} if self._values else {}
+        return {_ENTRY: {"is_settled": self.is_settled, "values": self._values}} if self._values else {}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Give the values of a restored state back to the script."""
         entry = values.get(_ENTRY, {})
         self._values = {name: value for name, value in entry.get("values", {}).items() if name in self._parts}
-        self._is_settled = entry.get("is_settled", True)
+        self.is_settled = entry.get("is_settled", True)
         for name, value in self._values.items():
-            self._parts[name][1](decode(value, {}), not self._is_settled)
+            self._parts[name][1](decode(value, {}), not self.is_settled)
 
 
 def _encoded(name: str, value: object) -> Json:

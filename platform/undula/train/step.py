@@ -43,6 +43,8 @@ class Step:
             scheduler of its own.
         loss: Mean loss over the step's samples on all ranks; None before `update`.
         grad_norm: Norm of the step's gradient before clipping; None before `update`.
+        micro_batch: Place in the plan of the current batch of `batches`; None outside of the loop.
+        is_last: Whether the current batch is the last one of this rank in the step.
         applied: Whether the optimizer took the step. With `precision.compute: fp16`, a step whose gradient overflows is skipped.
     """
 
@@ -60,7 +62,7 @@ class Step:
         """Loss of each micro-batch and the number of samples for which it counts."""
         self._local = LocalStep()
         self._kinds: set[Kind] = set()
-        self._micro_batch: MicroBatch | None = None
+        self.micro_batch: MicroBatch | None = None
         self._following: Iterator[MicroBatch | None] = iter(())
         """For each micro-batch whose backward pass is to come, the one that will be read after it; None if it was read before."""
         self._in_micro_batch: Mark | None = None
@@ -69,7 +71,7 @@ class Step:
         """Micro-batches that `load` has read and `batches` has not yielded yet."""
         self._reduced_gradient: tuple[Tensor, Tensor] | None = None
         """Norm of the step's gradient, and whether it overflows on this rank; None before it is reduced."""
-        self._has_begun = self._has_ended = self._is_last = False
+        self._has_begun = self._has_ended = self.is_last = False
         plan = context.setup.plan
         self.index = index
         self.merged_steps = plan.merged_steps(index, context.setup.layout.num_cells)
@@ -95,16 +97,16 @@ class Step:
         engine = context.engine
         for place, each in enumerate(work):
             batch = self._loaded.pop(0) if self._loaded else self._next_batch(each.virtual_worker, each.samples)
-            self._is_last = place == len(work) - 1
-            engine.before_forward(self._is_last)
+            self.is_last = place == len(work) - 1
+            engine.before_forward(self.is_last)
             context.buffers.begin_micro_batch()
             seed_micro_batch(context.setup.job.plan.seed, each.step, each.virtual_worker, each.number)
-            self._micro_batch = each
+            self.micro_batch = each
             self._in_micro_batch = mark_on(context.setup.layout.device)
             self._kinds.add(_kind(batch, len(engine.trainable)))
             self._enter(SHARDED_COMPUTE if engine.capabilities.equal_rounds else COMPUTE)
             yield batch
-            self._micro_batch = None
+            self.micro_batch = None
             if self._in_micro_batch is not None:
                 raise UsageError(
                     f"a batch of step {self.index} ended without step.backward(loss); call it once for each batch"
@@ -181,7 +183,7 @@ class Step:
             UsageError: There is no current batch, its backward pass has run already, the loss has several elements, or the job measures
                 the noise scale, which needs means over samples.
         """
-        context, micro_batch = self._context, self._micro_batch
+        context, micro_batch = self._context, self.micro_batch
         begin, self._in_micro_batch = self._in_micro_batch, None
         if begin is None or micro_batch is None:
             raise UsageError(
@@ -199,15 +201,15 @@ class Step:
                     "gradient.noise_every_steps=0 and another schedule.batch_rule, or remove the share"
                 )
             samples = share * self.samples
-        if self._is_last:
+        if self.is_last:
             self._enter(REDUCE)
         context.noise.begin_backward()
         part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)
         weight = context.setup.job.gradient_scale * part * self._loss_scale
-        context.engine.backward(loss, weight, micro_batch, self._is_last)
+        context.engine.backward(loss, weight, micro_batch, self.is_last)
         context.noise.end_backward(micro_batch.samples)
         end = mark_on(context.setup.layout.device)
-        ready = context.engine.gradients_ready if self._is_last else None
+        ready = context.engine.gradients_ready if self.is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
         if micro_batch.samples:  # the loss of no samples may be NaN, even if it is multiplied by 0
             self._losses.append((loss.detach().reshape(()), samples))
@@ -223,7 +225,7 @@ class Step:
         Inside the loop over `batches`, a value counts for the samples of the current batch. Outside of it, a value counts for the samples
         of all batches that this rank has run in the step.
         """
-        inside = self._micro_batch
+        inside = self.micro_batch
         weight = float(inside.samples if inside else sum(size for _, size in self._losses))
         if not weight:  # a value of no samples may be NaN, even if it is multiplied by 0
             return

@@ -54,8 +54,8 @@ def _train(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[float
 
     for step in run.steps():
         for batch in step.batches():
-            assert step._micro_batch is not None
-            has_samples = step._micro_batch.samples > 0
+            assert step.micro_batch is not None
+            has_samples = step.micro_batch.samples > 0
             step.log(inside=1.0 if has_samples else math.nan)
             step.backward(loss(batch, has_samples))
         has_samples = any(samples for _, samples in step._losses)
