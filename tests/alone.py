@@ -47,6 +47,7 @@ def train_alone(
 def _train(script: str, overrides: list[str], rank: int, world_size: int, rendezvous: str, until: int | None) -> None:
     import torch
 
+    from undula.adapters.script import Script
     from undula.config.job import load_spec
     from undula.driver.launch import job_of, record_job
     from undula.driver.preflight import check_job, examine
@@ -55,8 +56,11 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     torch.set_num_threads(1)  # as in a worker with one CPU
     sys.path.insert(0, str(Path(script).parent))
     defined = runpy.run_path(script)
-    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined.get("Config"))
-    examined = examine(defined["train"], loaded, check_job(loaded))
+    launched = Script(defined["main"]) if "launch" in defined else None
+    settings = {"settings": launched.settings} if launched else {}
+    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined.get("Config"), **settings)
+    examined = examine(launched or defined["train"], loaded, check_job(loaded))
+    function = Script(defined["main"]) if launched else defined["train"]
     if rank == 0:
         job = record_job(loaded, examined.plan, open_store(loaded.spec.run_url), examined.script_data).job
     else:
@@ -72,7 +76,7 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
                 yield step
 
         run.steps = steps
-        defined["train"](run)
+        function(run)
 
     process = SingleProcess(train, job, lambda message: None, rank, world_size, rendezvous if world_size > 1 else None)
     process()

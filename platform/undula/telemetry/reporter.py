@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from undula.errors import StorageError
-from undula.state.events import EndEvent, Event, LossEvent, ValidationEvent
+from undula.state.events import EndEvent, Event, LogEvent, LossEvent, ValidationEvent
 from undula.state.goals import LOSS
 from undula.state.ledger import LedgerWriter
 from undula.state.records import StepRow
@@ -89,6 +89,8 @@ class Telemetry:
         if isinstance(event, ValidationEvent):
             self._tensorboard.add(event.step, {f"{name}/validation": value for name, value in event.means.items()})
             self.export_means(event.means)
+        elif isinstance(event, LogEvent):
+            self._tensorboard.add(event.step, {f"logged/{name}": value for name, value in event.values.items()})
 
     def export_means(self, means: Mapping[str, float]) -> None:
         """Export the means of the newest validation by name; it may be one of a former attempt."""

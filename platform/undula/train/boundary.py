@@ -38,6 +38,8 @@ class StepBoundary:
 
     def __init__(self, context: TrainContext):
         self._context = context
+        self.is_save_asked = False
+        """Whether the script has asked for a checkpoint since the last step was committed."""
 
     def wants(self) -> Wants:
         """Return the requests of this rank for the boundary after the step that it is about to commit.
@@ -57,7 +59,7 @@ class StepBoundary:
             gives=request.gives,
             gives_all=request.gives_all,
             saves=request.saves,
-            owes_save=worker.owes_save,
+            owes_save=worker.owes_save or self.is_save_asked,
             snapshots=takes,
             sends=sends,
             is_sending=snapshots is not None and snapshots.is_sending,
@@ -86,6 +88,7 @@ class StepBoundary:
         worker, snapshots = context.setup.worker, context.snapshots
         context.rows = [*(each for each in context.rows if each.step >= stored_steps), row]
         context.wants = wants
+        self.is_save_asked = False
         if wants.saves and worker.request == Request(saves=True):
             worker.request = Request()
         context.step_s = row.seconds

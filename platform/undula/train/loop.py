@@ -12,7 +12,7 @@ from undula.recovery.restore import Restored, Restorer
 from undula.recovery.snapshot import folder_of
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import LeaveGroup
-from undula.state.events import StartEvent, ValidationEvent, WarningEvent
+from undula.state.events import Event, StartEvent, ValidationEvent, WarningEvent
 from undula.state.goals import LOSS
 from undula.state.ledger import events_of, read_ledger
 from undula.telemetry.reporter import Telemetry
@@ -39,6 +39,7 @@ class TrainingLoop:
     def __init__(self, context: TrainContext, validate: ValidationFunction | None, after_step: AfterStep | None = None):
         self.boundary = StepBoundary(context)
         self._context = context
+        self._restored: Restored | None = None
         self._has_loss = validate is not None
         self._after = after_step
         self._validation = self._make_validation(validate)
@@ -58,12 +59,18 @@ class TrainingLoop:
         """End the run after the step that was committed last."""
         self._context.results.stop(reason)
 
+    def begin(self) -> Restored:
+        """Restore the newest complete state and report the start of the attempt, unless this was done before."""
+        if self._restored is None:
+            self._restored = self._restore()
+            self._begin(self._restored)
+        return self._restored
+
     def steps(self) -> Iterator[Step]:
         """Restore the newest complete state, and yield the steps that follow it."""
         context, setup = self._context, self._context.setup
         worker = setup.worker
-        restored = self._restore()
-        self._begin(restored)
+        restored = self.begin()
         start = restored.step
         try:
             worker.progress.begin(start)
@@ -87,6 +94,7 @@ class TrainingLoop:
                 self._after_step(step.index, index)
             if index == start and not restored.is_checkpoint:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
+                context.script_state.capture(is_settled=True)
                 self._save(start - 1, start)
             is_early = index < setup.plan.total_steps
             self.boundary.end(index, context.results.reason_to_stop(setup.job.stop) if is_early else "")
@@ -258,6 +266,10 @@ class TrainingLoop:
         context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
         means, samples = exact_means(sums, samples, context.setup.layout.control)
         self.add_validation(done, means, samples)
+
+    def report(self, event: Event) -> None:
+        """Report an event of the run. Only the events of rank 0 reach the ledger."""
+        self._context.report(event)
 
     def add_validation(self, done: int, means: Mapping[str, float], samples: int) -> None:
         """Record the result of a validation after `done` steps. All ranks do the same.

@@ -99,6 +99,9 @@ class RehearsedRun:
     def alive(self) -> None:
         """Do nothing, because the rehearsal may take as long as it needs."""
 
+    def restore(self) -> int:
+        return 0
+
     def dataset(
         self,
         dataset: IndexedDataset,
@@ -152,6 +155,7 @@ class RehearsedStep:
 
     def __init__(self, engine: Engine, plan: Plan, batches: list[tuple[int, Any]], lr: float):
         self.index, self.samples, self.lr = 0, plan.step(0).samples, lr
+        self.applied, self.updated = True, False
         self._engine = engine
         self._batches = batches
         self.micro_batch: MicroBatch | None = None
@@ -184,3 +188,4 @@ class RehearsedStep:
 
     def update(self) -> None:
         self._engine.free_gradients()
+        self.updated = True

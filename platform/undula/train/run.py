@@ -32,6 +32,7 @@ from undula.parallel.precision import cpu_problem
 from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import Kept, WorkerState
+from undula.state.events import LogEvent
 from undula.state.goals import LOSS
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
@@ -95,7 +96,7 @@ class Run:
         self._maps: tuple[SampleFunction | None, SampleFunction | None] = None, None
         self._script_state = ScriptState()
         self._loop: TrainingLoop | None = None
-        self._has_started = False
+        self._has_started = self._is_restored = False
         if job.deterministic:
             compute_deterministically()
         seed_weights(job.plan.seed)
@@ -279,6 +280,15 @@ class Run:
         loop = self._begun("validated")
         loop.add_validation(loop.done, means, samples)
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """Record numbers by name between two steps, as an event of the step that was committed last. All ranks may call this."""
+        loop = self._begun("log")
+        loop.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
+
+    def save(self) -> None:
+        """Ask for a checkpoint at the end of the next step that is committed, in addition to those of `checkpoint.every_steps`."""
+        self._begun("save").boundary.is_save_asked = True
+
     def stop(self, reason: str) -> None:
         """End the run after the step that was committed last, although its plan has more. All ranks call this, after `step.update()`.
 
@@ -307,6 +317,15 @@ class Run:
             raise UsageError(f"run.{name}() was called before run.steps(); call it in the loop over the steps")
         return self._loop
 
+    def restore(self) -> int:
+        """Restore the newest complete state of the run now, and return its number of committed steps. `steps` does this otherwise.
+
+        If the script's work after the last step of the run was not finished, the script can repeat it before it calls `steps`.
+        """
+        self._loop = self._made_loop(None, None)
+        self._is_restored = True
+        return self._loop.begin().step
+
     def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
         """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
 
@@ -320,6 +339,16 @@ class Run:
         Raises:
             UsageError: The model or the optimizer is missing or not supported, or a setting needs validations and `validate` is missing.
         """
+        if not self._is_restored:
+            self._loop = self._made_loop(validate, after_step)
+        elif validate is not None or after_step is not None:
+            raise UsageError(
+                "run.steps() got validate= or after_step= after run.restore(); do this work in the loop over the steps"
+            )
+        assert self._loop is not None
+        yield from self._loop.steps()
+
+    def _made_loop(self, validate: ValidationFunction | None, after_step: AfterStep | None) -> TrainingLoop:
         if self._optimizer is None:
             raise UsageError("run.steps() was called before run.model() and run.optimizer(); call both first")
         if validate is None and (goals := self._setup.job.goals):
@@ -330,8 +359,7 @@ class Run:
         check_step(self._optimizer)
         check_state(self._model, self._optimizer)
         self._stop_watching = watch_compilation_of(self._setup.worker.progress)
-        self._loop = TrainingLoop(self._context(), validate, after_step)
-        yield from self._loop.steps()
+        return TrainingLoop(self._context(), validate, after_step)
 
     def hand_over(self) -> None:
         """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""
@@ -340,6 +368,8 @@ class Run:
 
     def free(self) -> None:
         """Free the model, the optimizer and the dataset. The next group makes new ones, and there may not be memory for both."""
+        if self._loop:
+            self._loop.boundary.close()
         if self._engine:
             self._engine.close()
         if self._undo:

@@ -17,6 +17,7 @@ from undula.state.events.training import (
     CacheEvent,
     CheckpointEvent,
     EndEvent,
+    LogEvent,
     LossEvent,
     LostEvent,
     SkipEvent,
@@ -56,6 +57,7 @@ __all__ = [
     "FleetEvent",
     "GroupEvent",
     "IdleEvent",
+    "LogEvent",
     "LossEvent",
     "LostEvent",
     "NodeEvent",
@@ -82,20 +84,10 @@ __all__ = [
 ]
 
 EVENT_TYPES: tuple[type[Event], ...] = (
-    *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, SnapshotEvent),
-    *(CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent, OverdueEvent),
-    *(
-        ReleaseEvent,
-        RefusalEvent,
-        IdleEvent,
-        FaultEvent,
-        StorageEvent,
-        CacheEvent,
-        TrackerEvent,
-        StopEvent,
-        EndEvent,
-        WarningEvent,
-    ),
+    *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, LogEvent),
+    *(SnapshotEvent, CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent),
+    *(OverdueEvent, ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, CacheEvent, TrackerEvent),
+    *(StopEvent, EndEvent, WarningEvent),
 )
 _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 

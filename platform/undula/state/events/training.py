@@ -130,6 +130,22 @@ class LossEvent(Event):
 
 
 @dataclass(frozen=True)
+class LogEvent(Event):
+    """The script has logged numbers between two steps."""
+
+    KIND = "log"
+    values: Mapping[str, float]
+    """Numbers by name."""
+    step: int = field(kw_only=True)
+
+    @property
+    def message(self) -> str:
+        return (
+            f"The script logged {', '.join(f'{name} {value:.6g}' for name, value in self.values.items()) or 'nothing'}."
+        )
+
+
+@dataclass(frozen=True)
 class SnapshotEvent(Event):
     """The cost of snapshots in memory is known; it is reported once."""
 

@@ -1,0 +1,198 @@
+"""DataLoaders that a script gives to an Accelerator: what the plan takes from the one for training, and how ranks share the others."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from undula.adapters.evaluation import RankBatches, kept_loader
+from undula.config.yaml_file import Setting
+from undula.data.nested import tensors_of, with_tensors
+from undula.data.script_dataset import REPLACEMENTS
+from undula.errors import UsageError
+from undula.train.run import Run
+
+
+class PreparedLoader:
+    """DataLoader that `prepare` returns. Scripts read its length, its dataset and its batch size.
+
+    Args:
+        loader: DataLoader of the script.
+        virtual_workers: Number of virtual workers of the plan.
+        is_split: Whether the virtual workers share a batch of the DataLoader, instead of taking one each.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", virtual_workers: int, is_split: bool):
+        _check(loader)
+        self.dataset: Any = loader.dataset
+        self.batch_size: int = loader.batch_size or 1
+        self.loader = loader
+        self._virtual_workers = virtual_workers
+        if is_split and self.batch_size % virtual_workers:
+            raise UsageError(
+                f"split_batches=True shares a batch among plan.virtual_workers={virtual_workers}, which does not divide "
+                f"batch_size={self.batch_size}; change one of them"
+            )
+        self.batch_of_all = self.batch_size if is_split else self.batch_size * virtual_workers
+        """Number of samples that all virtual workers take at once, in a micro-batch each."""
+
+    @property
+    def rounds(self) -> int:
+        """Number of batches of each virtual worker, as of each process of Accelerate."""
+        count = len(self.dataset) / self.batch_of_all
+        return math.floor(count) if self.loader.drop_last else math.ceil(count)
+
+
+class TrainingLoader(PreparedLoader):
+    """DataLoader that trains: an iteration yields the micro-batches of this rank in the steps of an epoch."""
+
+    batches: Callable[[], Iterator[Any]] | None = None
+    """Function that yields the micro-batches of the epoch; None outside of the loop over `epochs`."""
+
+    def __len__(self) -> int:
+        return self.rounds
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.batches is None:
+            raise UsageError(
+                "the training DataLoader was iterated over outside of `for epoch in accelerator.epochs(n)`; write the loop over epochs so"
+            )
+        return self.batches()
+
+    def settings(self, accumulation: int) -> dict[str, Setting]:
+        """Return the plan's settings that follow from the DataLoader, by dotted key.
+
+        Raises:
+            UsageError: A plan cannot have its order.
+        """
+        sampler, origin = self.loader.sampler, "the training DataLoader of the script"
+        if isinstance(sampler, SequentialSampler):
+            shuffle = "none"
+        elif (
+            isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(self.dataset)
+        ):
+            shuffle = "window"
+        else:
+            raise UsageError(
+                f"accelerator.prepare() got a training DataLoader with a {type(sampler).__name__}; set shuffle= instead, because "
+                f"{REPLACEMENTS['sampler']}"
+            )
+        values: dict[str, Any] = {
+            "plan.global_batch": self.batch_of_all * accumulation,
+            "plan.micro_batch": self.batch_of_all // self._virtual_workers,
+            "plan.shuffle": shuffle,
+            "plan.last_step": "drop" if self.loader.drop_last else "short",
+        }
+        return {key: Setting(value, origin) for key, value in values.items()}
+
+
+class EvaluationLoader(PreparedLoader):
+    """DataLoader that evaluates: its batches are dealt out to the ranks in turn, so that what they gather is in the dataset's order.
+
+    Args:
+        loader: DataLoader of the script.
+        virtual_workers: Number of virtual workers of the plan.
+        is_split: Whether the virtual workers share a batch of the DataLoader.
+        number: Number of the DataLoader among those that evaluate.
+        world_size: Number of ranks.
+        run_of: Function that returns the run, or raises an error if no evaluation can begin.
+    """
+
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        virtual_workers: int,
+        is_split: bool,
+        number: int,
+        world_size: int,
+        run_of: Callable[[], Run],
+    ):
+        super().__init__(loader, virtual_workers, is_split)
+        if not isinstance(loader.sampler, SequentialSampler):
+            raise UsageError(
+                f"accelerator.prepare() got a DataLoader for evaluation with a {type(loader.sampler).__name__}; evaluate in the dataset's "
+                "order, with shuffle=False (the first DataLoader that prepare() gets is the one that trains)"
+            )
+        if loader.drop_last:
+            raise UsageError(
+                "accelerator.prepare() got a DataLoader for evaluation with drop_last=True; evaluate all samples"
+            )
+        self._number = number
+        self._world_size = world_size
+        self._run_of = run_of
+        self.batches: RankBatches | None = None
+        """Batches of the current iteration; None outside of one."""
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(len(self.dataset) / self.batch_size) / self._world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        run = self._run_of()
+        loader = kept_loader(run, str(self._number), self.loader.num_workers)
+        self.batches = RankBatches(run, self.dataset, self.loader.collate_fn, self.batch_size, loader)
+        try:
+            for batch in self.batches:
+                yield with_tensors(batch, lambda tensor: tensor.to(run.device))
+        finally:
+            self.batches = None
+
+    def gathered(self, value: Any) -> Any:
+        """Return the results of all ranks for their current batches as one, without those of repeated batches and samples."""
+        assert self.batches is not None
+
+        def counted(part: Any, count: int) -> Any:
+            if isinstance(part, list) and next(tensors_of(part), None) is None:
+                return part[:count]
+            # A script may repeat the loss of a batch for each of its samples, and does not know that the last batch has fewer.
+            return with_tensors(part, lambda each: each[:count] if each.ndim and len(each) == self.batch_size else each)
+
+        return merged([counted(part, size) for part, size in self.batches.gathered(value)])
+
+
+def _check(loader: "DataLoader[Any]") -> None:
+    """Refuse a DataLoader whose batches have no position.
+
+    Raises:
+        UsageError: It has an IterableDataset, a batch sampler of its own, or arguments that a run does not take.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "accelerator.prepare() got a DataLoader of an IterableDataset, whose samples have no index, so that a run could not continue "
+            "where it was; write the samples as Parquet with `undula data convert` and use undula.main, or pass a view of them with "
+            "__len__ and __getitem__"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise UsageError(
+            "accelerator.prepare() got a DataLoader with a batch sampler of its own; pass batch_size= instead, because "
+            f"{REPLACEMENTS['batch_sampler']}"
+        )
+    for argument in ("generator", "worker_init_fn"):
+        if getattr(loader, argument) is not None:
+            raise UsageError(f"accelerator.prepare() got a DataLoader with {argument}=; {REPLACEMENTS[argument]}")
+
+
+def merged(parts: list[Any]) -> Any:
+    """Return the results of ranks as one: tensors along their first dimension, lists of other objects one after another.
+
+    Raises:
+        UsageError: They are neither, nor a tuple, a list or a mapping of these.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part if part.ndim else part[None] for part in parts])
+    if isinstance(first, dict):
+        return {key: merged([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple) or (isinstance(first, list) and next(tensors_of(first), None) is not None):
+        return type(first)(merged(list(places)) for places in zip(*parts, strict=True))
+    if isinstance(first, list):
+        return [each for part in parts for each in part]
+    raise UsageError(f"an object of type {type(first).__name__} cannot be gathered; pass tensors, or a list of objects")
+
+
+def padded(tensor: Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> Tensor:
+    """Return a tensor that is filled up to a size in a dimension."""
+    filler = tensor.new_full((*tensor.shape[:dim], size - tensor.shape[dim], *tensor.shape[dim + 1 :]), pad_index)
+    return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)

@@ -1,0 +1,222 @@
+"""Steps of a run as a loop written for Accelerate goes through them: batch by batch, where the optimizer's step ends the last one."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from undula.errors import UsageError
+from undula.train.run import Run
+from undula.train.step import Step
+
+
+class Steps:
+    """Steps of a run.
+
+    Args:
+        run: The run, to which the script has given all that it prepared.
+        needs_accumulate: Whether the script accumulates gradients, and must therefore use `accelerator.accumulate`.
+        has_scheduler: Whether the script has a scheduler, which it must step with the optimizer.
+    """
+
+    def __init__(self, run: Run, needs_accumulate: bool, has_scheduler: bool):
+        self.done = run.restore()
+        """Number of committed steps."""
+        self.step: Step | None = None
+        """Step between its first batch and its update; None otherwise."""
+        self.is_accumulating = False
+        """Whether the loop is inside of `accelerator.accumulate`."""
+        self.has_advanced = False
+        """Whether the script has stepped its scheduler since the last step began."""
+        self.was_applied = True
+        """Whether the optimizer took the last step."""
+        self._needs_accumulate = needs_accumulate
+        self._has_scheduler = has_scheduler
+        self._plan = run.plan
+        self._steps = run.steps()
+        self._batches: Iterator[Any] = iter(())
+
+    def epochs(self, is_unfinished: bool) -> range:
+        """Return the epochs that are left.
+
+        Args:
+            is_unfinished: Whether the script's work after the last committed step must be repeated.
+        """
+        last = -(-self._plan.total_steps // self._plan.steps_per_epoch)
+        at_end = self.done > 0 and self._end_of((self.done - 1) // self._plan.steps_per_epoch) == self.done
+        if not at_end:
+            return range(self.done // self._plan.steps_per_epoch, last)
+        return range((self.done - 1) // self._plan.steps_per_epoch + (not is_unfinished), last)
+
+    def _end_of(self, epoch: int) -> int:
+        return min((epoch + 1) * self._plan.steps_per_epoch, self._plan.total_steps)
+
+    def require_end_of(self, epoch: int) -> None:
+        """Check that an epoch has ended.
+
+        Raises:
+            UsageError: It has not.
+        """
+        if self.done < self._end_of(epoch):
+            raise UsageError(
+                f"the loop over the training DataLoader ended after step {self.done - 1}, before the end of epoch {epoch}; iterate over it "
+                "once in each epoch, to its end, and set plan.max_steps for a shorter training"
+            )
+
+    def of_epoch(self, epoch: int) -> Iterator[Any]:
+        """Yield the micro-batches of this rank in the steps of an epoch that are left.
+
+        Raises:
+            UsageError: The script does not end each step with its optimizer, or does not step its scheduler there.
+        """
+        while self.done < self._end_of(epoch):
+            self.step = step = next(self._steps)
+            self.has_advanced = False
+            self._batches = step.batches()
+            yield from self._batches
+            if not step.updated:
+                raise UsageError(
+                    f"step {step.index} ended without optimizer.step(); call it for each batch, and leave accumulation "
+                    "to Accelerator(gradient_accumulation_steps=...) and `with accelerator.accumulate(model)`"
+                )
+            if self._has_scheduler and not self.has_advanced:
+                raise UsageError(
+                    f"step {self.done - 1} ended without scheduler.step(); call it after optimizer.step() for each batch, with a scheduler "
+                    "that counts steps and not epochs"
+                )
+
+    def end(self) -> None:
+        """End the run after its last epoch."""
+        for _ in self._steps:
+            raise AssertionError("the plan has more steps than its epochs")
+
+    def open(self, call: str) -> Step:
+        """Return the open step.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if self.step is None:
+            raise UsageError(
+                f"{call} was called outside of a step; call it once for each batch of the training DataLoader, which is the first one that "
+                "accelerator.prepare() gets"
+            )
+        return self.step
+
+    def reduce(self, max_norm: float) -> Tensor | None:
+        """Reduce and clip the gradient after the last batch of the step; do nothing before."""
+        step = self.open("accelerator.clip_grad_norm_()")
+        if not step.is_last:
+            return None
+        next(self._batches, None)  # ends the loop over the batches of the step
+        return step.reduce(max_norm)
+
+    def update(self) -> None:
+        """Commit the step after its last batch; do nothing before."""
+        step = self.open("optimizer.step()")
+        if self._needs_accumulate and not self.is_accumulating:
+            raise UsageError(
+                "Accelerator has gradient_accumulation_steps, but optimizer.step() was called outside of accelerator.accumulate(); put "
+                "the work on a batch into `with accelerator.accumulate(model)`"
+            )
+        if not step.is_last:
+            return
+        next(self._batches, None)
+        step.update()
+        self.done, self.was_applied, self.step = step.index + step.merged_steps, step.applied, None
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """Optimizer that `prepare` returns. Its step ends the step of the run, which steps the script's optimizer.
+
+    Args:
+        optimizer: Optimizer of the script.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        # As in Accelerate, the initialization of torch's class is skipped: the groups and the state are those of the optimizer inside.
+        self.optimizer = optimizer
+        self.steps: Steps | None = None
+        """Steps of the run; None before the training begins."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.steps is not None and not self.steps.was_applied
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        raise UsageError("optimizer.load_state_dict() was called, but the run restores its optimizer itself; remove it")
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise UsageError("optimizer.step() got a closure; use an optimizer that does not compute the loss again")
+        if self.steps is None:
+            raise UsageError("optimizer.step() was called outside of `for epoch in accelerator.epochs(n)`")
+        self.steps.update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing, because the run frees the gradient of a step when the optimizer has taken it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+class PreparedScheduler:
+    """Scheduler that `prepare` returns. The run advances it when it commits a step, so that both are always at the same step.
+
+    Args:
+        scheduler: Scheduler of the script.
+        times: Number of its steps in a step of the run. Accelerate advances schedulers once for each process.
+    """
+
+    def __init__(self, scheduler: LRScheduler, times: int):
+        self.scheduler = scheduler
+        self.optimizer = scheduler.optimizer
+        self.steps: Steps | None = None
+        """Steps of the run; None before the training begins."""
+        self._times = times
+
+    def step(self) -> None:
+        """Record that the script advances the scheduler in each step."""
+        if self.steps is None:
+            raise UsageError("scheduler.step() was called outside of `for epoch in accelerator.epochs(n)`")
+        self.steps.has_advanced = True
+
+    def advance(self) -> None:
+        """Advance the scheduler after a step. As with Accelerate, a one-cycle scheduler stays at its end."""
+        for _ in range(self._times):
+            if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf")):
+                self.scheduler.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["scheduler"], name)
+
+
+class AdvancedByRun:
+    """The scheduler as the run sees it.
+
+    Args:
+        prepared: Scheduler that the script sees.
+    """
+
+    def __init__(self, prepared: PreparedScheduler):
+        self.optimizer = prepared.optimizer
+        self.step = prepared.advance
+        self.state_dict = prepared.scheduler.state_dict
+        self.load_state_dict = prepared.scheduler.load_state_dict
