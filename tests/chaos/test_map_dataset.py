@@ -66,7 +66,7 @@ def loaders_of(rank: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("name", "num_workers", "pace_s"),
     [
-        ("map_job", 0, PACE_S),
+        pytest.param("map_job", 0, PACE_S, marks=pytest.mark.soak),
         ("map_job", 2, PACE_S),
         # Its pace is that of a micro-batch, of which a step has eight.
         pytest.param("lightning_job", 2, PACE_S / 8, marks=pytest.mark.soak),

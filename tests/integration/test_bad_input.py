@@ -45,7 +45,7 @@ def refusal(
     [
         ("plan.gobal_batch=3", "command line: unknown key plan.gobal_batch: did you mean global_batch?"),
         ("config.model.width=wide", 'command line: config.model.width is "wide": it should be a valid integer'),
-        ("data.train=null", "command line: data.train and data.mix are both set or both missing"),
+        ("data.train=null", "command line: data.validation is set, but data.train and data.mix are missing; set one"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_accepted(

@@ -21,10 +21,10 @@ from undula.errors import ClusterError
 from undula.processes import descendants, kill_tree
 from undula.state.defaults import MEMORY
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 100.0
 ANSWER_LIMIT_S = 30.0
 """Time limit in seconds for an answer of the head, which is slow while many nodes start on few cores."""
-ATTEMPTS = 4
+ATTEMPTS = 3
 """Number of attempts to start a node."""
 
 
