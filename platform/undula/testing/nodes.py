@@ -32,7 +32,8 @@ class Nodes:
     """Cluster whose nodes can be added, drained and killed.
 
     Attributes:
-        nodes: Ids of the nodes that were added and not killed, in order, including nodes that are still starting.
+        nodes: Ids of the nodes that were added and not killed, in order, including nodes that are still starting. A node that does not
+            join is not kept.
     """
 
     def __init__(self, cluster: LocalCluster, env: Mapping[str, str]):
@@ -44,6 +45,8 @@ class Nodes:
         """Held while a node's processes start or are killed, so that no process starts for a node that was killed."""
         self._notices: dict[str, float] = {}
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
+        self._not_joined = 0
+        """Number of nodes that did not join and that `await_all` has not reported."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
         self._head = Head(cluster.address, self._env, ANSWER_LIMIT_S)
         # Nodes start one after another, because one of two that start at once on the same computer can hang.
@@ -65,10 +68,11 @@ class Nodes:
             ClusterError: A node did not join.
         """
         deadline = time.monotonic() + ATTEMPTS * START_TIMEOUT_S
-        while not set(self.nodes) <= set(self.alive()):
-            if time.monotonic() > deadline:
+        while self._not_joined or not set(self.nodes) <= set(self.alive()):
+            if self._not_joined or time.monotonic() > deadline:
+                count, self._not_joined = len(self.nodes) + self._not_joined, 0
                 raise ClusterError(
-                    f"not all of the {len(self.nodes)} nodes joined the cluster within {ATTEMPTS * START_TIMEOUT_S:.0f} s"
+                    f"not all of the {count} nodes joined the cluster within {ATTEMPTS * START_TIMEOUT_S:.0f} s"
                 )
             time.sleep(0.1)
 
@@ -129,6 +133,14 @@ class Nodes:
             for _ in range(ATTEMPTS):
                 if node not in self.nodes or self._try_to_start(node, num_cpus):
                     break
+            else:
+                self._give_up(node)
+
+    def _give_up(self, node: str) -> None:
+        with self._changing:
+            if node in self.nodes:
+                self.nodes.remove(node)
+                self._not_joined += 1
 
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from undula.cluster.local import LocalCluster
+from undula.errors import ClusterError
 from undula.testing import nodes as module
 from undula.testing.nodes import Nodes, _ray_start
 
@@ -67,6 +68,10 @@ def test_a_node_that_does_not_join_is_not_kept(cluster: Nodes, tmp_path: Path, m
     node = cluster.add()
     await_starter(cluster)
     assert cluster._processes == {}
+    assert cluster.nodes == []
+    with pytest.raises(ClusterError, match="not all of the 1 nodes joined"):
+        cluster.await_all()
+    cluster.await_all()  # the next test is not concerned
     cluster.kill(node)
     assert list(cluster._memory.iterdir()) == []
 
