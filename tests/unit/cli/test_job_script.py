@@ -31,7 +31,7 @@ def test_a_job_that_is_stopped_before_it_trains_leaves_no_secrets_on_the_head(
         yield
         connections.append(os.environ.pop(private_environment.URI))
 
-    def stopped(*_: Any) -> None:
+    def stopped(*_: Any, **more: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setenv(private_environment.URI, "gcs://package.zip")
