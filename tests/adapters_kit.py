@@ -1,24 +1,20 @@
 """Scripts of other libraries as runs in processes of the test, without Ray."""
 
-import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from ranks import forks
-
 from undula.adapters.script import Script
 from undula.config.job import load_spec
-from undula.driver.launch import job_of, record_job
+from undula.driver.launch import job_of
 from undula.driver.preflight import check_job, examine
 from undula.state.ledger import read_ledger
 from undula.storage import Store, open_store
 from undula.train.job import Job
 from undula.train.single_process import SingleProcess
 
-LIMIT_S = 300.0
 Main = Callable[[], object]
 
 
@@ -37,29 +33,6 @@ def train_here(main: Main, folder: Path, *overrides: str, virtual_workers: int =
     job = job_of_script(main, folder, *overrides, virtual_workers=virtual_workers)
     SingleProcess(Script(main), job, lambda message: None)()
     return job
-
-
-def train_alone(script: Path, folder: Path, *overrides: str) -> Store:
-    """Train the script of a job on one rank in a fork of this process, and return its run directory, which has the record of a job."""
-    process = forks().Process(target=_train_script, args=(script, folder, overrides))
-    process.start()
-    process.join(LIMIT_S)
-    process.kill()
-    assert process.exitcode == 0, "the reference run failed; its traceback is above"
-    return open_store(f"{folder}/alone")
-
-
-def _train_script(script: Path, folder: Path, overrides: tuple[str, ...]) -> None:
-    import torch
-
-    torch.set_num_threads(1)  # as in a worker with one CPU
-    main = runpy.run_path(str(script))["main"]
-    driver = Script(main)
-    given = [f"runs={folder}", "name=alone", *overrides]
-    loaded = load_spec(script.with_suffix(".yaml"), given, settings=driver.settings)
-    examined = examine(driver, loaded, check_job(loaded))
-    job = record_job(loaded, examined.plan, open_store(loaded.spec.run_url), examined.script_data).job
-    SingleProcess(Script(main), job, lambda message: None)()
 
 
 def renamed(job: Job, name: str) -> Job:

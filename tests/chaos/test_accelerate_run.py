@@ -45,6 +45,8 @@ def evaluations(job: Running) -> list[tuple[int, Any]]:
 def test_faults_change_no_bit_of_a_script_for_accelerate(spot: Nodes, tmp_path: Path) -> None:
     while len(spot.nodes) > 1:
         spot.kill(spot.nodes[0])
+    if not spot.nodes:
+        spot.add()
     spot.await_all()
     _, *script = command(tmp_path, "run")
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)

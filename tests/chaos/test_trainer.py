@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from adapters_kit import train_alone
+from alone import train_alone
 from chaos_kit import PACE_S, Running, assert_certified, events_in
 
 from undula.processes import descendants, is_alive, send_signal
@@ -59,7 +59,9 @@ def test_faults_change_no_bit(spot: Nodes, tmp_path: Path, loaders: int) -> None
     steps = ledger.steps.num_rows
     assert [crash.cause for crash in events_in(job.store.url, CrashEvent)]
     assert ledger.replaced.num_rows == 0
-    alone = train_alone(script, tmp_path, f"config.arguments=--steps {steps + 1}")
+    alone = train_alone(
+        ["python", str(script), "name=alone", f"runs={tmp_path}", f"config.arguments=--steps {steps + 1}"]
+    )
     assert_certified(job.store.url, alone.url, steps)
     run = read_run(job.store)
     assert any("each of 500 samples was used exactly once" in each for each in certify(run, data_of(run)).proved)
