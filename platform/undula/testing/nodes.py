@@ -1,5 +1,6 @@
 """Several Ray nodes on one machine. They can be added, drained with a notice, and killed with all they have in memory, as in a cloud."""
 
+import logging
 import os
 import secrets
 import shutil
@@ -21,11 +22,12 @@ from undula.errors import ClusterError
 from undula.processes import descendants, kill_tree
 from undula.state.defaults import MEMORY
 
-START_TIMEOUT_S = 100.0
+ATTEMPT_LIMIT_S = 60.0
+"""Maximum seconds of an attempt to start a node, which takes half of it while three others start on two cores."""
+JOIN_LIMIT_S = 300.0
+"""Seconds after which no further attempt begins."""
 ANSWER_LIMIT_S = 30.0
 """Time limit in seconds for an answer of the head, which is slow while many nodes start on few cores."""
-ATTEMPTS = 3
-"""Number of attempts to start a node."""
 
 
 class Nodes:
@@ -45,8 +47,8 @@ class Nodes:
         """Held while a node's processes start or are killed, so that no process starts for a node that was killed."""
         self._notices: dict[str, float] = {}
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
-        self._not_joined = 0
-        """Number of nodes that did not join and that `await_all` has not reported."""
+        self._failures: list[str] = []
+        """Descriptions of the nodes that did not join and that `await_all` has not reported."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
         self._head = Head(cluster.address, self._env, ANSWER_LIMIT_S)
         # Nodes start one after another, because one of two that start at once on the same computer can hang.
@@ -67,13 +69,12 @@ class Nodes:
         Raises:
             ClusterError: A node did not join.
         """
-        deadline = time.monotonic() + ATTEMPTS * START_TIMEOUT_S
-        while self._not_joined or not set(self.nodes) <= set(self.alive()):
-            if self._not_joined or time.monotonic() > deadline:
-                count, self._not_joined = len(self.nodes) + self._not_joined, 0
-                raise ClusterError(
-                    f"not all of the {count} nodes joined the cluster within {ATTEMPTS * START_TIMEOUT_S:.0f} s"
-                )
+        while self._failures or not set(self.nodes) <= set(self.alive()):
+            if self._failures:
+                failures, self._failures = self._failures, []
+                raise ClusterError("; ".join(failures))
+            if not self._starter.is_alive():
+                raise ClusterError("not all nodes joined the cluster, and no more are started")
             time.sleep(0.1)
 
     def alive(self) -> list[str]:
@@ -123,24 +124,38 @@ class Nodes:
         self._to_start.put(None)
         for node in list(self.nodes):
             self.kill(node)
-        self._starter.join(timeout=START_TIMEOUT_S)
+        self._starter.join(timeout=ATTEMPT_LIMIT_S)
         self._head.close()
         shutil.rmtree(self._memory, ignore_errors=True)
 
     def _start_all(self) -> None:
         while (wanted := self._to_start.get()) is not None:
             node, num_cpus = wanted
-            for _ in range(ATTEMPTS):
-                if node not in self.nodes or self._try_to_start(node, num_cpus):
-                    break
-            else:
-                self._give_up(node)
+            began, attempts = time.monotonic(), 0
+            while node in self.nodes and not self._try_to_start(node, num_cpus):
+                if node not in self.nodes:
+                    break  # it was killed
+                attempts += 1
+                after = f"after {time.monotonic() - began:.0f} s and {attempts} attempts"
+                failure = f"node {node[:8]} has not joined the cluster {after}: {self._output(node)}"
+                logging.getLogger("undula").warning("%s", failure)
+                if time.monotonic() > began + JOIN_LIMIT_S:
+                    self._give_up(node, failure)
+                time.sleep(1.0)  # limits the rate of attempts that fail at once
 
-    def _give_up(self, node: str) -> None:
+    def _give_up(self, node: str, failure: str) -> None:
         with self._changing:
             if node in self.nodes:
                 self.nodes.remove(node)
-                self._not_joined += 1
+                self._failures.append(failure)
+
+    def _output(self, node: str) -> str:
+        """Return the last characters of the output of the attempts to start a node."""
+        return " ".join(self._log(node).read_text(errors="replace").split())[-1000:] if self._log(node).exists() else ""
+
+    def _log(self, node: str) -> Path:
+        """File of the output of the attempts to start a node, which exists as long as the cluster."""
+        return self.cluster.folder / f"start-{node[:8]}.log"
 
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""
@@ -152,11 +167,12 @@ class Nodes:
             (self._memory / node).mkdir(exist_ok=True)
             for file in self.cluster.folder.glob(f"session_*/*_port_{node}"):
                 file.unlink()  # otherwise, the node would wait at the ports of a former attempt
-            process = self._processes[node] = subprocess.Popen(
-                command, env={**self._env, **own},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        deadline = time.monotonic() + START_TIMEOUT_S
+            with self._log(node).open("a") as log:
+                process = self._processes[node] = subprocess.Popen(
+                    command, env={**self._env, **own},
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+        deadline = time.monotonic() + ATTEMPT_LIMIT_S
         while node in self.nodes and process.poll() is None and time.monotonic() < deadline:
             with suppress(ClusterError, OSError, ValueError):
                 if node in self.alive():

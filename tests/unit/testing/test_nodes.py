@@ -30,12 +30,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Nodes that write their id to the file `started`."""
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\necho "$RAY_OVERRIDE_NODE_ID_FOR_TESTING" >> {tmp_path / "started"}\nexec sleep 600\n'
+        f'#!/bin/sh\necho "$RAY_OVERRIDE_NODE_ID_FOR_TESTING" >> {tmp_path / "started"}\necho no head here\nexec sleep 600\n'
     )
     python.chmod(0o700)
     (tmp_path / "started").touch()
     monkeypatch.setattr(module, "Head", SilentHead)
-    monkeypatch.setattr(module, "ATTEMPTS", 1)
+    monkeypatch.setattr(module, "JOIN_LIMIT_S", 0.0)
     found = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python), tmp_path), {})
     yield found
     found.close()
@@ -64,12 +64,12 @@ def test_a_node_that_is_killed_just_before_its_processes_start_leaves_nothing(
 
 
 def test_a_node_that_does_not_join_is_not_kept(cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "ATTEMPT_LIMIT_S", 0.3)
     node = cluster.add()
     await_starter(cluster)
     assert cluster._processes == {}
     assert cluster.nodes == []
-    with pytest.raises(ClusterError, match="not all of the 1 nodes joined"):
+    with pytest.raises(ClusterError, match=f"node {node[:8]} has not joined .* and 1 attempts: no head here"):
         cluster.await_all()
     cluster.await_all()  # the next test is not concerned
     cluster.kill(node)
@@ -88,7 +88,7 @@ def test_a_node_does_not_find_the_ports_of_its_former_attempt(
         return _ray_start(found, num_cpus)
 
     monkeypatch.setattr(module, "_ray_start", former_attempt)
-    monkeypatch.setattr(module, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "ATTEMPT_LIMIT_S", 0.3)
     cluster.add()
     await_starter(cluster)
     assert [file.name for file in session.iterdir()] == ["runtime_env_agent_port_of_another"]
