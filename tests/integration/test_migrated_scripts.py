@@ -1,4 +1,4 @@
-"""Tests of scripts of torchrun and of Ray Train before and after their migration, on two real processes: the losses are the same."""
+"""Tests of scripts of torchrun, of Ray Train and of Horovod Elastic before and after their migration, on two real processes: the losses are the same."""
 
 import json
 import os
@@ -52,5 +52,18 @@ def test_a_script_of_torchrun(tmp_path: Path) -> None:
 def test_a_script_of_ray_train(cluster: LocalCluster, tmp_path: Path) -> None:
     script = [cluster.python, str(FOLDER / "ray_train_before.py"), str(tmp_path)]
     run_script(script, **cluster.env, RAY_ADDRESS=cluster.address)
+    before = json.loads((tmp_path / "losses.json").read_text())
+    assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
+
+
+def test_a_script_of_horovod_elastic(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
+    hosts = tmp_path / "discover_hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:2\n")
+    hosts.chmod(0o700)
+    # Without a named interface, the launcher waits for a second host.
+    options = ["-np", "2", "--min-np", "1", "--network-interface", "lo", "--host-discovery-script", str(hosts)]
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch", *options]
+    run_script([*horovodrun, sys.executable, str(FOLDER / "horovod_before.py"), str(tmp_path)])
     before = json.loads((tmp_path / "losses.json").read_text())
     assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
