@@ -1,4 +1,4 @@
-"""Tests of scripts of torchrun, of Ray Train and of Horovod Elastic before and after their migration, on two real processes: the losses are the same."""
+"""Tests of scripts of torchrun, Ray Train and Horovod Elastic, before and after, on two real processes: the losses are the same."""
 
 import json
 import os

@@ -369,7 +369,7 @@ class Accelerator:
             self._run_between_steps("accelerator.log()").log({name: float(value) for name, value in values.items()})
 
     def init_trackers(self, project_name: str, config: object = None, init_kwargs: object = None) -> None:
-        """Do nothing, because the job has the trackers: what `log` gets is in the ledger and on TensorBoard."""
+        """Do nothing, because the job has the trackers: what `log` gets is in the ledger, on TensorBoard and in these trackers."""
 
     def end_training(self) -> None:
         """Do nothing, because a run ends with its last epoch."""

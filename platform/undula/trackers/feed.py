@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from undula.state.attempts import Lineage, read_lineage
-from undula.state.events import ValidationEvent
+from undula.state.events import LogEvent, ValidationEvent
 from undula.state.ledger import events_of
 from undula.state.ledger_files import EVENTS, STEPS, read_files, union
 from undula.storage import Store
@@ -39,8 +39,8 @@ class Feed:
         """All events so far."""
         self._rows = STEPS.file_schema.empty_table()
         """Rows of the steps that the tracker lacks, in order."""
-        self._validations: dict[int, Mapping[str, float]] = {}
-        """Means of the first validation after each number of steps."""
+        self._between: dict[int, dict[str, float]] = {}
+        """Values that were recorded first after each number of steps: means of a validation, and what the script logged between steps."""
         self._known: set[str] = set()
 
     def read(self) -> None:
@@ -56,15 +56,20 @@ class Feed:
             self._rows = first_commits(union(STEPS, [self._rows, *steps]), read_lineage(self._store), self.newest)
         if events:
             self.events = union(EVENTS, [self.events, *events]).sort_by("time")
-            for event in events_of(union(EVENTS, events).sort_by("time"), ValidationEvent):
-                if event.step > self.newest:
-                    self._validations.setdefault(event.step, event.means)
+            self._record(union(EVENTS, events).sort_by("time"))
         self._known |= found.keys()
+
+    def _record(self, events: pa.Table) -> None:
+        found: list[ValidationEvent | LogEvent] = [*events_of(events, ValidationEvent), *events_of(events, LogEvent)]
+        for event in found:
+            if event.step > self.newest:
+                values = self._between.setdefault(event.step, {})
+                values.update({name: value for name, value in _recorded(event).items() if name not in values})
 
     def due(self, is_over: bool) -> list[TrackedStep]:
         """Return the next steps to send; empty if there are none now.
 
-        The newest step is held back until the next one is in the ledger, because it may be validated until then.
+        The newest step is held back until the next one is in the ledger, because what is recorded until then belongs to it.
 
         Args:
             is_over: Whether the ledger was complete when it was read last.
@@ -74,9 +79,9 @@ class Feed:
         before = max(self.newest, 0)
         for row in rows.to_pylist():
             done = row["step"] + (row["merged_steps"] or 1)
-            means = [self._validations[step] for step in range(before + 1, done + 1) if step in self._validations]
-            validated = {f"{name}/validation": value for each in means for name, value in each.items()}
-            found.append(TrackedStep(done, row["time"], {**_values(row), **validated}))
+            between = [self._between[step] for step in range(before + 1, done + 1) if step in self._between]
+            values = {name: value for each in (_values(row), *between) for name, value in each.items()}
+            found.append(TrackedStep(done, row["time"], values))
             before = done
         return found
 
@@ -84,14 +89,13 @@ class Feed:
         """Count steps as sent."""
         self.newest = steps[-1].step
         self._rows = self._rows.filter(pa.array(_done(self._rows) > self.newest))
-        self._validations = {step: means for step, means in self._validations.items() if step > self.newest}
+        self._between = {step: values for step, values in self._between.items() if step > self.newest}
 
     def _before_the_first_step(self, rows: pa.Table) -> list[TrackedStep]:
-        """Return the validation before the first step, if there was one."""
-        if 0 not in self._validations or not len(rows):
+        """Return what was recorded before the first step, if there was something."""
+        if not self._between.get(0) or not len(rows):
             return []
-        values = {f"{name}/validation": value for name, value in self._validations[0].items()}
-        return [TrackedStep(0, rows["time"][0].as_py(), values)]
+        return [TrackedStep(0, rows["time"][0].as_py(), self._between[0])]
 
 
 def first_commits(rows: pa.Table, lineage: Lineage, newest: int) -> pa.Table:
@@ -118,6 +122,13 @@ def _done(rows: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the number of committed steps after each row; shape [rows]."""
     merged = pc.fill_null(rows["merged_steps"], 1)
     return np.asarray(pc.add(rows["step"], pc.cast(merged, pa.int64())).to_numpy(), dtype=np.int64)
+
+
+def _recorded(event: ValidationEvent | LogEvent) -> dict[str, float]:
+    """Return the values of an event as trackers show them."""
+    if isinstance(event, ValidationEvent):
+        return {f"{name}/validation": value for name, value in event.means.items()}
+    return {f"logged/{name}": value for name, value in event.values.items()}
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:

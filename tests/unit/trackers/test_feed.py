@@ -7,7 +7,7 @@ import pytest
 from ledger_rows import step_row
 
 from undula.state.attempts import Lineage, begin
-from undula.state.events import Event, ValidationEvent
+from undula.state.events import Event, LogEvent, ValidationEvent
 from undula.state.ledger import EventWriter, RowWriter
 from undula.state.ledger_compaction import compact
 from undula.state.ledger_files import STEPS
@@ -118,6 +118,18 @@ def test_a_validation_goes_with_the_step_before_it(store: Store) -> None:
     write(store, 1, range(3, 4))
     record(store, ValidationEvent(6.0, 1, step=3), ValidationEvent(5.0, 1, step=4))
     assert [each.values["loss/validation"] for each in take(feed, is_over=True)] == [6.0, 5.0]
+
+
+def test_what_a_script_logs_between_steps_goes_with_the_step_before(store: Store) -> None:
+    write(store, 1, range(2))
+    feed = Feed(store, None)
+    (one,) = take(feed)
+    record(store, LogEvent({"f1": 0.5}, step=2), ValidationEvent(8.0, 1, step=2), LogEvent({"accuracy": 0.25}, step=2))
+    record(store, LogEvent({"f1": 0.75}, step=2))  # repeated after a crash
+    write(store, 1, range(2, 3))
+    (two,) = take(feed)
+    assert "logged/f1" not in one.values
+    assert (two.values["logged/f1"], two.values["logged/accuracy"], two.values["loss/validation"]) == (0.5, 0.25, 8.0)
 
 
 def test_a_long_backlog_is_sent_in_parts(store: Store) -> None:
