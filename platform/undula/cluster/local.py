@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from undula.processes import end_group, is_alive
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for no benefit
+PORTS = range(20_000, 32_768)
+"""Ports for processes of a cluster. Those of Ray's workers are below, and those that Linux takes for outgoing connections are above."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -163,9 +165,12 @@ def _before_exec() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which no process listens now."""
+    """Return ports on which no process listens now, and that the system does not take for outgoing connections."""
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(found) < count:
+            each = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                each.bind(("", secrets.choice(PORTS)))
+                found.append(each.getsockname()[1])
+    return found

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import psutil
 
-from undula.cluster.local import LocalCluster, local_cluster
+from undula.cluster.local import LocalCluster, free_ports, local_cluster
 from undula.elastic.ray.gcs import Head
 from undula.errors import ClusterError
 from undula.processes import descendants, kill_tree
@@ -26,6 +26,11 @@ ATTEMPT_LIMIT_S = 60.0
 """Maximum seconds of an attempt to start a node, which takes half of it while three others start on two cores."""
 JOIN_LIMIT_S = 300.0
 """Seconds after which no further attempt begins."""
+AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+"""Agents of a node, as options of `ray start` name them. If they choose their ports, the raylet of Ray 2.60 waits for them, and ends if
+they have not started after 15 s, as on a busy machine."""
+AGENTS_LIMIT_S = 120
+"""Maximum seconds until the agents of a node answer, before its first worker starts."""
 ANSWER_LIMIT_S = 30.0
 """Time limit in seconds for an answer of the head, which is slow while many nodes start on few cores."""
 
@@ -159,14 +164,16 @@ class Nodes:
 
     def _try_to_start(self, node: str, num_cpus: int) -> bool:
         """Start a node, and return whether it joined the cluster in time."""
-        command = _ray_start(self.cluster, num_cpus)
+        agents = dict(zip(AGENTS, free_ports(len(AGENTS)), strict=True))
+        command = _ray_start(self.cluster, num_cpus, agents)
         own = {"RAY_OVERRIDE_NODE_ID_FOR_TESTING": node, "UNDULA_MEMORY": str(self._memory / node)}
         with self._changing:
             if node not in self.nodes:
                 return False
             (self._memory / node).mkdir(exist_ok=True)
-            for file in self.cluster.folder.glob(f"session_*/*_port_{node}"):
-                file.unlink()  # otherwise, the node would wait at the ports of a former attempt
+            # Ray does not tell the raylet this port, which waits for the agent to write it into this file.
+            file = self.cluster.folder / "session_latest" / f"dashboard_agent_listen_port_{node}"
+            file.write_text(str(agents["dashboard-agent-listen"]))
             with self._log(node).open("a") as log:
                 process = self._processes[node] = subprocess.Popen(
                     command, env={**self._env, **own},
@@ -199,7 +206,13 @@ def nodes(
         node_env: Additional environment variables of the added nodes.
         python: Interpreter of the nodes and their workers.
     """
-    settings = {"RAY_worker_niceness": "0", "MIMALLOC_PURGE_DELAY": "10000", **(env or {}), **(node_env or {})}
+    settings = {
+        "RAY_worker_niceness": "0",
+        "MIMALLOC_PURGE_DELAY": "10000",
+        "RAY_agent_register_timeout_ms": f"{AGENTS_LIMIT_S}000",
+        **(env or {}),
+        **(node_env or {}),
+    }
     with local_cluster(num_cpus=head_cpus, env=env, python=python) as cluster:
         found = Nodes(cluster, settings)
         try:
@@ -208,10 +221,9 @@ def nodes(
             found.close()
 
 
-def _ray_start(cluster: LocalCluster, num_cpus: int) -> list[str]:
+def _ray_start(cluster: LocalCluster, num_cpus: int, agents: Mapping[str, int]) -> list[str]:
     return [
         *(cluster.python, "-m", "ray.scripts.scripts", "start", "--block", f"--address={cluster.address}"),
         *(f"--num-cpus={num_cpus}", f"--object-store-memory={200 * 2**20}", "--disable-usage-stats"),
-        # A port that is chosen here could be taken before the agent listens, which then serves nothing and does not say so.
-        *("--include-log-monitor=False", "--dashboard-agent-listen-port=0"),
+        *("--include-log-monitor=False", *(f"--{agent}-port={port}" for agent, port in agents.items())),
     ]

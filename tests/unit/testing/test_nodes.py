@@ -1,6 +1,6 @@
 """Tests of the nodes of a local cluster, which are processes that do nothing here, without a head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     )
     python.chmod(0o700)
     (tmp_path / "started").touch()
+    (tmp_path / "session_latest").mkdir()
     monkeypatch.setattr(module, "Head", SilentHead)
     monkeypatch.setattr(module, "JOIN_LIMIT_S", 0.0)
     found = Nodes(LocalCluster("", "", {}, psutil.Process(), str(python), tmp_path), {})
@@ -51,9 +52,9 @@ def await_starter(cluster: Nodes) -> None:
 def test_a_node_that_is_killed_just_before_its_processes_start_leaves_nothing(
     cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill_meanwhile(found: LocalCluster, num_cpus: int) -> list[str]:
+    def kill_meanwhile(found: LocalCluster, num_cpus: int, agents: Mapping[str, int]) -> list[str]:
         cluster.kill(cluster.nodes[0])
-        return _ray_start(found, num_cpus)
+        return _ray_start(found, num_cpus, agents)
 
     monkeypatch.setattr(module, "_ray_start", kill_meanwhile)
     cluster.add()
@@ -74,21 +75,3 @@ def test_a_node_that_does_not_join_is_not_kept(cluster: Nodes, tmp_path: Path, m
     cluster.await_all()  # the next test is not concerned
     cluster.kill(node)
     assert list(cluster._memory.iterdir()) == []
-
-
-def test_a_node_does_not_find_the_ports_of_its_former_attempt(
-    cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = tmp_path / "session_of_a_test"
-    session.mkdir()
-
-    def former_attempt(found: LocalCluster, num_cpus: int) -> list[str]:
-        (session / f"runtime_env_agent_port_{cluster.nodes[0]}").write_text("1")
-        (session / "runtime_env_agent_port_of_another").write_text("2")
-        return _ray_start(found, num_cpus)
-
-    monkeypatch.setattr(module, "_ray_start", former_attempt)
-    monkeypatch.setattr(module, "ATTEMPT_LIMIT_S", 0.3)
-    cluster.add()
-    await_starter(cluster)
-    assert [file.name for file in session.iterdir()] == ["runtime_env_agent_port_of_another"]
