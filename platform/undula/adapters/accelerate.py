@@ -22,6 +22,7 @@ from undula.adapters.accelerate_files import weights_of, write
 from undula.adapters.accelerate_loaders import EvaluationLoader, PreparedLoader, TrainingLoader, merged, padded
 from undula.adapters.accelerate_refusals import refuse_arguments, refused_attribute, require_first
 from undula.adapters.accelerate_steps import AdvancedByRun, PreparedOptimizer, PreparedScheduler, Steps
+from undula.adapters.gradients import keep_gradients
 from undula.adapters.script import Offer, launch, place
 from undula.config.yaml_file import Setting
 from undula.data.nested import with_tensors
@@ -193,6 +194,11 @@ class Accelerator:
             "schedule.base_lr": (float(group.get("initial_lr", group["lr"])), "the optimizer of the script"),
         }
         if self._scheduler is None:
+            if "initial_lr" in group:
+                raise UsageError(
+                    "the optimizer has a scheduler that accelerator.prepare() did not get; pass it to accelerator.prepare(), because the "
+                    "run sets the learning rate in each step"
+                )
             values["schedule.decay"] = "constant", "the script, which has no scheduler,"
         if self._precision is not None:
             values["precision.compute"] = self._precision, "Accelerator(mixed_precision=...) of the script"
@@ -209,14 +215,17 @@ class Accelerator:
         run.model(self._model)
 
     def _epochs(self, run: Run) -> Iterator[int]:
-        training, optimizer, scheduler = self._training, self._optimizer, self._scheduler
+        training, model, optimizer, scheduler = self._training, self._model, self._optimizer, self._scheduler
         assert training is not None
+        assert model is not None
         assert optimizer is not None
         self._give(run)
         # The run uses only the methods of a scheduler that this object has.
         run.optimizer(optimizer.optimizer, cast(LRScheduler, AdvancedByRun(scheduler)) if scheduler else None)
         run.state("accelerate", lambda: [each.state_dict() for each in self._registered], self._restore)
-        steps = self._steps = optimizer.steps = Steps(run, self.gradient_accumulation_steps > 1, scheduler is not None)
+        keep_gradients(model)
+        accumulates = self.gradient_accumulation_steps > 1
+        steps = self._steps = optimizer.steps = Steps(run, model, accumulates, scheduler is not None)
         if scheduler:
             scheduler.steps = steps
         for epoch in steps.epochs(self._is_unfinished):

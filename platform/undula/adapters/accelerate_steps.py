@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from undula.adapters.gradients import free_gradients
 from undula.errors import UsageError
 from undula.train.run import Run
 from undula.train.step import Step
@@ -17,11 +18,12 @@ class Steps:
 
     Args:
         run: The run, to which the script has given all that it prepared.
+        model: Model of the script.
         needs_accumulate: Whether the script accumulates gradients, and must therefore use `accelerator.accumulate`.
         has_scheduler: Whether the script has a scheduler, which it must step with the optimizer.
     """
 
-    def __init__(self, run: Run, needs_accumulate: bool, has_scheduler: bool):
+    def __init__(self, run: Run, model: nn.Module, needs_accumulate: bool, has_scheduler: bool):
         self.done = run.restore()
         """Number of committed steps."""
         self.step: Step | None = None
@@ -32,6 +34,7 @@ class Steps:
         """Whether the script has stepped its scheduler since the last step began."""
         self.was_applied = True
         """Whether the optimizer took the last step."""
+        self._model = model
         self._needs_accumulate = needs_accumulate
         self._has_scheduler = has_scheduler
         self._plan = run.plan
@@ -74,6 +77,7 @@ class Steps:
         while self.done < self._end_of(epoch):
             self.step = step = next(self._steps)
             self.has_advanced = False
+            free_gradients(self._model)
             self._batches = step.batches()
             yield from self._batches
             if not step.updated:

@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from undula.adapters.lightning_checks import check_callbacks, check_module, check_plan, loaded, one_optimizer
+from undula.adapters.gradients import free_gradients, keep_gradients
+from undula.adapters.lightning_checks import (
+    check_callbacks,
+    check_collate,
+    check_module,
+    check_plan,
+    check_rate,
+    check_schedule,
+    loaded,
+    one_optimizer,
+)
 from undula.adapters.lightning_library import Library, name_of, require_lightning
 from undula.adapters.lightning_schedulers import Schedulers
 from undula.adapters.lightning_trainer import FitTrainer
@@ -123,12 +133,16 @@ class _Fit:
             self._give_data(loaders, name)
         self._call("configure_model", calls_callbacks=False)
         if run.device.type == "meta":
-            self._configured()  # the driver ends the script at run.model(), and would not know what is refused after it
+            # The driver ends the script at run.model(), and would not know what is refused after it.
+            driver: Any = run
+            if self._configured()[1] is None:
+                check_schedule(driver.gives("schedule.decay"))
         run.model(module)
         optimizer, schedulers = self._configured()
         self._trainer.optimizers = self._trainer.strategy._lightning_optimizers = [optimizer]
         self._schedulers = schedulers
         run.optimizer(optimizer, schedulers)
+        keep_gradients(module, optimizer)
 
     def _prepare_data(self) -> bool:
         """Call prepare_data in one process of this machine after the other, because several may download the same files."""
@@ -145,15 +159,7 @@ class _Fit:
         if self._library.is_overridden("validation_step", self._module):
             found = self._loader(loaders, "val_dataloader")
             validation = None if found is None else loaded(found, "val_dataloader")
-        if (
-            validation
-            and validation.collate_fn is not training.collate_fn
-            and validation.collate_fn != training.collate_fn
-        ):
-            raise UsageError(
-                "the DataLoaders of train_dataloader() and val_dataloader() have different collate_fn=, but a run collates both in one "
-                "way; use one function"
-            )
+        check_collate(training, validation)
         self._run.dataset(
             training.dataset,  # type: ignore[arg-type]
             validation=validation.dataset if validation else None,  # type: ignore[arg-type]
@@ -183,12 +189,7 @@ class _Fit:
         self._trainer.lr_scheduler_configs = configs
         if configs:
             return optimizer, Schedulers(optimizer, configs, self._step_scheduler)
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if self._run.base_lr not in rates:
-            raise UsageError(
-                f"the optimizer of configure_optimizers() has the learning rate {rates[0]:g}, but schedule.base_lr is "
-                f"{self._run.base_lr:g}; set schedule.base_lr={rates[0]:g} in the job's YAML, or return a scheduler with the optimizer"
-            )
+        check_rate(optimizer, self._run.base_lr)
         return optimizer, None
 
     def _train(self) -> None:
@@ -217,6 +218,7 @@ class _Fit:
         self._epoch_is_open = True
         self._recorder.step = step
         is_first, last = True, None
+        free_gradients(self._module)
         for received in step.batches():
             assert step.micro_batch is not None
             place = run.plan.step(step.micro_batch.step).step_in_epoch

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.sampler import BatchSampler
 
@@ -131,6 +132,19 @@ def loaded(found: object, hook: str) -> Loaded:
     )
 
 
+def check_collate(training: Loaded, validation: Loaded | None) -> None:
+    """Refuse a validation loader that makes batches in another way than the training loader.
+
+    Raises:
+        UsageError: It does.
+    """
+    if validation and validation.collate_fn is not training.collate_fn and validation.collate_fn != training.collate_fn:
+        raise UsageError(
+            "the DataLoaders of train_dataloader() and val_dataloader() have different collate_fn=, but a run collates both in one "
+            "way; use one function"
+        )
+
+
 def check_plan(training: Loaded, plan: Plan) -> None:
     """Refuse a training loader that says something else about the order and the batches than the plan.
 
@@ -181,3 +195,34 @@ def one_optimizer(optimizers: list[Any], configs: list[Any]) -> Any:
                 "number of steps in the scheduler itself"
             )
     return optimizers[0]
+
+
+def check_rate(optimizer: torch.optim.Optimizer, base_lr: float) -> None:
+    """Refuse an optimizer without a scheduler whose learning rate is not that of the job.
+
+    Raises:
+        UsageError: It is not.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if base_lr not in rates:
+        raise UsageError(
+            f"the optimizer of configure_optimizers() has the learning rate {rates[0]:g}, but schedule.base_lr is {base_lr:g}; set "
+            f"schedule.base_lr={rates[0]:g} in the job's YAML, with schedule.decay=constant for a rate that stays, or return a scheduler "
+            "with the optimizer"
+        )
+
+
+def check_schedule(gives_decay: bool) -> None:
+    """Refuse a module without a scheduler if the job would let its learning rate decay by default.
+
+    Args:
+        gives_decay: Whether the job's YAML sets schedule.decay.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if not gives_decay:
+        raise UsageError(
+            "configure_optimizers() returned no scheduler, with which Lightning keeps the learning rate constant, but a job decays it "
+            "along a cosine by default; set schedule.decay=constant in the job's YAML, or another decay that the run shall have"
+        )

@@ -126,6 +126,10 @@ class _Probe:
             raise self.refusal
         return self._plan
 
+    def gives(self, key: str) -> bool:
+        """Return whether the user has set a dotted key of the job, which adapters of other libraries ask in the driver."""
+        return key in self._loaded.origins
+
     def keep(self, name: str, make: Callable[[], Made], close: Callable[[Made], None] | None = None) -> Made:
         return make()
 

@@ -192,6 +192,9 @@ class GroupRates:
         self._base_lr = schedule.base_lr
         self._initial = [_initial_settings(group) for group in optimizer.param_groups]
         self._num_first_groups = len(self._initial)
+        self._optimizer = optimizer
+        self._rates = [initial["lr"] for initial in self._initial]
+        """Rates of the groups as they were set or restored last."""
         largest = plan.batch_factor(plan.spec.virtual_workers) * plan.spec.global_batch / schedule.base_of(plan.spec)
         for initial in self._initial:
             _scaled_averages(initial, RULES[schedule.batch_rule].scaled(largest, None))  # raises SpecError
@@ -207,11 +210,27 @@ class GroupRates:
         """Do nothing: the schedule follows from the number of samples."""
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
-        """Set the learning rate of each group, and the averages that the rule scales."""
+        """Set the learning rate of each group, and the averages that the rule scales.
+
+        Raises:
+            UsageError: The script has changed a rate itself, which would have no effect.
+        """
+        self._refuse_changes(optimizer)
         self._initial += [_initial_settings(group) for group in optimizer.param_groups[len(self._initial) :]]
         for group, initial in zip(optimizer.param_groups, self._initial, strict=True):
             group.update(_scaled_averages(initial, rate.scaled))
             group["lr"] = initial["lr"] * rate.lr
+        self._rates = _rates_of(optimizer)
+
+    def _refuse_changes(self, optimizer: torch.optim.Optimizer) -> None:
+        found = _rates_of(optimizer)[: len(self._rates)]
+        for number, (known, now) in enumerate(zip(self._rates, found, strict=True)):
+            if known != now:
+                raise UsageError(
+                    f"the script changed the learning rate of parameter group {number} from {known:g} to {now:g}, but each step sets it by "
+                    "the job's schedule; set the schedule in the job's YAML, or give the scheduler to run.optimizer(), which adapters take "
+                    "from accelerator.prepare() or configure_optimizers()"
+                )
 
     def values(self) -> Mapping[str, Any]:
         """Return the initial settings of all groups for a checkpoint, if the script has added groups during training."""
@@ -219,7 +238,12 @@ class GroupRates:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restore the initial settings that `values` returned, for the groups that the script added before the checkpoint."""
+        self._rates = _rates_of(self._optimizer)  # of the restored state, if there is one
         self._initial += [dict(initial) for initial in values.get(GROUP_RATES, ())[len(self._initial) :]]
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _initial_settings(group: Mapping[str, Any]) -> dict[str, Any]:

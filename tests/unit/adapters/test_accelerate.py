@@ -295,6 +295,49 @@ def test_what_is_gathered_is_in_the_order_of_the_dataset(tmp_path: Path) -> None
     train_once(*prepared_job(Evaluating(), tmp_path))
 
 
+class Clearing(Loop):
+    """Script that frees gradients by the model's own zero_grad, or not at all."""
+
+    clears = True
+
+    def in_step(self, accelerator: Any, model: nn.Module) -> None:
+        if self.clears:
+            model.zero_grad()
+
+    def after_epoch(self, accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> None:
+        model(torch.ones(1, 2)).sum().backward()  # of the script itself, which is no part of the next step
+
+
+def test_zero_grad_of_a_model_deletes_no_gradient_of_a_step(tmp_path: Path) -> None:
+    found = []
+    clearing = Clearing()
+    clearing.clears = False
+    for loop in (Clearing(), clearing, Loop()):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        script, job = prepared_job(loop, folder)
+        train_once(script, job)
+        found.append(read_ledger(open_store(job.run_url)).steps["loss"].to_pylist())
+    assert found[0] == found[1] == found[2]
+
+
+def changes_the_rate(accelerator: Any, *_: object) -> None:
+    accelerator._optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def test_a_scheduler_that_prepare_did_not_get_is_refused(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.optimizer = with_scheduler  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"^the optimizer has a scheduler that accelerator.prepare\(\) did not get"):
+        prepared_job(loop, tmp_path)
+
+
+def with_scheduler(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
 def changed(part: str, value: Callable[..., Any]) -> Loop:
     loop = Loop()
     setattr(loop, part, value)
@@ -329,6 +372,7 @@ def per_epoch(optimizer: torch.optim.Optimizer) -> list[Any]:
         (changed("in_step", gathers), "accelerator.gather() was used in an open step, in which ranks"),
         (changed("after_epoch", gathers_for_metrics), "accelerator.gather_for_metrics() was called outside of the loop"),
         (changed("after_epoch", iterates), "accelerator.backward() was called outside of a step"),
+        (changed("after_epoch", changes_the_rate), "the script changed the learning rate of parameter group 0 from 0.1 to 0.05"),
         (changed("in_step", clips_a_part), "accelerator.clip_grad_norm_() clips the Euclidean norm of all"),
         (changed("in_step", lambda accelerator, _: accelerator.log({"a": "b"})), "accelerator.log() got 'a' of type str"),
         (changed("in_step", lambda accelerator, _: accelerator.skip), "the Accelerator of undula.adapters.accelerate"),

@@ -366,6 +366,75 @@ def test_what_cannot_be_averaged_over_a_step_is_refused(tmp_path: Path, make: ty
     assert str(caught.value).startswith(sentence)
 
 
+class Clearing(Tiny):
+    """Module that deletes gradients in the middle of an accumulation, which the step of two virtual workers must survive."""
+
+    clears = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.clears:
+            self.zero_grad()
+            self.optimizers().zero_grad()
+
+
+class NotClearing(Clearing):
+    clears = False
+
+
+def test_zero_grad_of_a_script_deletes_no_gradient_of_a_step(tmp_path: Path) -> None:
+    accumulating = (*JOB, "plan.virtual_workers=2", "plan.micro_batch=2")
+    found = []
+    for make in (Clearing, NotClearing):
+        with_batches = type(make.__name__, (make,), {"train_dataloader": loader(batch_size=2)})
+        store = train_here(
+            lambda run, make=with_batches: fit(run, seeded(make)),
+            load(tmp_path, *accumulating, f"name={make.__name__}"),
+        )
+        found.append(read_ledger(store).steps["loss"].to_pylist())
+    assert found[0] == found[1]
+
+
+def seeded(make: type[Tiny]) -> Tiny:
+    torch.manual_seed(5)
+    return make()
+
+
+class Unscheduled(Tiny):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class SetsRates(Unscheduled):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.01 / (1 + self.global_step)
+
+
+def test_a_rate_without_a_scheduler_is_the_one_that_the_yaml_says(tmp_path: Path) -> None:
+    def train(run: Any) -> None:
+        fit(run, Unscheduled())
+
+    rate = "schedule.base_lr=0.01"
+    with pytest.raises(
+        UsageError, match=r"^configure_optimizers\(\) returned no scheduler, .* set schedule.decay=constant"
+    ):
+        train_here(train, load(tmp_path, *JOB, rate))
+    steps = read_ledger(train_here(train, load(tmp_path, *JOB, rate, "schedule.decay=constant"))).steps
+    assert steps["lr"].to_pylist() == [0.01] * 6
+    steps = read_ledger(train_here(train, load(tmp_path, *JOB, rate, "schedule.decay=cosine", "name=cosine"))).steps
+    assert steps["lr"].to_pylist()[-1] == pytest.approx(0.001)
+
+
+def test_rates_that_a_module_sets_itself_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"^the script changed the learning rate of parameter group 0 from 0.01 to 0.005"
+    ):
+        train_here(
+            lambda run: fit(run, SetsRates()),
+            load(tmp_path, *JOB, "schedule.base_lr=0.01", "schedule.decay=constant"),
+        )
+
+
 def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
     with pytest.raises(SpecError, match=r"^pytorch_lightning is not installed; run pip install 'undula\[lightning\]'$"):

@@ -119,7 +119,7 @@ class Engine:
 
     def free_gradients(self) -> None:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""
-        self.module.zero_grad(set_to_none=True)
+        nn.Module.zero_grad(self.module)  # a script's model may have another zero_grad
 
     def close(self) -> None:
         """Remove what the engine has attached to the model. Without this, the model can stay in memory although nothing uses it."""
