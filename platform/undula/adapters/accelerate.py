@@ -7,6 +7,7 @@ for epoch in accelerator.epochs(num_epochs):                    # in place of ra
 launch(main)                                                    # in place of main()
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,7 +73,8 @@ class Accelerator:
         self.num_processes = here.virtual_workers
         self.process_index = here.rank
         self.device = here.run.device if here.run else torch.device("cpu")
-        self.mixed_precision = mixed_precision or "no"
+        self._compute = here.run.compute if here.run else PRECISIONS[mixed_precision or "no"]
+        self.mixed_precision = next(name for name, each in PRECISIONS.items() if each == self._compute)
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.split_batches = split_batches
         self._precision = PRECISIONS[mixed_precision] if mixed_precision else None
@@ -81,6 +83,8 @@ class Accelerator:
         self._scheduler: PreparedScheduler | None = None
         self._training: TrainingLoader | None = None
         self._evaluations: list[EvaluationLoader] = []
+        """DataLoaders that are being iterated over."""
+        self._numbers = itertools.count()
         self._registered: list[Any] = []
         self._is_unfinished = False
         self._steps: Steps | None = None
@@ -141,20 +145,19 @@ class Accelerator:
 
     def _prepared_loader(self, loader: "DataLoader[Any]") -> PreparedLoader:
         if self._training is None:
-            self._training = TrainingLoader(loader, self.num_processes, self.split_batches)
-            return self._training
-        number = len(self._evaluations)
-        self._evaluations.append(
-            EvaluationLoader(
-                loader,
-                self.num_processes,
-                self.split_batches,
-                number,
-                self._run.world_size if self._run else self.num_processes,
-                lambda: self._run_between_steps("a DataLoader for evaluation"),
+            self._training = TrainingLoader(
+                loader, self.num_processes, self.split_batches, self.gradient_accumulation_steps
             )
+            return self._training
+        return EvaluationLoader(
+            loader,
+            self.num_processes,
+            self.split_batches,
+            None if self._steps else next(self._numbers),
+            self._run.world_size if self._run else self.num_processes,
+            self._evaluations,
+            lambda: self._run_between_steps("a DataLoader for evaluation"),
         )
-        return self._evaluations[-1]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Make objects with `state_dict` and `load_state_dict` part of the run's state; values are numbers, strings, or lists of these.
@@ -203,7 +206,7 @@ class Accelerator:
         if self._precision is not None:
             values["precision.compute"] = self._precision, "Accelerator(mixed_precision=...) of the script"
         return {
-            **self._training.settings(self.gradient_accumulation_steps),
+            **self._training.settings(),
             **{key: Setting(value, origin) for key, (value, origin) in values.items()},
         }
 
@@ -251,8 +254,8 @@ class Accelerator:
             steps.is_accumulating = False
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context in which operations outside of the model compute in the format of `mixed_precision`."""
-        dtype = dtype_of(self._precision or "fp32")
+        """Return a context in which operations outside of the model compute in the format of the job."""
+        dtype = dtype_of(self._compute)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def backward(self, loss: Tensor) -> None:
@@ -267,14 +270,7 @@ class Accelerator:
         Raises:
             UsageError: The norm is another than the Euclidean one of all parameters.
         """
-        assert self._model is not None
-        found = [parameters] if isinstance(parameters, Tensor) else parameters
-        trained = {id(each) for each in self._model.parameters() if each.requires_grad}
-        if norm_type != 2 or trained - {id(each) for each in found}:
-            raise UsageError(
-                "accelerator.clip_grad_norm_() clips the Euclidean norm of all parameters; pass these, without norm_type="
-            )
-        return self._begun("accelerator.clip_grad_norm_()").reduce(max_norm)
+        return self._begun("accelerator.clip_grad_norm_()").reduce(parameters, max_norm, norm_type)
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all ranks as one, along their first dimension. All ranks call this between two steps.
@@ -292,8 +288,7 @@ class Accelerator:
         Raises:
             UsageError: No evaluation batch is current.
         """
-        current = [each for each in self._evaluations if each.batches is not None]
-        if not current:
+        if not self._evaluations:
             raise UsageError(
                 "accelerator.gather_for_metrics() was called outside of the loop over a DataLoader for evaluation; call it there for each "
                 "batch, because ranks without a batch of their own repeat one"
@@ -303,7 +298,7 @@ class Accelerator:
                 "accelerator.gather_for_metrics(use_gather_object=True) needs a list with an object for each sample"
             )
         self._run_between_steps("accelerator.gather_for_metrics()")
-        found = current[-1].gathered(with_tensors(input_data, lambda each: each.detach().cpu()))
+        found = self._evaluations[-1].gathered(with_tensors(input_data, lambda each: each.detach().cpu()))
         return with_tensors(found, lambda each: each.to(self.device))
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -361,21 +356,15 @@ class Accelerator:
             print(*arguments, **more)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: object = None) -> None:
-        """Record numbers: those of an open step, averaged over its samples, in its row of the ledger, and others as an event.
+        """Record numbers at the step of the run, whatever `step` is.
 
-        Both are at the step of the run, whatever `step` is.
+        Those of a batch before optimizer.step() are averaged over the samples of the step, in its row of the ledger. Those of a batch after
+        it are averaged over the batches of rank 0 in the step, as an event, because the step may be committed. Others are an event.
 
         Raises:
             UsageError: A value is no number.
         """
-        steps = self._begun("accelerator.log()")
-        for name, value in values.items():
-            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
-                raise UsageError(f"accelerator.log() got {name!r} of type {type(value).__name__}; log numbers")
-        if steps.step:
-            steps.step.log(**values)
-        else:
-            self._run_between_steps("accelerator.log()").log({name: float(value) for name, value in values.items()})
+        self._begun("accelerator.log()").log(values)
 
     def init_trackers(self, project_name: str, config: object = None, init_kwargs: object = None) -> None:
         """Do nothing, because the job has the trackers: what `log` gets is in the ledger, on TensorBoard and in these trackers."""

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.config.yaml_file import Setting
+from undula.data.loader_processes import Loader
 from undula.data.nested import tensors_of, with_tensors
 from undula.data.script_dataset import REPLACEMENTS
 from undula.errors import UsageError
@@ -39,21 +40,33 @@ class PreparedLoader:
         self.batch_of_all = self.batch_size if is_split else self.batch_size * virtual_workers
         """Number of samples that all virtual workers take at once, in a micro-batch each."""
 
-    @property
-    def rounds(self) -> int:
-        """Number of batches of each virtual worker, as of each process of Accelerate."""
-        count = len(self.dataset) / self.batch_of_all
-        return math.floor(count) if self.loader.drop_last else math.ceil(count)
-
 
 class TrainingLoader(PreparedLoader):
-    """DataLoader that trains: an iteration yields the micro-batches of this rank in the steps of an epoch."""
+    """DataLoader that trains: an iteration yields the micro-batches of this rank in the steps of an epoch.
+
+    Args:
+        loader: DataLoader of the script.
+        virtual_workers: Number of virtual workers of the plan.
+        is_split: Whether the virtual workers share a batch of the DataLoader.
+        accumulation: Number of batches of each virtual worker in a step.
+    """
 
     batches: Callable[[], Iterator[Any]] | None = None
     """Function that yields the micro-batches of the epoch; None outside of the loop over `epochs`."""
 
+    def __init__(self, loader: "DataLoader[Any]", virtual_workers: int, is_split: bool, accumulation: int):
+        super().__init__(loader, virtual_workers, is_split)
+        self._accumulation = accumulation
+        self._batch_of_step = self.batch_of_all * accumulation
+        rows = len(self.dataset)
+        self._drops = loader.drop_last and (rows % self.batch_of_all > 0 or rows % self._batch_of_step == 0)
+        """Whether an incomplete step is left out. If batches divide the dataset, drop_last leaves out no sample."""
+
     def __len__(self) -> int:
-        return self.rounds
+        """Return the number of batches of each virtual worker in an epoch, as of each process of Accelerate."""
+        if self._drops:
+            return len(self.dataset) // self._batch_of_step * self._accumulation
+        return math.ceil(len(self.dataset) / self.batch_of_all)
 
     def __iter__(self) -> Iterator[Any]:
         if self.batches is None:
@@ -62,7 +75,7 @@ class TrainingLoader(PreparedLoader):
             )
         return self.batches()
 
-    def settings(self, accumulation: int) -> dict[str, Setting]:
+    def settings(self) -> dict[str, Setting]:
         """Return the plan's settings that follow from the DataLoader, by dotted key.
 
         Raises:
@@ -81,10 +94,10 @@ class TrainingLoader(PreparedLoader):
                 f"{REPLACEMENTS['sampler']}"
             )
         values: dict[str, Any] = {
-            "plan.global_batch": self.batch_of_all * accumulation,
+            "plan.global_batch": self._batch_of_step,
             "plan.micro_batch": self.batch_of_all // self._virtual_workers,
             "plan.shuffle": shuffle,
-            "plan.last_step": "drop" if self.loader.drop_last else "short",
+            "plan.last_step": "drop" if self._drops else "short",
         }
         return {key: Setting(value, origin) for key, value in values.items()}
 
@@ -96,8 +109,10 @@ class EvaluationLoader(PreparedLoader):
         loader: DataLoader of the script.
         virtual_workers: Number of virtual workers of the plan.
         is_split: Whether the virtual workers share a batch of the DataLoader.
-        number: Number of the DataLoader among those that evaluate.
+        number: Number of the DataLoader among those for evaluation that the script prepares before it trains, whose processes are kept;
+            None for one that it prepares later, whose processes end with each iteration.
         world_size: Number of ranks.
+        current: DataLoaders that are being iterated over, to which this one adds itself.
         run_of: Function that returns the run, or raises an error if no evaluation can begin.
     """
 
@@ -106,8 +121,9 @@ class EvaluationLoader(PreparedLoader):
         loader: "DataLoader[Any]",
         virtual_workers: int,
         is_split: bool,
-        number: int,
+        number: int | None,
         world_size: int,
+        current: "list[EvaluationLoader]",
         run_of: Callable[[], Run],
     ):
         super().__init__(loader, virtual_workers, is_split)
@@ -122,6 +138,7 @@ class EvaluationLoader(PreparedLoader):
             )
         self._number = number
         self._world_size = world_size
+        self._current = current
         self._run_of = run_of
         self.batches: RankBatches | None = None
         """Batches of the current iteration; None outside of one."""
@@ -131,13 +148,18 @@ class EvaluationLoader(PreparedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         run = self._run_of()
-        loader = kept_loader(run, str(self._number), self.loader.num_workers)
+        workers = self.loader.num_workers
+        loader = Loader(workers) if self._number is None else kept_loader(run, str(self._number), workers)
         self.batches = RankBatches(run, self.dataset, self.loader.collate_fn, self.batch_size, loader)
+        self._current.append(self)
         try:
             for batch in self.batches:
                 yield with_tensors(batch, lambda tensor: tensor.to(run.device))
         finally:
+            self._current.remove(self)
             self.batches = None
+            if self._number is None:
+                loader.close()
 
     def gathered(self, value: Any) -> Any:
         """Return the results of all ranks for their current batches as one, without those of repeated batches and samples."""

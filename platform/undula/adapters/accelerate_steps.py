@@ -1,6 +1,6 @@
 """Steps of a run as a loop written for Accelerate goes through them: batch by batch, where the optimizer's step ends the last one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ class Steps:
         self.was_applied = True
         """Whether the optimizer took the last step."""
         self._model = model
+        self._samples = 0
+        """Number of samples in the current batch."""
+        self._is_after = False
+        """Whether the script has called optimizer.step() for the current batch."""
+        self._late: dict[str, tuple[float, int]] = {}
+        """Sums of the values that the script has logged after optimizer.step() in this step, weighted by samples, and the weights."""
+        self._run = run
         self._needs_accumulate = needs_accumulate
         self._has_scheduler = has_scheduler
         self._plan = run.plan
@@ -67,6 +74,7 @@ class Steps:
                 f"the loop over the training DataLoader ended after step {self.done - 1}, before the end of epoch {epoch}; iterate over it "
                 "once in each epoch, to its end, and set plan.max_steps for a shorter training"
             )
+        self._log_late()
 
     def of_epoch(self, epoch: int) -> Iterator[Any]:
         """Yield the micro-batches of this rank in the steps of an epoch that are left.
@@ -79,7 +87,10 @@ class Steps:
             self.has_advanced = False
             free_gradients(self._model)
             self._batches = step.batches()
-            yield from self._batches
+            for batch in self._batches:
+                assert step.micro_batch is not None
+                self._samples, self._is_after = step.micro_batch.samples, False
+                yield batch
             if not step.updated:
                 raise UsageError(
                     f"step {step.index} ended without optimizer.step(); call it for each batch, and leave accumulation "
@@ -90,6 +101,7 @@ class Steps:
                     f"step {self.done - 1} ended without scheduler.step(); call it after optimizer.step() for each batch, with a scheduler "
                     "that counts steps and not epochs"
                 )
+            self._log_late()
 
     def end(self) -> None:
         """End the run after its last epoch."""
@@ -109,8 +121,42 @@ class Steps:
             )
         return self.step
 
-    def reduce(self, max_norm: float) -> Tensor | None:
-        """Reduce and clip the gradient after the last batch of the step; do nothing before."""
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers in the open step, or as an event if it may be committed.
+
+        Raises:
+            UsageError: A value is no number.
+        """
+        for name, value in values.items():
+            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+                raise UsageError(f"accelerator.log() got {name!r} of type {type(value).__name__}; log numbers")
+        if not self._is_after and self.step is not None:
+            self.step.log(**values)
+        elif not self._is_after:
+            self._run.log(values)
+        elif self._samples:  # a value of no samples may be NaN, even if it is multiplied by 0
+            for name, value in values.items():
+                total, weight = self._late.get(name, (0.0, 0))
+                self._late[name] = total + float(value) * self._samples, weight + self._samples
+
+    def _log_late(self) -> None:
+        """Record what the script has logged after optimizer.step(), once it has worked on all batches of the step."""
+        late, self._late, self._is_after = self._late, {}, False
+        if late:
+            self._run.log({name: total / weight for name, (total, weight) in late.items()})
+
+    def reduce(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Reduce and clip the gradient after the last batch of the step; do nothing before.
+
+        Raises:
+            UsageError: The norm is another than the Euclidean one of all parameters.
+        """
+        found = [parameters] if isinstance(parameters, Tensor) else parameters
+        trained = {id(each) for each in self._model.parameters() if each.requires_grad}
+        if norm_type != 2 or trained - {id(each) for each in found}:
+            raise UsageError(
+                "accelerator.clip_grad_norm_() clips the Euclidean norm of all parameters; pass these, without norm_type="
+            )
         step = self.open("accelerator.clip_grad_norm_()")
         if not step.is_last:
             return None
@@ -125,6 +171,7 @@ class Steps:
                 "Accelerator has gradient_accumulation_steps, but optimizer.step() was called outside of accelerator.accumulate(); put "
                 "the work on a batch into `with accelerator.accumulate(model)`"
             )
+        self._is_after = True
         if not step.is_last:
             return
         next(self._batches, None)

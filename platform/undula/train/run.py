@@ -63,6 +63,7 @@ class Run:
     Attributes:
         config: Settings of the script.
         base_lr: Learning rate at the peak of the schedule.
+        compute: Number format in which the model computes.
         plan: Plan of the run, which defines the samples of each step.
         rank: Rank of this process.
         world_size: Number of ranks.
@@ -80,7 +81,7 @@ class Run:
         engine: MakeEngine | None = None,
     ):
         self.config = job.config
-        self.base_lr = job.schedule.base_lr
+        self.base_lr, self.compute = job.schedule.base_lr, job.precision.compute
         self.rank, self.world_size, self.device = layout.rank, layout.world_size, layout.device
         self._setup: RunSetup = RunSetup.of(job, layout, worker, publish, replicas)
         self.plan = self._setup.plan

@@ -16,13 +16,16 @@ from alone import train_alone
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
+from undula.adapters import accelerate_loaders
 from undula.adapters.accelerate import Accelerator
 from undula.adapters.script import Script
 from undula.config.job import load_spec
+from undula.data.loader_processes import Loader
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_job, examine
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.layout import join_layout
+from undula.plan.plan import Plan
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.events import CheckpointEvent, LogEvent
 from undula.state.ledger import events_of, read_ledger
@@ -319,6 +322,86 @@ def test_zero_grad_of_a_model_deletes_no_gradient_of_a_step(tmp_path: Path) -> N
         train_once(script, job)
         found.append(read_ledger(open_store(job.run_url)).steps["loss"].to_pylist())
     assert found[0] == found[1] == found[2]
+
+
+class PreparesLate(Loop):
+    """Script that prepares another dataset in each epoch, with a loader process."""
+
+    def after_epoch(self, accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> None:
+        late = accelerator.prepare(DataLoader(TensorDataset(torch.full((3, 2), float(epoch))), 2, num_workers=1))
+        found = [accelerator.gather_for_metrics(x) for (x,) in late]
+        assert torch.cat(found).equal(torch.full((3, 2), float(epoch)))
+
+
+def test_a_loader_that_is_prepared_in_an_epoch_has_its_own_dataset_and_leaves_no_process(tmp_path: Path) -> None:
+    worker = WorkerState()
+    made: list[Loader] = []
+    script, job = prepared_job(PreparesLate(), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate_loaders, "Loader", lambda workers: made.append(Loader(workers)) or made[-1])
+        train_once(script, job, worker)
+    assert len(made) == 2
+    assert not any(loader._context.started() for loader in made)
+    assert not [name for name in worker.kept if "evaluation" in name]
+
+
+class LogsAfter(Loop):
+    """Script that logs for each batch after the step of the optimizer."""
+
+    def __call__(self) -> None:
+        accelerator = Accelerator()
+        model = nn.Linear(2, 1)
+        loader, model, optimizer = accelerator.prepare(self.loader(), model, self.optimizer(model))
+        for _ in accelerator.epochs(1):
+            for (x,) in loader:
+                accelerator.backward(model(x).mean())
+                accelerator.log({"before": float(x.mean())})
+                optimizer.step()
+                accelerator.log({"after": float(x.mean())})
+            accelerator.log({"epoch": 1})
+
+
+def test_what_is_logged_after_the_optimizers_step_is_one_event(tmp_path: Path) -> None:
+    script, job = prepared_job(LogsAfter(), tmp_path)
+    train_once(script, job)
+    ledger = read_ledger(open_store(job.run_url))
+    means = [float(rows.mean()) for rows in torch.arange(24.0).reshape(3, 8) / 24]
+    assert [json.loads(each) for each in ledger.steps["logged"].to_pylist()] == [
+        {"before": pytest.approx(mean)} for mean in means
+    ]
+    events = [(each.step, each.values) for each in events_of(ledger.events, LogEvent)]
+    assert events[:3] == [(step, {"after": pytest.approx(mean)}) for step, mean in enumerate(means, 1)]
+    assert events[3:] == [(3, {"epoch": 1.0})]
+
+
+@pytest.mark.parametrize(("rows", "batches", "steps"), [(20, 10, 3), (21, 8, 2), (17, 8, 2), (16, 8, 2)])
+def test_the_length_of_a_loader_that_drops_is_that_of_the_plan(
+    tmp_path: Path, rows: int, batches: int, steps: int
+) -> None:
+    lengths: list[int] = []
+
+    class Drops(Loop):
+        def loader(self) -> Any:
+            return DataLoader(TensorDataset(torch.ones(rows, 2)), batch_size=2, drop_last=True)
+
+        def before(self, accelerator: Any) -> None:
+            lengths.append(len(accelerator._training))
+
+    loop = Drops(gradient_accumulation_steps=4)
+    _, job = prepared_job(loop, tmp_path, "plan.virtual_workers=1", "workers.max=1")
+    assert (job.plan.global_batch, lengths[-1]) == (8, batches)
+    assert Plan(job.plan, rows).steps_per_epoch == steps
+
+
+class Autocasts(Loop):
+    def in_step(self, accelerator: Any, model: nn.Module) -> None:
+        assert accelerator.mixed_precision == "bf16"
+        with accelerator.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_autocast_computes_in_the_precision_of_the_yaml(tmp_path: Path) -> None:
+    train_once(*prepared_job(Autocasts(), tmp_path, "precision.compute=bf16"))
 
 
 def changes_the_rate(accelerator: Any, *_: object) -> None:
