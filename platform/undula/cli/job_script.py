@@ -16,8 +16,8 @@ from undula.config.job import JobSpec, load_spec, script_of
 from undula.config.yaml_file import Setting
 from undula.driver.connection import (
     connected,
+    prepare_to_pickle_the_script,
     private_environment_of_job,
-    ship_modules_beside_the_script,
 )
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
 from undula.driver.preflight import Prepared, on_cluster, prepare
@@ -113,7 +113,7 @@ def _fit(
         UndulaError: The workers cannot train on a node of the cluster.
         SystemExit: The driver was stopped from outside. An event in the ledger records this.
     """
-    ship_modules_beside_the_script()
+    prepare_to_pickle_the_script()
     _end_on_sigterm()  # Ray has replaced the handler when it connected
     try:
         launch(train, spec, store, hub, trainer)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from torch.utils.data import Dataset, default_collate
 
 from undula.data.generators import seed_generators
+from undula.data.pickling import dumps
 from undula.data.script_dataset import IndexedDataset, reads_several
 from undula.errors import UsageError
 from undula.plan.keys import Ids, Keys, key64, subkeys
@@ -77,10 +78,8 @@ class Items(Dataset[Any]):
         return list(self._dataset.__getitems__(indices))  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Items"], tuple[bytes]]:
-        from ray import cloudpickle  # loader processes need it only for what it pickles by value
-
         try:
-            return _loaded, (cloudpickle.dumps((self._dataset, self._collate)),)  # type: ignore[no-untyped-call]
+            return _loaded, (dumps((self._dataset, self._collate)),)
         except Exception as error:
             raise UsageError(
                 f"the dataset of run.dataset() cannot be sent to loader processes ({error}); open files and connections on the first "

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import ray
 
+from undula.data.pickling import pickle_torch_settings_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError
@@ -69,8 +70,9 @@ def private_environment_of_job() -> Iterator[None]:
                 pass  # the end of the connection deletes them
 
 
-def ship_modules_beside_the_script() -> None:
+def prepare_to_pickle_the_script() -> None:
     """Send the modules in the script's folder to the workers with the train function, because a worker may not have that folder."""
+    pickle_torch_settings_by_name()
     folder = str(Path(sys.argv[0]).resolve().parent)
     real = cache(os.path.realpath)  # cached, because thousands of modules share few folders
     for name, module in list(sys.modules.items()):

@@ -21,6 +21,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
 
+from undula.data.pickling import dumps
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError
@@ -140,7 +141,7 @@ class ElasticWorker(RayTrainWorker):
         memory, which the workers of a node share.
         """
         try:
-            pickled = cloudpickle.dumps(train_fn)  # type: ignore[no-untyped-call]
+            pickled = dumps(train_fn)
         except Exception as error:  # whatever the script's objects raise
             logging.getLogger("undula").info("each group fetches the train function; it cannot be pickled: %s", error)
             return
