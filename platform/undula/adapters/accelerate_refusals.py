@@ -9,7 +9,7 @@ ARGUMENTS: Mapping[str, str] = {
     "log_with": "remove it; what accelerator.log() gets is in the ledger and on TensorBoard, and the job has trackers of its own",
     "project_dir": "remove it; checkpoints and logs are in the run directory",
     "project_config": "remove it; checkpoints and logs are in the run directory, and checkpoint.keep_last limits their number",
-    "cpu": "remove it; workers train on the CPU if workers.per_worker has no GPU",
+    "cpu": "remove it; workers train on the CPU if workers.gpus is 0 or the cluster has no GPU",
     "device_placement": "leave it True",
     "dataloader_config": "pass split_batches= to Accelerator itself; the plan decides the rest",
     "gradient_accumulation_plugin": "pass gradient_accumulation_steps= to Accelerator itself",

@@ -79,7 +79,7 @@ FIXES: Mapping[str, str] = {
     "enable_jit_checkpoint": "remove it: Undula saves the state on a notice",
     "save_on_each_node": "use an output_dir that all nodes share",
     "load_best_model_at_end": "use save_strategy='best' and load the saved model after the run",
-    "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/running.md)",
+    "report_to": "set 'none'; `undula show`, TensorBoard and Prometheus have the run (docs/trackers.md)",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,

@@ -113,7 +113,9 @@ class OptimizerRates(Protocol):
     """Learning rates of an optimizer's groups over the course of the run."""
 
     warning: str | None
-    """Warning about the rates for the user; None if there is none."""
+    """Warning that the rule may not hold for the optimizer; None if there is none."""
+    others: str | None
+    """Description of the groups' rates if none of them is the rate that `lr` returns; otherwise None."""
 
     def lr(self, rate: StepRate) -> float:
         """Return the learning rate of a step, for the ledger."""
@@ -139,6 +141,7 @@ class SchedulerRates:
     """
 
     warning: str | None = None
+    others: str | None = None
 
     def __init__(self, scheduler: LRScheduler, schedule: ScheduleSpec, plan: Plan):
         self._scheduler = scheduler
@@ -200,7 +203,11 @@ class GroupRates:
             _scaled_averages(initial, RULES[schedule.batch_rule].scaled(largest, None))  # raises SpecError
         classes = [each.__name__ for each in type(optimizer).__mro__ if issubclass(each, torch.optim.Optimizer)]
         self.warning = warning(schedule.batch_rule, classes) if schedule.follows_batch(plan.spec) else None
-        """Warning that the rule may not hold for the optimizer; None if it is known to hold."""
+        self.others = (
+            None
+            if schedule.base_lr in self._rates
+            else f"they have {self._rates}, and schedule.base_lr is {schedule.base_lr}"
+        )
 
     def lr(self, rate: StepRate) -> float:
         """Return the learning rate of a group whose initial rate is the base rate."""

@@ -158,6 +158,8 @@ class TrainingLoop:
             self._compare_arithmetic(restored)
         if start == 0 and context.rates.warning:
             context.report(WarningEvent("batch_rule", context.rates.warning))
+        if start == 0 and context.rates.others:
+            context.report(WarningEvent("other_rates", context.rates.others))
         if not self._has_loss and context.samples.has_validation:
             context.report(WarningEvent("no_validation"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:

@@ -146,6 +146,17 @@ def test_a_rule_warns_about_optimizers_that_it_is_not_known_for(
     assert GroupRates(made, ScheduleSpec(batch_rule=rule), plan).warning is None  # the batch is the base batch
 
 
+def test_an_optimizer_without_the_base_rate_is_described() -> None:
+    def others(*rates: float) -> str | None:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+        return GroupRates(
+            torch.optim.SGD(groups), ScheduleSpec(base_lr=0.001), Plan(PlanSpec(global_batch=8), 80)
+        ).others
+
+    assert others(0.3) == "they have [0.3], and schedule.base_lr is 0.001"
+    assert others(0.01, 0.001) is None
+
+
 def test_rules_for_layerwise_optimizers() -> None:
     for rule, optimizer in (("linear", "LARS"), ("sqrt", "LARS"), ("legw", "LARS"), ("sqrt", "Lamb"), ("legw", "Lamb")):
         assert warning(rule, (optimizer, "BaseOptimizer", "Optimizer")) is None  # type: ignore[arg-type]
