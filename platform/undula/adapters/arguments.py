@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from undula.config.secrets import hide_secrets
 from undula.config.yaml_file import Setting
 from undula.errors import SpecError
 
@@ -165,7 +166,9 @@ def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
         value = getattr(args, each.name)
         if each.name not in known and not _is_default(each, value):
             fix = FIXES.get(each.name, "remove it")
-            raise SpecError(f"TrainingArguments.{each.name} is {_shown(value)}, which a run does not support; {fix}")
+            raise SpecError(
+                f"TrainingArguments.{each.name} is {_shown(each.name, value)}, which a run does not support; {fix}"
+            )
     for name, values, fix in (
         ("lr_scheduler_type", ("reduce_lr_on_plateau", "greedy"), "use a schedule that depends on the step only"),
         ("optim", ("lomo", "adalomo"), "use an optimizer that does not update in the backward pass"),
@@ -202,6 +205,9 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _shown(value: Any) -> str:
-    text = repr(_plain(value))
+def _shown(name: str, value: Any) -> str:
+    plain = _plain(value)
+    if hide_secrets({name: plain}) != {name: plain}:
+        return "(hidden)"
+    text = repr(plain)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -45,6 +45,8 @@ def place_process(args: Any, rank: int, virtual_workers: int, device: torch.devi
     assert args.device is not None  # makes the shared state, if nothing has done so yet
     args.__dict__["_setup_devices"] = device  # a cached property
     args._n_gpu = min(args._n_gpu, 1)
+    # Arguments that are a global of the script come to a worker pickled, with a copy of the state that nothing else shares.
+    args.distributed_state = PartialState(cpu=args.use_cpu)
     for shared in (PartialState._shared_state, AcceleratorState._shared_state):
         if shared:
             shared.update(

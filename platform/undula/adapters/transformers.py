@@ -45,7 +45,10 @@ STATE_FIELDS = (
     *("best_metric", "best_model_checkpoint", "best_global_step"),
 )
 """Fields of a TrainerState that belong to the state of a run, besides its history."""
-COUNTERS = ("current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_grad_norm", "_learning_rate")
+COUNTERS = (
+    *("current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_grad_norm", "_learning_rate"),
+    "_start_time",  # the mean loss and the speed at the end are those of the whole run
+)
 """Attributes of the trainer that belong to the state of a run."""
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
@@ -116,12 +119,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model in Hugging Face's format. Rank 0 writes it, and the others wait."""
+        """Save the model in Hugging Face's format. Rank 0 writes it, and may call this alone; in a step's save, the others wait."""
         run = place().run
         if run is not None:
             run.alive()
         super().save_model(output_dir, _internal_call)
-        if run is not None:
+        if run is not None and _internal_call:
             run.gather(None)  # waits for all ranks
 
     def _offer_in_driver(self) -> None:
@@ -241,22 +244,20 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def _loop(self, run: Run, model: nn.Module, ignore_keys_for_eval: Any) -> None:
         args, epoch = self.args, None
-        self._start_time = time.time()
-        steps = run.steps()
-        step = next(steps, None)  # restores the state, before callbacks see it
-        self._initial_global_step = self.state.global_step
+        self._start_time = run.gather(time.time())[0]
+        run.restore()  # before callbacks see the state
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start and not self._is_restored:
             self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
         if self._is_unfinished:
             self._after_step(run, model, self.state.global_step, ignore_keys_for_eval)
-        while step is not None:
+        # A loop that has begun counts the work after the last step as done, and ends if no step is left.
+        for step in run.steps():
             if (number := run.plan.step(step.index).epoch) != epoch:
                 epoch = number
                 self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             self._train_step(run, step, model)
             self._after_step(run, model, step.index, ignore_keys_for_eval)
-            step = next(steps, None)
 
     def _train_step(self, run: Run, step: Step, model: nn.Module) -> None:
         args, self._step = self.args, step

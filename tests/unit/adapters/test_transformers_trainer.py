@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,55 +12,21 @@ import pytest
 import torch
 import transformers
 from adapters_kit import columns, job_of_script, renamed, train_here
-from numbers_job import cpu_run
 from peft import LoraConfig, get_peft_model
 from ranks import on_ranks
 from tiny_lm import Sequences, tiny_gpt
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback
+from transformers_kit import Trained, arguments, train_rank
 
-from undula.adapters.script import Script
 from undula.adapters.transformers import ElasticMixin, Trainer
 from undula.errors import SpecError, UndulaError, UsageError
-from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.events import EndEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.storage import open_store
-from undula.train.job import Job
-from undula.train.single_process import local_world
 
-Calls = list[tuple[str, int, float | None]]
-STEPS = 50
-EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: several are slow for tensors as small as these, above all beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Watch(TrainerCallback):  # type: ignore[misc]
-    """Callback that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: Calls = []
-
-
-def _recorded(name: str) -> Callable[..., Any]:
-    def record(self: Watch, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        self.calls.append((name, state.global_step, state.epoch))
-        return control
-
-    return record
-
-
-for _name in EVENTS:
-    setattr(Watch, _name, _recorded(_name))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Weighted(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
@@ -80,59 +46,6 @@ class Weighted(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
 class TheirWeighted(transformers.Trainer):  # type: ignore[misc]
     loss_is_scaled_for_ga = False
     compute_loss = Weighted.compute_loss
-
-
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    given = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 5,
-        "train_sampling_strategy": "sequential",
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 20,
-        "save_steps": 25,
-        "per_device_eval_batch_size": 5,
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(**{**given, **more})
-
-
-def accuracy(prediction: Any) -> dict[str, float]:
-    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
-    return {"accuracy": float(right.mean()), "rows": len(prediction.label_ids)}
-
-
-class Trained:
-    """Script that trains, and what it leaves: calls of callbacks, logs and weights."""
-
-    def __init__(self, kind: type, args: TrainingArguments, model: Callable[[], nn.Module] = tiny_gpt, **more: Any):
-        self.kind, self.args, self.model, self.more = kind, args, model, more
-        self.watch = Watch()
-
-    def __call__(self) -> None:
-        self.watch = Watch()
-        trainer = self.kind(
-            model=self.model(),
-            args=self.args,
-            train_dataset=Sequences(100),
-            eval_dataset=Sequences(23, first=1000),
-            compute_metrics=accuracy,
-            callbacks=[self.watch, *self.more.get("callbacks", [])],
-        )
-        trainer.train()
-        self.logs = [_without_times(each) for each in trainer.state.log_history]
-        self.weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-def _without_times(log: dict[str, float]) -> dict[str, float]:
-    times = ("_runtime", "_per_second", "_preparation_time", "_flos")
-    return {name: value for name, value in log.items() if not name.endswith(times)}
 
 
 def lora() -> nn.Module:
@@ -185,58 +98,17 @@ def test_what_was_saved_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
         assert torch.equal(value, script.weights[name])
 
 
-def train_rank(rank: int, world_size: int, script: Any, job: Job) -> Any:
-    run = cpu_run(job, rank, world_size)
-    Script(script)(run)
-    run.free()
-    return script.logs
-
-
 def test_the_world_size_changes_no_bit(tmp_path: Path) -> None:
     args = arguments(tmp_path / "out", per_device_train_batch_size=3, max_steps=12, eval_steps=4, logging_steps=2)
-    script = Trained(Trainer, args, partial(tiny_gpt, dropout=0.1))
+    script = Trained(Trainer, args, partial(tiny_gpt, dropout=0.1), saves=True)
     job = renamed(job_of_script(script, tmp_path, "deterministic=true", virtual_workers=4), "two")
     assert (job.plan.global_batch, job.plan.micro_batch, job.plan.max_steps) == (24, 3, 12)
     names = ("loss", "grad_norm", "lr", "sample_digest", "weights_digest")
     alone = train_here(script, tmp_path, "deterministic=true", virtual_workers=4)
     results = on_ranks(2, train_rank, script, job)
-    assert results == [script.logs, script.logs]
+    assert results == [(script.logs, 0), (script.logs, 1)]
     assert columns(job, *names) == columns(alone, *names)
     assert {"eval_loss", "eval_accuracy", "eval_rows"} <= script.logs[2].keys()
-
-
-class Ends(TrainerCallback):  # type: ignore[misc]
-    """Callback that ends the group at some moments: by an error in an evaluation, or by a request to leave."""
-
-    def __init__(self, worker: WorkerState, fails_at: int | None, leaves_at: int | None):
-        self._worker, self._fails_at, self._leaves_at = worker, fails_at, leaves_at
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._worker.request = Request(leaves=state.global_step == self._leaves_at)
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._fails_at:
-            raise OSError
-
-
-def test_a_group_may_end_in_an_evaluation_or_at_a_boundary(tmp_path: Path) -> None:
-    args = arguments(tmp_path / "out", max_steps=14, eval_steps=4, save_strategy="no", logging_steps=3)
-    undisturbed = Trained(Trainer, args, partial(tiny_gpt, dropout=0.1))
-    expected = train_here(undisturbed, tmp_path, "deterministic=true")
-    job, worker = renamed(expected, "disturbed"), WorkerState(is_run=True, controller=object())
-    for fails_at, leaves_at in ((4, None), (None, 9), (None, None)):
-        script = Trained(Trainer, args, undisturbed.model, callbacks=[Ends(worker, fails_at, leaves_at)])
-        with local_world(torch.device("cpu")):
-            worker.join_group()
-            run = cpu_run(job, worker=worker)
-            try:
-                Script(script)(run)
-            except (OSError, LeaveGroup):
-                run.hand_over()
-            run.free()
-    names = ("step", "loss", "grad_norm", "lr", "weights_digest")
-    assert columns(job, *names) == columns(expected, *names)
-    assert script.logs[:-1] == undisturbed.logs[:-1]  # the last one has the mean over this process's steps
 
 
 def test_evaluations_are_results_of_the_run_and_a_callback_can_stop_it(tmp_path: Path) -> None:

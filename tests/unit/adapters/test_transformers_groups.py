@@ -1,0 +1,67 @@
+"""Tests of Hugging Face's Trainer in groups that end at any moment: the next one repeats what was not finished."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters_kit import columns, renamed, store_of, train_here
+from tiny_lm import tiny_gpt
+from transformers import EarlyStoppingCallback
+from transformers_kit import Trained, arguments, train_in_groups
+
+from undula.adapters.transformers import Trainer
+from undula.state.events import EndEvent, ValidationEvent
+from undula.state.ledger import events_of, read_ledger
+from undula.train.job import Job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def events(job: Job) -> tuple[list[int | None], list[int | None]]:
+    """Return the steps of the validations and of the end of a run."""
+    found = read_ledger(store_of(job)).events
+    return [each.step for each in events_of(found, ValidationEvent)], [each.step for each in events_of(found, EndEvent)]
+
+
+def test_a_group_may_end_in_an_evaluation_or_at_a_boundary(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=14, eval_steps=4, save_strategy="no", logging_steps=3)
+    undisturbed = Trained(Trainer, args, partial(tiny_gpt, dropout=0.1))
+    expected = train_here(undisturbed, tmp_path, "deterministic=true")
+    job = renamed(expected, "disturbed")
+    script = train_in_groups(
+        job, lambda ends: Trained(Trainer, args, undisturbed.model, callbacks=[ends]), (4, None), (None, 9)
+    )
+    names = ("step", "loss", "grad_norm", "lr", "weights_digest")
+    assert columns(job, *names) == columns(expected, *names)
+    assert script.logs == undisturbed.logs
+
+
+def test_an_evaluation_that_stops_the_training_is_repeated_before_another_step(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path / "out",
+        learning_rate=1e-12,
+        max_steps=20,
+        eval_steps=2,
+        save_strategy="no",
+        metric_for_best_model="loss",
+    )
+
+    def script(*callbacks: Any) -> Trained:
+        return Trained(Trainer, args, callbacks=[EarlyStoppingCallback(2, early_stopping_threshold=1.0), *callbacks])
+
+    expected = train_here(script(), tmp_path)
+    job = renamed(expected, "disturbed")
+    train_in_groups(job, script, (6, None), (6, None))
+    assert columns(job, "step") == columns(expected, "step") == [[0, 1, 2, 3, 4, 5]]
+    assert events(job) == events(expected) == ([2, 4, 6], [6])
+
+
+def test_the_last_evaluation_is_repeated_until_it_is_done(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=6, eval_steps=2, save_strategy="no")
+    undisturbed = Trained(Trainer, args)
+    expected = train_here(undisturbed, tmp_path)
+    job = renamed(expected, "disturbed")
+    script = train_in_groups(job, lambda ends: Trained(Trainer, args, callbacks=[ends]), (6, None), (6, None))
+    assert events(job) == events(expected) == ([2, 4, 6], [6])
+    assert script.logs == undisturbed.logs
