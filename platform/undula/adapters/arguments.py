@@ -145,24 +145,23 @@ def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int
         "plan.last_step": ("drop" if args.dataloader_drop_last else "short", "dataloader_drop_last"),
         "schedule.base_lr": (base_lr, "learning_rate"),
         "gradient.max_norm": (args.max_grad_norm or None, "max_grad_norm"),
-        "precision.compute": (
-            "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-            "fp16" if args.fp16 else "bf16",
-        ),
         "compile": (bool(args.torch_compile), "torch_compile"),
+        # Without either, the YAML may have it, so that a driver without a GPU can check the job.
+        **({"precision.compute": ("bf16", "bf16")} if args.bf16 else {}),
+        **({"precision.compute": ("fp16", "fp16")} if args.fp16 else {}),
         **({"deterministic": (True, "full_determinism")} if args.full_determinism else {}),
     }
     return {key: Setting(value, f"TrainingArguments.{argument}") for key, (value, argument) in values.items()}
 
 
 def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:
-    """Refuse arguments that a run cannot honour.
+    """Refuse arguments that a run cannot honour. The fields of a class that derives from TrainingArguments are left to the script.
 
     Raises:
         SpecError: The first of them.
     """
     known = DECIDED_BY_THE_PLAN | HONOURED | WITHOUT_EFFECT
-    for each in fields(args):
+    for each in fields(TrainingArguments):
         value = getattr(args, each.name)
         if each.name not in known and not _is_default(each, value):
             fix = FIXES.get(each.name, "remove it")

@@ -7,7 +7,7 @@ the script does not say.
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from undula.errors import SpecError, UsageError
 from undula.plan.plan import PlanSpec
 from undula.train.run import Run
 
+InDriver = Callable[[], AbstractContextManager[None]]
 
-def launch(main: Callable[[], object]) -> None:
+
+def launch(main: Callable[[], object], in_driver: InDriver = nullcontext) -> None:
     """Train a script of another library as a job: check it, train on the available Ray cluster, and print where the result is.
 
     Call it at the end of the script instead of `main()`. The YAML of the job lies beside the script. Its `config.arguments` is the command
@@ -26,8 +28,9 @@ def launch(main: Callable[[], object]) -> None:
 
     Args:
         main: Main function of the script. It runs in the driver until it starts to train, and in every worker from the beginning.
+        in_driver: Function that returns a context for the main function in the driver.
     """
-    script = Script(main)
+    script = Script(main, in_driver)
     job_main(script, settings=script.settings)
 
 
@@ -36,10 +39,12 @@ class Script:
 
     Args:
         main: Main function of the script.
+        in_driver: Function that returns a context for it in the driver.
     """
 
-    def __init__(self, main: Callable[[], object]):
+    def __init__(self, main: Callable[[], object], in_driver: InDriver = nullcontext):
         self._main = main
+        self._in_driver = in_driver
         self._offer: Offer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,7 +63,7 @@ class Script:
         plan = tree.get("plan")
         found = plan.get("virtual_workers") if isinstance(plan, Mapping) else None
         workers = found if isinstance(found, int) else PlanSpec().virtual_workers
-        with _placed(Place(None, workers)), _command_line(tree.get("config")):
+        with _placed(Place(None, workers)), _command_line(tree.get("config")), self._in_driver():
             try:
                 self._main()
             except Offer as offer:

@@ -8,16 +8,16 @@ private in transformers (trainer.py of the version that the extra `transformers`
 import json
 import math
 import time
-from collections.abc import Mapping
-from functools import partial, reduce
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from undula.adapters import script
 from undula.adapters.evaluation import RankBatches, kept_loader
-from undula.adapters.script import Offer, launch, place
+from undula.adapters.script import Offer, place
 from undula.data.loader_processes import Loader
 from undula.errors import SpecError, UsageError, needs_extra, one_sentence
 from undula.parallel.random_state import kept_random_state
@@ -26,17 +26,18 @@ from undula.train.step import Step
 
 with one_sentence(), needs_extra("transformers"):
     import transformers
-    from transformers.trainer_pt_utils import nested_concat
     from transformers.trainer_utils import TrainOutput
 
     from undula.adapters.arguments import job_settings, refuse_unsupported
     from undula.adapters.hugging_face import (
         PlannedBatches,
+        explained_devices,
         exported_state,
         is_of_datasets,
+        joined,
         place_process,
+        refuse_overrides,
         shared_folder,
-        trimmed,
     )
 
 __all__ = ["ElasticMixin", "Trainer", "launch"]
@@ -54,11 +55,20 @@ MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
 """Ends of the names of metrics that are durations, which differ from rank to rank."""
 
 
+def launch(main: Callable[[], object]) -> None:
+    """Train a script with Hugging Face's Trainer as a job.
+
+    Args:
+        main: Main function of the script, which makes the arguments. See `undula.adapters.script.launch`.
+    """
+    script.launch(main, explained_devices)
+
+
 _Base: Any = object  # so that a type checker does not look for what Hugging Face's classes have
 
 
 class ElasticMixin(_Base):  # type: ignore[misc]
-    """Makes a class that derives from Hugging Face's Trainer elastic: `class MyTrainer(ElasticMixin, SFTTrainer)`."""
+    """Makes a class that derives from Hugging Face's Trainer elastic: `class MyTrainer(ElasticMixin, TheirTrainer)`."""
 
     control: Any
     _created_lr_scheduler: Any
@@ -66,6 +76,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Accelerator so that this process is one of as many as there are virtual workers, and reduces nothing by itself."""
         here, args = place(), self.args
+        refuse_overrides(type(self), ElasticMixin)
         refuse_unsupported(args, here.virtual_workers)
         args.save_only_model = True  # the run's own checkpoints have the rest
         if here.run is not None:
@@ -79,6 +90,8 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         self.gather_function = self._gather
         self._step: Step | None = None
         self._evaluated: RankBatches | None = None
+        # Loader processes keep the datasets that the trainer has when it begins to train, in every group.
+        self._kept_datasets: dict[str, Any] = {}
         self._grad_norm = self._learning_rate = 0.0
         self._is_unfinished = self._is_restored = False
         self._history: tuple[int, str] = (-1, "")
@@ -105,11 +118,13 @@ class ElasticMixin(_Base):  # type: ignore[misc]
 
     def evaluate(self, *arguments: Any, **more: Any) -> dict[str, float]:
         self._offer_in_driver()
+        self._evaluated = None
         with kept_random_state():
             return dict(super().evaluate(*arguments, **more))
 
     def predict(self, *arguments: Any, **more: Any) -> Any:
         self._offer_in_driver()
+        self._evaluated = None
         with kept_random_state():
             return super().predict(*arguments, **more)
 
@@ -134,6 +149,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
+        for name, each in self._evaluation_datasets().items():
+            if each is not None and not hasattr(each, "__len__"):
+                raise SpecError(
+                    f"the evaluation dataset {name!r} of the Trainer has no length, so that workers cannot share it; pass one with __len__ "
+                    "and __getitem__"
+                )
         optimizer = self.optimizer
         base_lr = optimizer.param_groups[0]["lr"] if optimizer else self.args.learning_rate
         size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else 0
@@ -151,13 +172,15 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return self._remove_unused_columns(dataset, description=description), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
+    def _evaluation_datasets(self) -> dict[str, Any]:
+        return dict(self.eval_dataset) if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, **more: Any) -> Any:
         """Return the batches of an evaluation."""
         run = place().run
         assert run is not None
         data, collate = self._data(dataset, description)
-        own = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        name = next((name for name, each in own.items() if each is dataset), None)
+        name = next((name for name, each in self._kept_datasets.items() if each is dataset), None)
         loader = kept_loader(run, name, self.args.dataloader_num_workers) if name is not None else Loader(0)
         self._evaluated = RankBatches(run, data, collate, batch_size, loader)
         return self._evaluated
@@ -165,14 +188,13 @@ class ElasticMixin(_Base):  # type: ignore[misc]
     def _gather(self, value: Any, use_gather_object: bool = False) -> Any:
         """Return the tensors of a batch of each rank, joined in the order of the dataset."""
         run = place().run
-        if run is None or self._evaluated is None:
+        if run is None or self._evaluated is None or self._step is not None:
             raise UsageError(
-                "accelerator.gather() was called outside of an evaluation, where ranks have unequal numbers of batches; compute what you "
-                "need in compute_metrics"
+                "accelerator.gather() was called outside of an evaluation of a dataset, where ranks have unequal numbers of batches; "
+                "compute what you need in compute_metrics"
             )
         host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
-        parts = [trimmed(part, size) for part, size in self._evaluated.gathered(host)]
-        return reduce(partial(nested_concat, padding_index=-100), parts)
+        return joined(self._evaluated.gathered(host), self._evaluated.batch_size)
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         """Run the backward pass of a micro-batch with its share of the step's loss."""
@@ -205,6 +227,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         run = place().run
         assert run is not None
         self._give(run)
+        self._kept_datasets = self._evaluation_datasets()
         self.accelerator._models.append(self.model_wrapped)
         num_train_samples = self._prepare(run, args)
         run.state("transformers", self._captured, self._restore)

@@ -1,13 +1,26 @@
-"""Tests that every argument of Hugging Face's TrainingArguments is either honoured or refused, and that messages hold no secret."""
+"""Tests of what a run honours of a trainer and its arguments: every argument, results of any shape, and methods or datasets of its own."""
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+import torch
+import transformers
+from adapters_kit import job_of_script, train_here
+from tiny_lm import Sequences, tiny_gpt
+from torch.utils.data import IterableDataset
+from transformers import Seq2SeqTrainingArguments, TrainingArguments, training_args
+from transformers_kit import Trained, arguments
 
+from undula.adapters import script
+from undula.adapters import transformers as adapter
 from undula.adapters.arguments import DECIDED_BY_THE_PLAN, FIXES, HONOURED, WITHOUT_EFFECT, refuse_unsupported
-from undula.errors import SpecError
+from undula.adapters.hugging_face import joined
+from undula.adapters.transformers import ElasticMixin, Trainer, launch
+from undula.errors import SpecError, UsageError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_argument_is_known_and_has_one_treatment() -> None:
@@ -22,3 +35,133 @@ def test_a_token_of_the_hub_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         refuse_unsupported(TrainingArguments(output_dir=str(tmp_path), hub_token=token), 1)
     assert str(caught.value).startswith("TrainingArguments.hub_token is (hidden), which a run does not support; push")
+
+
+def objects(images: int) -> list[dict[str, torch.Tensor]]:
+    return [{"boxes": torch.ones(5, 4) * number, "orig_size": torch.tensor([480, 640])} for number in range(images)]
+
+
+def test_only_the_repeated_loss_of_a_small_batch_is_cut() -> None:
+    found = joined([(objects(2), 2), (objects(1), 1)], 2)
+    assert [tuple(each["boxes"].shape) for each in found] == [(5, 4)] * 3
+    assert [each["orig_size"].tolist() for each in found] == [[480, 640]] * 3
+    assert joined([(torch.zeros(12, 3), 2), (torch.zeros(6, 3), 1)], 2).shape == (18, 3)
+    losses = joined([(torch.tensor([1.0, 1.0]), 2), (torch.tensor([3.0, 3.0]), 1)], 2)
+    assert losses.tolist() == [1, 1, 3]
+
+
+def test_arguments_of_a_derived_class_are_the_scripts(tmp_path: Path) -> None:
+    refuse_unsupported(Seq2SeqTrainingArguments(output_dir=str(tmp_path), predict_with_generate=True), 1)
+
+
+class GathersInSteps(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
+    """Trainer that gathers a metric in the second training step, after an evaluation."""
+
+    def compute_loss(self, *arguments: Any, **more: Any) -> Any:
+        if self.state.global_step == 1 and self.model.training:
+            self.accelerator.gather_for_metrics(torch.tensor(1.0))
+        return super().compute_loss(*arguments, **more)
+
+
+def test_a_gather_in_a_training_step_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "out", max_steps=2, eval_steps=1, save_strategy="no")
+    with pytest.raises(UsageError, match="was called outside of an evaluation"):
+        train_here(Trained(GathersInSteps, args), tmp_path)
+
+
+class Loads(transformers.Trainer):  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        raise AssertionError
+
+
+class Samples(ElasticMixin, transformers.Trainer):  # type: ignore[misc]
+    def _get_train_sampler(self, *_: Any) -> Any:
+        raise AssertionError
+
+
+class Loops(transformers.Trainer):  # type: ignore[misc]
+    def _inner_training_loop(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (type("Loading", (ElasticMixin, Loads), {}), "Loads overrides get_train_dataloader(), which a run does not"),
+        (Samples, "Samples overrides _get_train_sampler(), which a run does not call; a run decides the samples"),
+        (type("Looping", (ElasticMixin, Loops), {}), "Loops overrides _inner_training_loop(), which a run does not"),
+    ],
+)
+def test_methods_that_a_run_does_not_call_are_refused(tmp_path: Path, kind: type, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job_of_script(Trained(kind, arguments(tmp_path / "out")), tmp_path)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        (
+            "bf16",
+            "TrainingArguments.bf16 is refused on this machine, whose GPU cannot do it; leave it out, and set precision.c",
+        ),
+        (
+            "tf32",
+            "TrainingArguments.tf32 is refused on this machine, whose GPU cannot do it; leave it out, and call torch.set",
+        ),
+    ],
+)
+def test_a_driver_without_a_gpu_says_where_else_to_ask_for_a_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, sentence: str
+) -> None:
+    for name in ("is_torch_bf16_gpu_available", "is_torch_tf32_available"):
+        monkeypatch.setattr(training_args, name, lambda: False)
+    monkeypatch.setattr(script, "job_main", lambda train, settings: settings({}))
+    with pytest.raises(SpecError) as caught:
+        launch(lambda: TrainingArguments(output_dir=str(tmp_path), **{argument: True}))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_the_yaml_may_have_the_format_of_the_computation(tmp_path: Path) -> None:
+    job = job_of_script(Trained(Trainer, arguments(tmp_path / "out")), tmp_path, "precision.compute=bf16")
+    assert job.precision.compute == "bf16"
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from Sequences(4)
+
+
+def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    def main() -> None:
+        Trainer(
+            model=tiny_gpt(),
+            args=arguments(tmp_path / "out"),
+            train_dataset=Sequences(9),
+            eval_dataset={"long": Endless()},
+        ).train()
+
+    with pytest.raises(SpecError, match="the evaluation dataset 'long' of the Trainer has no length"):
+        job_of_script(main, tmp_path)
+
+
+def test_another_evaluation_dataset_gets_other_loader_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, make = [], adapter.kept_loader
+    monkeypatch.setattr(
+        adapter, "kept_loader", lambda run, name, workers: kept.append(name) or make(run, name, workers)
+    )
+
+    def main() -> None:
+        args = arguments(tmp_path / "out", max_steps=2, eval_steps=1, save_strategy="no")
+        trainer = Trainer(
+            model=tiny_gpt(), args=args, train_dataset=Sequences(16), eval_dataset=Sequences(5, first=1000)
+        )
+        trainer.train()
+        trainer.evaluate()
+        trainer.eval_dataset = Sequences(5, first=2003)
+        trainer.evaluate()
+
+    train_here(main, tmp_path)
+    assert kept == ["eval"] * 3
