@@ -69,7 +69,10 @@ class Script:
             except Offer as offer:
                 self._offer = offer
                 return offer.settings
-        raise SpecError("the script ended without training; call the training in the function that launch() gets")
+        raise SpecError(
+            "the script ended without training as a run; import Trainer or Accelerator from undula.adapters, and let the function that "
+            "launch() gets train with it"
+        )
 
     def __call__(self, run: Run) -> None:
         """Train on a rank, or give the dataset and the model to the driver's checks."""
