@@ -214,7 +214,8 @@ class GroupRates:
         return self._base_lr * rate.lr
 
     def advance(self) -> None:
-        """Do nothing: the schedule follows from the number of samples."""
+        """Note the rates, which the optimizer itself may have changed. The schedule follows from the number of samples."""
+        self._rates = _rates_of(self._optimizer)
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
         """Set the learning rate of each group, and the averages that the rule scales.
