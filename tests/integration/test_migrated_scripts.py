@@ -22,10 +22,10 @@ FOLDER = Path(__file__).parents[1] / "migration"
 LIMIT_S = 300
 
 
-def losses_of_run(folder: Path) -> list[float]:
-    """Train the migrated script in this process, and return its losses."""
-    train = runpy.run_path(str(FOLDER / "ddp_after.py"))["train"]
-    loaded = load_spec(FOLDER / "ddp_after.yaml", [f"runs={folder}"])
+def losses_of_run(folder: Path, name: str = "ddp_after") -> list[float]:
+    """Train a migrated script in this process, and return its losses."""
+    train = runpy.run_path(str(FOLDER / f"{name}.py"))["train"]
+    loaded = load_spec(FOLDER / f"{name}.yaml", [f"runs={folder}"])
     job = job_of(loaded, token_hex(8), script_data=examine(train, loaded, check_job(loaded)).script_data)
     SingleProcess(train, job, lambda message: None)()
     return list(read_ledger(open_store(job.run_url)).steps["loss"].to_pylist())
@@ -66,4 +66,4 @@ def test_a_script_of_horovod_elastic(tmp_path: Path) -> None:
     horovodrun = [sys.executable, "-m", "horovod.runner.launch", *options]
     run_script([*horovodrun, sys.executable, str(FOLDER / "horovod_before.py"), str(tmp_path)])
     before = json.loads((tmp_path / "losses.json").read_text())
-    assert losses_of_run(tmp_path) == pytest.approx(before, abs=1e-6)
+    assert losses_of_run(tmp_path, "horovod_after") == pytest.approx(before, abs=1e-6)

@@ -35,7 +35,9 @@ def main() -> None:
     sampler = hvd.elastic.ElasticSampler(data, shuffle=False)
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
     model = make_model().to(device)
-    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=5e-2, momentum=0.9), model.named_parameters()
+    )
     scheduler = CosineAnnealingLR(optimizer, T_max=EPOCHS * len(loader))
     losses: list[float] = []
 
