@@ -66,6 +66,7 @@ def test_faults_change_no_bit(spot: Nodes, tmp_path: Path, loaders: int) -> None
     run = read_run(job.store)
     assert any("each of 500 samples was used exactly once" in each for each in certify(run, data_of(run)).proved)
     expected = {event.step: event.loss for event in events_of(read_ledger(alone).events, ValidationEvent)}
-    found = {event.step: event.loss for event in events_of(ledger.events, ValidationEvent)}
+    # The last one may be of a step whose row was not written when the run was stopped.
+    found = {event.step: event.loss for event in events_of(ledger.events, ValidationEvent) if event.step <= steps}
     assert found == {step: loss for step, loss in expected.items() if step in found}
     assert set(range(15, steps, 15)) <= found.keys()
