@@ -94,9 +94,8 @@ def test_faults_change_no_bit_and_leave_no_loader_process(
         assert len(loaders_of(lost)) >= num_workers
         send_signal(lost, signal.SIGKILL)
         killed = time.monotonic()
-        # They end within a second, or on a busy machine whenever they are scheduled.
         job.wait_for(lambda: not any(is_alive(process) for process in with_it), limit_s=20)
-        print(f"the loader processes of a killed rank ended after {time.monotonic() - killed:.1f} s")
+        print(f"the processes below a killed rank ended after {time.monotonic() - killed:.1f} s")
         spot.kill(second)
         attempt = job.of(StartEvent)[-1].attempt
         job.wait_for(lambda: len(job.rows()) > 2 * STEPS_OF_EPOCH)

@@ -26,7 +26,7 @@ DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 3.0  # a raylet with detached actors would wait far longer, for no benefit
 PORTS = range(20_000, 32_768)
-"""Ports for processes of a cluster. Those of Ray's workers are below, and those that Linux takes for outgoing connections are above."""
+"""Ports for processes of a cluster. Ray gives its workers lower ones, and Linux gives higher ones to outgoing connections."""
 _PR_SET_PDEATHSIG = 1
 
 

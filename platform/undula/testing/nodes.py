@@ -171,7 +171,7 @@ class Nodes:
             if node not in self.nodes:
                 return False
             (self._memory / node).mkdir(exist_ok=True)
-            # Ray does not tell the raylet this port, which waits for the agent to write it into this file.
+            # Ray does not pass this port on to the raylet. The raylet reads it from this file, into which the agent writes it too late.
             file = self.cluster.folder / "session_latest" / f"dashboard_agent_listen_port_{node}"
             file.write_text(str(agents["dashboard-agent-listen"]))
             with self._log(node).open("a") as log:
