@@ -5,6 +5,8 @@
 World size 2 by default. On 2 cores Ray's own processes then take their CPU from the training; with `--workers 1` a core is left for
 them, and what the loop itself costs is seen.
 
+With a GPU, both train on it, and `--workers 1` needs no second one.
+
 Interleaved rounds, each in fresh processes; the first steps of a round do not count. Ours runs as users run it, in Ray, with its
 ledger, live view and metrics. Neither validates or checkpoints within the measured steps.
 """
@@ -46,6 +48,7 @@ def ours(
             f"plan.max_steps={options.steps}",
             f"plan.global_batch={options.global_batch}",
         ),
+        *(f"config.model.{name}={size}" for name, size in options.model.items()),
         *(f"workers.min={options.workers}", f"workers.max={options.workers}", "checkpoint.every_steps=100000", *extra),
     ]
     env = {**os.environ, **cluster.env, "RAY_ADDRESS": cluster.address}
@@ -70,7 +73,7 @@ def theirs(flags: tuple[str, ...], data: str, folder: str, name: str, options: a
         *(torchrun if options.engine == "torch" else horovodrun),
         *(str(ROOT / "tests" / "baselines" / "plain_loop.py"), f"--engine={options.engine}", f"--data={data}/train"),
         *(f"--steps={options.steps}", f"--global-batch={options.global_batch}", f"--compute={options.compute}"),
-        f"--out={out}",
+        *(f"--model={json.dumps(options.model)}", f"--out={out}"),
     ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     return differences(json.loads(out.read_text()))
@@ -91,6 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--engine", choices=["torch", "horovod"], default="torch")
     parser.add_argument("--compute", choices=["fp32", "bf16"], default="fp32", help="bf16 compares with torch.amp")
+    parser.add_argument("--model", type=json.loads, default={}, help='size of the model, as JSON: {"layers": 12}')
     parser.add_argument("overrides", nargs="*", help="overrides of the job")
     options = parser.parse_args()
     rounds = []

@@ -42,8 +42,9 @@ def _saved(tensors: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     """Save tensors, and return a function that returns them."""
     if not tensors:
         return tuple
-    node: Any = _Saved.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
-    return lambda: tuple(node.saved_tensors)
+    # Before torch 2.13, the node frees its tensors with the output, even if a reference to the node is kept.
+    output: Any = _Saved.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+    return lambda: tuple(output.grad_fn.saved_tensors)
 
 
 @dataclass(frozen=True)
