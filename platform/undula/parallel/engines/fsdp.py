@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class FSDPEngine(Engine):
                 policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=output)
                 state = part._get_fsdp_state()
                 state._mp_policy = policy
-                for group in state._fsdp_param_groups:
+                for group in _groups(state):
                     group.mp_policy = policy
 
     def before_forward(self, is_last: bool) -> None:
@@ -65,6 +66,14 @@ class FSDPEngine(Engine):
         else:
             with _only_zeros(loss):
                 super().backward(loss, weight, micro_batch, is_last)
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """Return the groups of a sharded module's own parameters. Before torch 2.13, there is at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 @contextmanager
