@@ -148,9 +148,10 @@ def _await_jobs(cluster: LocalCluster, log: Path) -> None:
     """Wait until the cluster accepts jobs."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not job_api_answers(cluster.dashboard):
-        if not is_alive(cluster.process) or time.monotonic() > deadline:
-            tail = " ".join(log.read_text().split())[-300:]
-            raise ClusterError(f"the local Ray cluster did not start within {START_TIMEOUT_S:.0f} s: {tail}")
+        has_ended = not is_alive(cluster.process)
+        if has_ended or time.monotonic() > deadline:
+            what = "ended while it started" if has_ended else f"did not start within {START_TIMEOUT_S:.0f} s"
+            raise ClusterError(f"the local Ray cluster {what}: {' '.join(log.read_text().split())[-1000:]}")
         time.sleep(0.1)
 
 
