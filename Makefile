@@ -36,7 +36,7 @@ train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, 
 test: .venv/ready-with-horovod check  ## Lint, type check, all tests
 	$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 
-test-gpu: .venv/ready-to-test  ## Tests that need a GPU and no Ray; skipped where torch sees no GPU
+test-gpu: .venv/ready-to-test  ## Tests that need a GPU; skipped where torch sees none
 	$(BIN)/pytest tests/gpu --confcutdir=tests/gpu
 
 check: .venv/ready-to-test  ## Lint and type check

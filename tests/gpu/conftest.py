@@ -1,4 +1,4 @@
-"""Tests for `make test-gpu`. They use no Ray cluster. Tests that need a GPU are skipped where torch sees none.
+"""Tests for `make test-gpu`. Those that need a GPU are skipped where torch sees none. Only test_gpu_cluster.py starts a Ray cluster.
 
 `make test-gpu` leaves out the conftest.py of the folder above, which starts servers.
 """
