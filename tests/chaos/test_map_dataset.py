@@ -90,12 +90,13 @@ def test_faults_change_no_bit_and_leave_no_loader_process(
             assert [start.world_size for start in job.of(StartEvent)] == [1, 2], "the group goes on"
         on_second = {process.pid for process in spot.processes_of(second)}
         (lost,) = [rank for rank in ranks if rank.pid in on_second]
-        with_it = descendants(lost)
-        assert len(loaders_of(lost)) >= num_workers
+        with_it, loaders = descendants(lost), loaders_of(lost)
+        assert len(loaders) >= num_workers
         send_signal(lost, signal.SIGKILL)
         killed = time.monotonic()
-        job.wait_for(lambda: not any(is_alive(process) for process in with_it), limit_s=20)
-        print(f"the processes below a killed rank ended after {time.monotonic() - killed:.1f} s")
+        for kind, processes in (("loader", loaders), ("other", with_it)):
+            job.wait_for(lambda of=processes: not any(map(is_alive, of)), limit_s=20)  # type: ignore[misc]
+            print(f"the {kind} processes of a killed rank ended after {time.monotonic() - killed:.1f} s")
         spot.kill(second)
         attempt = job.of(StartEvent)[-1].attempt
         job.wait_for(lambda: len(job.rows()) > 2 * STEPS_OF_EPOCH)
