@@ -15,6 +15,7 @@ import yaml
 from conformance_models import (
     WIDTH,
     WORDS,
+    Averaged,
     Buffers,
     Cast,
     Changing,
@@ -54,6 +55,10 @@ def nothing(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     """Do nothing before a step."""
 
 
+def leave(model: nn.Module) -> None:
+    """Leave the model as it is after a step."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A train function of a model, an optimizer and a loss."""
@@ -63,6 +68,8 @@ class Training:
     loss: Callable[[nn.Module, Batch], Tensor]
     before_step: Callable[[int, nn.Module, torch.optim.Optimizer], None] = nothing
     """What the script does before each step, such as freezing a layer; called with the number of steps done."""
+    after_update: Callable[[nn.Module], None] = leave
+    """What the script does after the update of each step, such as averaging the weights."""
 
     def __call__(self, run: Run) -> None:
         model = run.model(self.make_model())
@@ -72,6 +79,7 @@ class Training:
             for batch in step.batches():
                 step.backward(self.loss(model, batch))
             step.update()
+            self.after_update(model)
 
 
 def write_job(folder: Path) -> str:
@@ -109,6 +117,11 @@ def count_step(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def freeze_and_unfreeze(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The first layer is frozen in step 0 and from step 2 on."""
     model.first.requires_grad_(step == 1)  # type: ignore[union-attr]
+
+
+def average_weights(model: nn.Module) -> None:
+    """Move the average of the weights, a buffer, towards the weights."""
+    model.average.lerp_(model.first.weight.detach(), 0.1)  # type: ignore[union-attr,operator]
 
 
 def overflow_in_some_steps(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -151,6 +164,7 @@ MODELS: dict[str, Training] = {
     "extra state": Training(WithExtraState, adamw, on_numbers, count_step),
     "a compiled model": Training(compiled, adamw, on_numbers),
     "a layer that is frozen and unfrozen": Training(Plain, adamw, on_numbers, freeze_and_unfreeze),
+    "an average of the weights": Training(Averaged, adamw, on_numbers, after_update=average_weights),
 }
 
 REFUSED: dict[str, tuple[Training, str]] = {

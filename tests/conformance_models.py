@@ -182,6 +182,14 @@ class Counting(Plain):
         self.register_buffer("steps", torch.zeros(()), persistent=False)
 
 
+class Averaged(Plain):
+    """A buffer with an average of the weights, which the script moves after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5, WIDTH))
+
+
 class Replaced(Plain):
     """A buffer that each forward pass replaces by another tensor."""
 

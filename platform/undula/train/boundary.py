@@ -83,7 +83,7 @@ class StepBoundary:
         context.buffers.keep_step()
 
     def committed(self, row: StepRow, stored_steps: int, wants: Wants) -> None:
-        """Record a committed step, and begin a snapshot if one is due."""
+        """Record a committed step."""
         context = self._context
         worker, snapshots = context.setup.worker, context.snapshots
         context.rows = [*(each for each in context.rows if each.step >= stored_steps), row]
@@ -96,10 +96,17 @@ class StepBoundary:
             context.telemetry.step(row)
         if snapshots and (news := snapshots.agreed(row.done, wants.lacks_memory, wants.is_sending)):
             context.report(news)
-        if snapshots and wants.snapshots:
-            snapshots.begin(row.done, context.rows, wants.sends and not wants.is_sending)
         if wants.has_saved:
             self.finish_saving()
+
+    def begin_snapshot(self, done: int) -> None:
+        """Begin a snapshot of the state after `done` steps if one is due.
+
+        Call this when the script has ended its work on the step, which may change buffers, for example an average of the weights.
+        """
+        context, wants = self._context, self._context.wants
+        if context.snapshots and wants.snapshots:
+            context.snapshots.begin(done, context.rows, wants.sends and not wants.is_sending)
 
     def save_and_leave(self, done: int, checkpoint_is_due: bool, ends: bool, is_best: bool) -> None:
         """Begin a checkpoint after `done` steps if one is due, and leave the group if the ranks were asked to. All ranks do the same.

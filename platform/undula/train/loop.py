@@ -91,6 +91,7 @@ class TrainingLoop:
                     )
                 index += step.merged_steps
                 context.script_state.capture(is_settled=self._after is None)
+                self.boundary.begin_snapshot(index)
                 self._after_step(step.index, index)
             if index == start and not restored.is_checkpoint:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
