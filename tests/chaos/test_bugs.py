@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jobs_kit import Jobs
 
-from undula.state.events import CrashEvent, StartEvent, WarningEvent
+from undula.state.events import CrashEvent, FailEvent, StartEvent, WarningEvent
 from undula.state.ledger import events_of
 
 SCRIPT = """
@@ -42,6 +42,8 @@ def test_a_bug_ends_the_job_at_once_with_its_traceback(session_jobs: Jobs, tmp_p
     assert f'buggy.py", line {line}, in train' in done.err
     assert done.err.rstrip().endswith("KeyError: 'lable'")
     assert len(events_of(done.ledger.events, StartEvent)) == 1
+    (failure,) = events_of(done.ledger.events, FailEvent)
+    assert f"KeyError: 'lable' at buggy.py:{line}" in failure.error
     assert "no_validation" in [warning.code for warning in events_of(done.ledger.events, WarningEvent)]
     assert re.search(r"stopped after \d of \d+ steps", done.out)
 

@@ -1,11 +1,10 @@
 """Entry points of a job's script: `main` trains the job, and `study_main` conducts a study of the job."""
 
 import argparse
-import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from undula.driver.connection import (
 )
 from undula.driver.launch import LaunchSpec, TrainerName, launch, record_job
 from undula.driver.preflight import Prepared, on_cluster, prepare
+from undula.driver.script import note_begin, run_script
 from undula.driver.trackers import Tracking, send_rest
 from undula.elastic.pure.spec import WorkersSpec
-from undula.elastic.ray.failures import refusal_of, whole_story
-from undula.errors import FAILED, INTERRUPTED, SpecError, needs_extra, one_sentence
+from undula.elastic.ray.failures import is_superseded, refusal_of, summary, whole_story
+from undula.errors import FAILED, INTERRUPTED, SpecError, StorageError, needs_extra, one_sentence
 from undula.state.directory import delete_run, held
-from undula.state.events import EndEvent, StopEvent, ValidationEvent
+from undula.state.events import EndEvent, FailEvent, StopEvent, ValidationEvent
 from undula.state.ledger import EventWriter, last_event, read_ledger, steps_done
 from undula.storage import Store
 from undula.study.load import load_study
@@ -57,6 +57,7 @@ def main(
         settings: Callback that returns settings of the script itself by dotted key, given the tree of the YAML with its overrides.
         trackers: Experiment trackers of your own, beside those of the job. A study does not use them.
     """
+    note_begin()
     _end_on_sigterm()
     options = _parser().parse_intermixed_args(argv)
     with one_sentence(), private_environment_of_job(), ExitStack() as stack:
@@ -118,7 +119,11 @@ def _fit(
     try:
         launch(train, spec, store, hub, trainer)
     except TrainingFailedError as error:
-        if refusal := refusal_of(error):
+        refusal = refusal_of(error)
+        if not is_superseded(error):
+            with suppress(StorageError):  # which may be the error itself
+                EventWriter(store, "driver").event(FailEvent(summary(refusal or error)))
+        if refusal:
             raise refusal from None
         return error
     except SystemExit:
@@ -147,9 +152,7 @@ def study_main(argv: Sequence[str] | None = None) -> None:
             raise SpecError("command line: the study is missing; give STUDY.yaml as the first argument")
         overrides = [argument for argument in rest if argument and not argument.startswith("-")]
         script = script_of(load_study(Path(study), with_secrets(overrides)).file)
-    sys.path.insert(0, str(script.parent))  # as Python does when it runs a script
-    sys.argv = [str(script), "--study", study, *(argument for argument in rest if argument)]
-    runpy.run_path(str(script), run_name="__main__")
+        run_script(script, ["--study", study, *(argument for argument in rest if argument)])
 
 
 def _description(workers: WorkersSpec) -> str:

@@ -17,7 +17,7 @@ def printed_by_script(script: Path, job: Path, overrides: Sequence[str]) -> str:
         SpecError: The job is invalid, or the script cannot be run on this machine.
     """
     shown, private = without_secrets(overrides)
-    command = [sys.executable, str(script), "--config", str(job), "--print", *shown]
+    command = [sys.executable, "-m", "undula.driver", str(script), "--config", str(job), "--print", *shown]
     env = {**os.environ, OVERRIDES: private.get(OVERRIDES, "[]")}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode == 0:

@@ -80,7 +80,7 @@ def new_job() -> str:
 def start(
     api: JobApi, job: str, run: str, script: Path, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Run `python script arguments...` on the cluster. The script's folder and this package are uploaded for it.
+    """Run a script on the cluster as the driver of a job. The script's folder and this package are uploaded for it.
 
     A job is started once, also if this function is called again because the cluster's answer was lost.
 
@@ -103,7 +103,7 @@ def start(
         _submit(
             api,
             submission_id=job,
-            entrypoint=shlex.join(["python", "-u", script.name, *arguments]),
+            entrypoint=shlex.join(["python", "-u", "-m", "undula.driver", script.name, *arguments]),
             metadata={RUN: directory(run)},
             runtime_env={
                 "working_dir": str(script.parent),

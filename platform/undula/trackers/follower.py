@@ -12,7 +12,7 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from undula.errors import StorageError
-from undula.state.events import EndEvent, StartEvent, StopEvent
+from undula.state.events import EndEvent, FailEvent, StartEvent, StopEvent
 from undula.storage import Store
 from undula.trackers.feed import Feed
 from undula.trackers.tracker import RunState, TrackedRun, Tracker
@@ -145,6 +145,11 @@ def _read(feed: Feed) -> bool:
 
 def run_state(events: pa.Table) -> RunState:
     """Return how training ended, given the rows of a run's events in the order of time."""
-    states: dict[str, RunState] = {StartEvent.KIND: "failed", StopEvent.KIND: "stopped", EndEvent.KIND: "finished"}
+    states: dict[str, RunState] = {
+        StartEvent.KIND: "failed",
+        FailEvent.KIND: "failed",
+        StopEvent.KIND: "stopped",
+        EndEvent.KIND: "finished",
+    }
     found = [states[kind] for kind in events["kind"].to_pylist() if kind in states]
     return found[-1] if found else "failed"

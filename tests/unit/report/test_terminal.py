@@ -24,7 +24,7 @@ from undula.report.render import terminal
 from undula.report.render.plots import plot, strip
 from undula.report.render.terminal import print_run, print_runs, run_tables
 from undula.report.text import duration
-from undula.state.events import CrashEvent, StartEvent, ValidationEvent
+from undula.state.events import CrashEvent, FailEvent, StartEvent, ValidationEvent
 from undula.state.ledger import EventWriter, LedgerWriter
 from undula.state.records import StepRow
 from undula.storage import Store
@@ -253,6 +253,15 @@ def test_a_run_without_steps_is_shown(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("job.json", b'{"name": "young"}')
     assert "no step has been committed yet" in shown(80, print_run, store)
+
+
+def test_a_run_that_failed_names_its_error_until_it_trains_again(tmp_path: Path) -> None:
+    store = write_run(Store(str(tmp_path)), "run")
+    EventWriter(store, "driver").event(FailEvent("rank 0: KeyError: 'lable' at job.py:7", time=1100.0))
+    lines = shown(120, print_run, store).splitlines()
+    assert lines[:2] == ["run  stopped", "training failed: rank 0: KeyError: 'lable' at job.py:7"]
+    EventWriter(store, "driver").event(StartEvent(2, 3, "a checkpoint", step=30, time=1200.0))
+    assert "training failed:" not in shown(120, print_run, store)
 
 
 def test_a_run_as_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from ledger_rows import Rows
 from trackers_kit import KeptTracker, wait_until
 
 import undula
-from undula.state.events import EndEvent, Event, StartEvent, StopEvent
+from undula.state.events import EndEvent, Event, FailEvent, StartEvent, StopEvent
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.trackers.follower import Follower
@@ -122,6 +122,7 @@ def test_a_tracker_that_hangs_is_left_behind_at_the_end(store: Store) -> None:
     [
         ((StartEvent(1, 1, step=0), EndEvent(step=3)), "finished"),
         ((StartEvent(1, 1, step=0), StopEvent()), "stopped"),
+        ((StartEvent(1, 1, step=0), StopEvent(), FailEvent("no node can train")), "failed"),
         ((StopEvent(), StartEvent(1, 2, step=1)), "failed"),
     ],
 )

@@ -89,6 +89,12 @@ def refusal_of(error: BaseException) -> UndulaError | None:
     return cause if isinstance(cause, UndulaError) else None
 
 
+def is_superseded(error: BaseException) -> bool:
+    """Return whether training failed because a newer attempt of the run exists, which may be training."""
+    failures = error.worker_failures.values() if isinstance(error, WorkerGroupError) else ()
+    return any(isinstance(failure, SupersededError) for failure in failures)
+
+
 def is_waiting(error: BaseException) -> bool:
     """Return whether the group could not start because too few workers are left."""
     return isinstance(error, ControllerError) and isinstance(error.controller_failure, NotEnoughWorkersError)

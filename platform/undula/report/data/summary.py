@@ -10,13 +10,15 @@ import pyarrow as pa
 
 from undula.report.data.goodput import goodput
 from undula.report.data.run_record import JobRecord
-from undula.state.events import Event, StartEvent, ValidationEvent
+from undula.state.events import Event, FailEvent, StartEvent, ValidationEvent
 from undula.state.ledger import Ledger, decode_events, steps_done
 
 RUNNING_WITHIN_S = 60.0
 """Maximum age in seconds of the newest ledger entry of a run that counts as running although it has no heartbeat."""
 TRAINING_LOSS_STEPS = 20
 """Number of steps over which the training loss is averaged."""
+TURNS = ("start", "stop", "fail", "end")
+"""Kinds of events that decide the state of a run."""
 SECONDS_CLASSES = ("compute", "communication", "data", "transfer", "other")
 """Classes in which the ledger divides the seconds of a step."""
 
@@ -85,6 +87,8 @@ class RunSummary:
     """Useful share of the rank-seconds."""
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """Other means of the last validation, by name."""
+    failure: str | None = None
+    """Error with which training failed, if that is why the run is stopped."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as a JSON object. Losses that are not finite become null."""
@@ -110,9 +114,11 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
     rate = throughput(steps)
     sizes = {*steps["world_size"].to_pylist(), *ledger.replaced["world_size"].to_pylist()}
     spent = goodput(ledger, events)
+    state = _state(kinds, max(times, default=None), now, has_driver)
+    turn = next((event for event in reversed(events) if event.kind in TURNS), None)
     return RunSummary(
         name=job.name,
-        state=_state(kinds, max(times, default=None), now, has_driver),
+        state=state,
         steps=steps_done(steps),
         total_steps=job.total_steps,
         samples=int(steps["samples"][-1].as_py()) if len(steps) else 0,
@@ -137,6 +143,7 @@ def summarize(ledger: Ledger, job: JobRecord, now: float, has_driver: bool | Non
         rank_seconds=spent.seconds,
         goodput=spent.share,
         validation_metrics=losses[-1].metrics if losses else {},
+        failure=turn.error if isinstance(turn, FailEvent) and state == "stopped" else None,
     )
 
 
@@ -174,10 +181,10 @@ def without_nan(tree: Any) -> Any:
 
 def _state(kinds: Sequence[str], latest: float | None, now: float, has_driver: bool | None = None) -> State:
     """Return the state of a run. Its ledger has no new entry while it waits for capacity, validates, or takes a long step."""
-    last = next((kind for kind in reversed(kinds) if kind in ("start", "stop", "end")), None)
+    last = next((kind for kind in reversed(kinds) if kind in TURNS), None)
     if last == "end":
         return "finished"
     if has_driver is not None:
         return "running" if has_driver else "stopped"
     is_recent = latest is not None and now - latest < RUNNING_WITHIN_S
-    return "running" if is_recent and last != "stop" else "stopped"
+    return "running" if is_recent and last not in ("stop", "fail") else "stopped"

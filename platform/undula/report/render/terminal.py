@@ -48,6 +48,7 @@ _BAR_CELLS = 24
 _STATE_STYLE = {"finished": "green", "running": "cyan", "stopped": "yellow", "pending": "cyan", "unreadable": "red"}
 _KIND_STYLE = {
     "crash": "red",
+    "fail": "red",
     "notice": "yellow",
     "warning": "yellow",
     "resize": "magenta",
@@ -195,6 +196,8 @@ def print_run(
     console = console or Console()
     is_wide = console.width >= SIDE_BY_SIDE_WIDTH
     console.print(Text.assemble((printable(summary.name), "bold"), "  ", _state_text(summary.state)))
+    if summary.failure:
+        console.print(Text(f"training failed: {printable(summary.failure)}", "red"))
     console.print(run_tables(summary, cost, console.width))
     if not len(run.ledger.steps):
         console.print(Text("\nno step has been committed yet"))

@@ -17,6 +17,7 @@ from undula.state.events.training import (
     CacheEvent,
     CheckpointEvent,
     EndEvent,
+    FailEvent,
     LogEvent,
     LossEvent,
     LostEvent,
@@ -53,6 +54,7 @@ __all__ = [
     "CrashEvent",
     "EndEvent",
     "Event",
+    "FailEvent",
     "FaultEvent",
     "FleetEvent",
     "GroupEvent",
@@ -87,7 +89,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, LogEvent),
     *(SnapshotEvent, CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent),
     *(OverdueEvent, ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, CacheEvent, TrackerEvent),
-    *(StopEvent, EndEvent, WarningEvent),
+    *(StopEvent, FailEvent, EndEvent, WarningEvent),
 )
 _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 

@@ -190,6 +190,19 @@ class StopEvent(Event):
 
 
 @dataclass(frozen=True)
+class FailEvent(Event):
+    """Training failed, and the job ended."""
+
+    KIND = "fail"
+    error: str
+    """Failures of all ranks in one line, or the reason for which the job gave up."""
+
+    @property
+    def message(self) -> str:
+        return f"Training failed: {self.error.rstrip('.')}."
+
+
+@dataclass(frozen=True)
 class EndEvent(Event):
     """The run has committed all steps of its plan, or it has stopped early because a mean of its validations stopped improving."""
 

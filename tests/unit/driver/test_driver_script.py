@@ -1,0 +1,42 @@
+"""Tests of a job's driver: a script that starts no run is refused, and others run as `python script` runs them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from forked import run_script
+from jobs_kit import ROOT
+
+DRIVER = ROOT / "platform" / "undula" / "driver" / "__main__.py"
+SENTENCE = (
+    "undula: job.py has ended and started no run; end it with undula.main(train), or with launch(main) of "
+    "undula.adapters.transformers or undula.adapters.accelerate\n"
+)
+
+
+def drive(folder: Path, text: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    script = folder / "job.py"
+    script.write_text(text)
+    return run_script(folder, DRIVER, [str(script), *arguments], {})
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "err"),
+    [
+        ("print('trained')\n", 2, SENTENCE),
+        ("print('trained')\nraise SystemExit\n", 2, SENTENCE),
+        ("print('trained')\nraise SystemExit(3)\n", 3, ""),
+    ],
+)
+def test_a_script_that_starts_no_run_fails(tmp_path: Path, text: str, status: int, err: str) -> None:
+    done = drive(tmp_path, text)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "trained\n", err)
+
+
+def test_a_script_that_calls_main_gets_its_arguments_and_the_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: job\n")
+    (tmp_path / "beside.py").write_text("def train(run): ...\n")
+    text = "import undula\nfrom beside import train\nif __name__ == '__main__':\n    undula.main(train)\n"
+    done = drive(tmp_path, text, "--print", "plan.seed=5")
+    assert done.returncode == 0, done.stderr
+    assert "seed: 5" in done.stdout
