@@ -216,9 +216,11 @@ def load_spec(
 
 
 def _fix_of_unknown_key(tree: Mapping[str, Any], key: str) -> str | None:
-    """Return the fix for a file that is a study's YAML; None for any other file."""
+    """Return the fix for a file that is a study's YAML, or for the usual name of a setting that a job divides in two; otherwise None."""
     if "job" in tree and "batches" in tree:
         return "this is a study's YAML; start it with `undula study`"
+    if key in ("batch_size", "plan.batch_size"):
+        return "set plan.global_batch, the samples of a step on all workers, and plan.micro_batch, those that a worker computes at once"
     return None
 
 

@@ -40,7 +40,7 @@ def load_file(
         what: Kind of file, such as "a job's YAML", for messages.
         keys: Required keys of such a file, for messages.
         origin: Callback that returns the origin of an override from its key, for messages.
-        fix: Callback that returns the fix for an unknown key in a tree; None to suggest the closest known key.
+        fix: Callback that returns the fix for an unknown dotted key in a tree; None to suggest the closest known key.
         settings: Callback that returns values from elsewhere by dotted key, given the tree of the file with its overrides.
 
     Returns:
@@ -92,15 +92,30 @@ def _read_yaml(file: Path, what: str, keys: str) -> tuple[dict[str, Any], dict[s
     except UnicodeDecodeError as error:
         raise SpecError(f"{file} is not UTF-8 text; give {what}") from error
     except yaml.YAMLError as error:
-        raise SpecError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        reason = (
+            f": {' '.join(str(error).split())}" if _is_named_as_yaml(file) else f"; {_fix_of_other_file(file, what)}"
+        )
+        raise SpecError(f"{file} is not YAML{reason}") from error
     if tree is None:
         raise SpecError(f"{file} is empty: {what} is a mapping with the keys {keys}, ...")
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode):
+        if not _is_named_as_yaml(file):
+            raise SpecError(f"{file} is not YAML; {_fix_of_other_file(file, what)}")
         raise SpecError(f"{file} holds {type(tree).__name__}: {what} is a mapping with the keys {keys}, ...")
     try:
         return tree, dict(_origins(root, file, ""))
     except RecursionError:
         raise SpecError(f"{file} has an anchor that contains itself; remove the cycle") from None
+
+
+def _is_named_as_yaml(file: Path) -> bool:
+    return file.suffix in ("", ".yaml", ".yml", ".json")
+
+
+def _fix_of_other_file(file: Path, what: str) -> str:
+    """Return the fix for a file that is not meant to be YAML, such as the script of a job."""
+    beside = file.with_suffix(".yaml")
+    return f"give {beside}, which lies beside it" if beside.is_file() else f"give {what}"
 
 
 def _origins(node: yaml.MappingNode, file: Path, prefix: str) -> list[tuple[str, str]]:
@@ -191,7 +206,7 @@ def refuse_unknown_keys(
         owner: Dataclass of the tree.
         path: Keys above the tree; empty for the whole file.
         where: Origins of the tree's values.
-        fix: Callback that returns the fix for an unknown key; None to suggest the closest known key.
+        fix: Callback that returns the fix for an unknown dotted key; None to suggest the closest known key.
 
     Raises:
         SpecError: The tree has such a key.
@@ -204,10 +219,10 @@ def refuse_unknown_keys(
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             usual = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(sorted(known))}"
-            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {fix(str(key)) or usual}")
+            raise SpecError(f"{where(here)}: unknown key {'.'.join(here)}: {fix('.'.join(here)) or usual}")
         for part in _dataclasses_in(known[key]):
             for item in value if isinstance(value, list) else [value]:
-                refuse_unknown_keys(item, part, here, where)
+                refuse_unknown_keys(item, part, here, where, fix)
 
 
 def _dataclasses_in(annotation: Any) -> list[Any]:

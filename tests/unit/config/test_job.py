@@ -268,6 +268,13 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
             (),
             "job.yaml:4: config.day is not text, a number, a list or a mapping; quote it",
         ),
+        (
+            "",
+            ("plan.batch_size=8",),
+            "command line: unknown key plan.batch_size: set plan.global_batch, the samples of a step on all workers, and "
+            "plan.micro_batch, those that a worker computes at once",
+        ),
+        ("batch_size: 8\n", (), "job.yaml:4: unknown key batch_size: set plan.global_batch, "),
         ("", ("plan.seed",), "command line: 'plan.seed' is not an override; write key.sub=value"),
         ("", ("=1",), "command line: '=1' is not an override; write key.sub=value"),
         ("", ("plan..seed=1",), "command line: 'plan..seed=1' is not an override; write key.sub=value"),
@@ -320,6 +327,18 @@ def test_a_file_that_cannot_be_read_is_named(file: Path) -> None:
     file.write_bytes(b"name: \xff\xfe")
     with pytest.raises(SpecError, match=f"^{file} is not UTF-8 text"):
         load_spec(file)
+
+
+@pytest.mark.parametrize("text", ["import undula\nundula.main(train)\n", "train(x, {a: b: c})\n"])
+def test_a_script_in_place_of_its_yaml_is_refused_with_the_yaml_beside_it(file: Path, text: str) -> None:
+    script = file.with_name("after.py")
+    script.write_text(text)
+    with pytest.raises(SpecError, match=f"^{script} is not YAML; give a job's YAML$"):
+        load_spec(script)
+    yaml = file.with_name("after.yaml")
+    yaml.write_text(JOB)
+    with pytest.raises(SpecError, match=f"^{script} is not YAML; give {yaml}, which lies beside it$"):
+        load_spec(script)
 
 
 def test_config_without_a_type_reads_as_attributes(load: Load) -> None:
