@@ -24,7 +24,7 @@ from undula.adapters.accelerate_loaders import EvaluationLoader, PreparedLoader,
 from undula.adapters.accelerate_refusals import refuse_arguments, refused_attribute, require_first
 from undula.adapters.accelerate_steps import AdvancedByRun, PreparedOptimizer, PreparedScheduler, Steps
 from undula.adapters.gradients import keep_gradients
-from undula.adapters.script import Offer, launch, place
+from undula.adapters.script import Offer, expect_launch, launch, place
 from undula.config.yaml_file import Setting
 from undula.data.nested import with_tensors
 from undula.errors import UsageError
@@ -32,6 +32,7 @@ from undula.parallel.precision import dtype_of
 from undula.plan.precision import Compute
 from undula.train.run import Run
 
+expect_launch()
 __all__ = ["Accelerator", "launch"]
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}

@@ -23,6 +23,7 @@ from undula.adapters.lightning_checks import (
     check_module,
     check_plan,
     check_rate,
+    check_run,
     check_schedule,
     loaded,
     one_optimizer,
@@ -68,6 +69,7 @@ def fit(
     Raises:
         UsageError: A run does not support something in the module, its data or its callbacks.
     """
+    check_run(run)
     library = Library.of(module)
     check_module(module, library)
     found = module.configure_callbacks()

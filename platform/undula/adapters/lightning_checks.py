@@ -54,6 +54,18 @@ class Loaded:
     drops_last: bool
 
 
+def check_run(run: object) -> None:
+    """Refuse a module or a data module in the place of the run.
+
+    Raises:
+        UsageError: There is one.
+    """
+    if hasattr(run, "prepare_data"):  # both have this hook
+        raise UsageError(
+            f"fit() got {name_of(run)} in place of the run; call fit(run, module, datamodule) in the train function, which gets the run"
+        )
+
+
 def check_module(module: Any, library: Library) -> None:
     """Refuse a module that trains in a way that a run does not support.
 

@@ -4,6 +4,7 @@ Such a script gives its settings to a trainer of its library. The driver takes t
 the script does not say.
 """
 
+import atexit
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from undula.cli.job_script import main as job_main
 from undula.config.yaml_file import Setting
-from undula.errors import SpecError, UsageError
+from undula.errors import SpecError, UsageError, one_sentence
 from undula.plan.plan import PlanSpec
 from undula.train.run import Run
 
 InDriver = Callable[[], AbstractContextManager[None]]
+_is_launched = False
 
 
 def launch(main: Callable[[], object], in_driver: InDriver = nullcontext) -> None:
@@ -30,8 +34,26 @@ def launch(main: Callable[[], object], in_driver: InDriver = nullcontext) -> Non
         main: Main function of the script. It runs in the driver until it starts to train, and in every worker from the beginning.
         in_driver: Function that returns a context for the main function in the driver.
     """
+    global _is_launched
+    _is_launched = True
     script = Script(main, in_driver)
     job_main(script, settings=script.settings)
+
+
+def expect_launch() -> None:
+    """Explain at the end of this process how a script is launched, if `undula run` has started one that does not do so.
+
+    Such a script runs its main function by itself, which reads the command line of the job as its own and fails in the library that does
+    so, before anything of a run is used.
+    """
+    if sys.argv[1:2] == ["--config"]:
+        atexit.register(_explain_launch)
+
+
+def _explain_launch() -> None:
+    if not _is_launched:
+        text = "the script ended before it called launch(main); if it calls main() at its end, call launch(main) in its place"
+        print(f"undula: {text}", file=sys.stderr, flush=True)
 
 
 class Script:
@@ -122,13 +144,17 @@ def place() -> Place:
     """Return the process in which the script runs.
 
     Raises:
-        UsageError: The script was not launched.
+        UsageError: The script was not launched. If it is not in a run of `undula.main` either, this is printed, and the process exits.
     """
-    if _place is None:
-        raise UsageError(
-            "the script trains without a run; end it with launch(main) in place of main(), and start it with `undula run JOB.yaml`"
-        )
-    return _place
+    if _place is not None:
+        return _place
+    error = UsageError(
+        "the script trains without a run; end it with launch(main) in place of main(), and start it with `undula run JOB.yaml`"
+    )
+    if not dist.is_initialized():
+        with one_sentence():
+            raise error
+    raise error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from undula.adapters import script
 from undula.adapters.evaluation import RankBatches, kept_loader
-from undula.adapters.script import Offer, place
+from undula.adapters.script import Offer, expect_launch, place
 from undula.data.loader_processes import Loader
 from undula.errors import SpecError, UsageError, needs_extra, one_sentence
 from undula.parallel.random_state import kept_random_state
@@ -41,6 +41,7 @@ from undula.adapters.hugging_face import (
     shared_folder,
 )
 
+expect_launch()
 __all__ = ["ElasticMixin", "Trainer", "launch"]
 STATE_FIELDS = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),

@@ -5,6 +5,7 @@ before, on the CPU.
 """
 
 import io
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
@@ -190,14 +191,23 @@ class _Probe:
         if error is not None:
             self.refusal = SpecError(
                 f"the script failed with {type(error).__name__}: {' '.join(str(error).split())} before run.dataset(), to which the driver "
-                "runs it for the number of samples; make the dataset readable on this machine"
+                f"runs it for the number of samples; make the dataset readable on this machine{_instead_of_lightnings_fit()}"
             )
         else:
             self.refusal = SpecError(
                 "data.train and data.mix are missing, and the script does not call run.dataset() before run.model(); set data.train, or "
-                "call run.dataset()"
+                f"call run.dataset(){_instead_of_lightnings_fit()}"
             )
         raise self.refusal from error
+
+
+def _instead_of_lightnings_fit() -> str:
+    """Return what a script with Lightning must call, as the end of a message; nothing if the script does not use Lightning."""
+    if not {"pytorch_lightning", "lightning.pytorch"} & sys.modules.keys():
+        return ""
+    return (
+        ", or call undula.adapters.lightning.fit(run, module, datamodule) in place of the fit() of Lightning's Trainer"
+    )
 
 
 def _world() -> AbstractContextManager[None]:

@@ -337,6 +337,29 @@ def test_what_is_not_a_module_is_refused(tmp_path: Path) -> None:
         script_facts(lambda run: fit(run, nn.Linear(1, 1)), load(tmp_path, *JOB), None)  # type: ignore[arg-type]
 
 
+def test_swapped_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"^fit\(\) got a Tiny in place of the run; call fit\(run, module, datamodule\) in"
+    ):
+        script_facts(lambda run: fit(Tiny(), run), load(tmp_path, *JOB), None)  # type: ignore[arg-type]
+
+
+def test_lightnings_own_loop_in_a_train_function_is_answered_by_what_replaces_it(tmp_path: Path) -> None:
+    trainer = pl.Trainer(max_steps=0, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    with pytest.raises(
+        SpecError, match=r"call undula.adapters.lightning.fit\(run, module, datamodule\) in place of the fit"
+    ):
+        script_facts(lambda run: trainer.fit(Tiny()), load(tmp_path, *JOB), None)
+    with pytest.raises(
+        SpecError, match=r"failed with OSError.*call undula.adapters.lightning.fit\(run, module, datamodule\)"
+    ):
+        script_facts(lambda run: failing(), load(tmp_path, *JOB), None)
+
+
+def failing() -> None:
+    raise OSError
+
+
 class NoLoss(Tiny):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None

@@ -1,5 +1,6 @@
 """Tests of Hugging Face's Trainer under the loop of a run: equal to their own loop, at any world size, and after any interruption."""
 
+import atexit
 import os
 import subprocess
 import sys
@@ -20,11 +21,13 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback
 from transformers_kit import Trained, arguments, train_rank
 
+from undula.adapters import script
 from undula.adapters.transformers import ElasticMixin, Trainer
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.state.events import EndEvent, ValidationEvent
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.storage import open_store
+from undula.train.single_process import local_world
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,9 +174,34 @@ def test_a_value_of_the_yaml_that_the_arguments_contradict_is_refused(tmp_path: 
     assert job_of_script(script, tmp_path, "plan.seed=42").plan.seed == 42
 
 
-def test_a_trainer_outside_of_a_run_says_how_to_launch_it(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"end it with launch\(main\) in place of main\(\)"):
+def test_a_trainer_outside_of_a_run_says_how_to_launch_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
         Trainer(model=tiny_gpt(), args=arguments(tmp_path))
+    assert caught.value.code == UsageError.status
+    assert capsys.readouterr().err == (
+        "undula: the script trains without a run; end it with launch(main) in place of main(), and start it with `undula run JOB.yaml`\n"
+    )
+
+
+def test_a_trainer_in_the_train_function_of_another_script_is_an_error_of_the_run(tmp_path: Path) -> None:
+    with local_world(torch.device("cpu")), pytest.raises(UsageError, match=r"end it with launch\(main\)"):
+        Trainer(model=tiny_gpt(), args=arguments(tmp_path))
+
+
+def test_a_started_script_that_does_not_launch_ends_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "_is_launched", False)
+    registered: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    script.expect_launch()
+    assert not registered
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", "finetune.yaml"])
+    script.expect_launch()
+    registered[0]()
+    assert capsys.readouterr().err == (
+        "undula: the script ended before it called launch(main); if it calls main() at its end, call launch(main) in its place\n"
+    )
 
 
 def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
