@@ -17,22 +17,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from undula.adapters.accelerate_files import weights_of, write
+from undula.adapters.accelerate_launch import launch
 from undula.adapters.accelerate_loaders import EvaluationLoader, PreparedLoader, TrainingLoader, merged, padded
 from undula.adapters.accelerate_refusals import refuse_arguments, refused_attribute, require_first
 from undula.adapters.accelerate_steps import AdvancedByRun, PreparedOptimizer, PreparedScheduler, Steps
 from undula.adapters.gradients import keep_gradients
-from undula.adapters.script import Offer, expect_launch, launch, place
+from undula.adapters.script import Offer, place
 from undula.config.yaml_file import Setting
 from undula.data.nested import with_tensors
+from undula.data.script_dataset import check_indexed
 from undula.errors import UsageError
 from undula.parallel.precision import dtype_of
 from undula.plan.precision import Compute
 from undula.train.run import Run
 
-expect_launch()
 __all__ = ["Accelerator", "launch"]
 
 PRECISIONS: Mapping[str, Compute] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -142,6 +143,8 @@ class Accelerator:
             return self._scheduler
         if isinstance(each, DataLoader):
             return self._prepared_loader(each)
+        if isinstance(each, IterableDataset):
+            check_indexed(each, "accelerator.prepare() got", storing="use undula.main")
         return each
 
     def _prepared_loader(self, loader: "DataLoader[Any]") -> PreparedLoader:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.config.yaml_file import Setting
 from undula.data.loader_processes import Loader
 from undula.data.nested import tensors_of, with_tensors
-from undula.data.script_dataset import REPLACEMENTS
+from undula.data.script_dataset import REPLACEMENTS, check_indexed
 from undula.errors import UsageError
 from undula.train.run import Run
 
@@ -178,14 +178,9 @@ def _check(loader: "DataLoader[Any]") -> None:
     """Refuse a DataLoader whose batches have no position.
 
     Raises:
-        UsageError: It has an IterableDataset, a batch sampler of its own, or arguments that a run does not take.
+        UsageError: It has an iterable dataset, a batch sampler of its own, or arguments that a run does not take.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            "accelerator.prepare() got a DataLoader of an IterableDataset, whose samples have no index, so that a run could not continue "
-            "where it was; write the samples as Parquet with `undula data convert` and use undula.main, or pass a view of them with "
-            "__len__ and __getitem__"
-        )
+    check_indexed(loader.dataset, "accelerator.prepare() got a DataLoader of", storing="use undula.main")
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
             "accelerator.prepare() got a DataLoader with a batch sampler of its own; pass batch_size= instead, because "

@@ -39,6 +39,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "split_between_processes": "remove it; DataLoaders that accelerator.prepare() gets are shared among the workers",
     "set_trigger": "end the training with plan.max_steps",
     "check_trigger": "end the training with plan.max_steps",
+    "state": "remove it; use attributes of the accelerator itself, and log with logging.getLogger(__name__)",
     "distributed_type": "remove it; the run decides where it trains, on CPUs or GPUs",
     "get_tracker": "use accelerator.log(), whose values are in the ledger and on TensorBoard",
     "register_save_state_pre_hook": "use accelerator.register_for_checkpointing()",

@@ -151,7 +151,16 @@ def job_settings(args: TrainingArguments, num_samples: int, virtual_workers: int
         **({"precision.compute": ("fp16", "fp16")} if args.fp16 else {}),
         **({"deterministic": (True, "full_determinism")} if args.full_determinism else {}),
     }
-    return {key: Setting(value, f"TrainingArguments.{argument}") for key, (value, argument) in values.items()}
+    return {
+        key: Setting(value, f"TrainingArguments.{argument}", _instead(key, argument))
+        for key, (value, argument) in values.items()
+    }
+
+
+def _instead(key: str, argument: str) -> str:
+    """Return the argument that decides a setting, for messages. Epochs become steps only without max_steps."""
+    name = "max_steps" if key == "plan.max_steps" else argument
+    return f"TrainingArguments.{name} (--{name})"
 
 
 def refuse_unsupported(args: TrainingArguments, virtual_workers: int) -> None:

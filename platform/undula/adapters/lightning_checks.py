@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.sampler import BatchSampler
 
 from undula.adapters.lightning_library import Library, name_of
+from undula.data.script_dataset import check_indexed
 from undula.errors import UsageError
 from undula.plan.plan import Plan
 
@@ -113,8 +114,7 @@ def loaded(found: object, hook: str) -> Loaded:
             f"{hook}() returned {name_of(found)}, but a run reads one map-style dataset; return one DataLoader of torch"
         )
     sampler, dataset = found.sampler, found.dataset
-    if isinstance(dataset, IterableDataset):  # run.dataset() says what to do
-        return Loaded(dataset, None, found.num_workers, found.batch_size or 1, shuffles=False, drops_last=False)
+    check_indexed(dataset, f"the DataLoader of {hook}() has", storing="write the loop with run.steps()")
     if type(found.batch_sampler) is not BatchSampler or type(sampler) not in (RandomSampler, SequentialSampler):
         own = found.batch_sampler if type(sampler) in (RandomSampler, SequentialSampler) else sampler
         raise UsageError(

@@ -19,6 +19,7 @@ from undula.adapters import script
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.adapters.script import Offer, expect_launch, place
 from undula.data.loader_processes import Loader
+from undula.data.script_dataset import check_indexed
 from undula.errors import SpecError, UsageError, needs_extra, one_sentence
 from undula.parallel.random_state import kept_random_state
 from undula.train.run import Run
@@ -104,6 +105,24 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         found.pop("dynamo_plugin", None)
         return {**found, "mixed_precision": "no", "kwargs_handlers": []}
 
+    def _validate_args(self) -> None:
+        """Check the datasets first, because Hugging Face's code would ask for max_steps if the training data have no length.
+
+        Raises:
+            UndulaError: A run cannot use one of them.
+        """
+        if self.train_dataset is not None:
+            loading = "data_collator= and dataloader_num_workers"
+            check_indexed(self.train_dataset, "train_dataset= of the Trainer is", loading, "use undula.main")
+        for name, each in self._evaluation_datasets().items():
+            if each is not None and not hasattr(each, "__len__"):
+                key = f"[{name!r}]" if isinstance(self.eval_dataset, dict) else "="
+                raise SpecError(
+                    f"eval_dataset{key} of the Trainer has no length, so that workers cannot share it; pass a view of it with __len__ and "
+                    "__getitem__"
+                )
+        super()._validate_args()
+
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **more: Any) -> TrainOutput:
         """Train as Hugging Face's Trainer does. In the driver, give the settings to the job instead.
 
@@ -151,15 +170,9 @@ class ElasticMixin(_Base):  # type: ignore[misc]
             return
         if self.train_dataset is None:
             raise SpecError("the Trainer has no train_dataset, but a job trains; give it one")
-        for name, each in self._evaluation_datasets().items():
-            if each is not None and not hasattr(each, "__len__"):
-                raise SpecError(
-                    f"the evaluation dataset {name!r} of the Trainer has no length, so that workers cannot share it; pass one with __len__ "
-                    "and __getitem__"
-                )
         optimizer = self.optimizer
         base_lr = optimizer.param_groups[0]["lr"] if optimizer else self.args.learning_rate
-        size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else 0
+        size = len(self.train_dataset)
         raise Offer(job_settings(self.args, size, here.virtual_workers, base_lr) if size else {}, self._give)
 
     def _give(self, run: Run) -> None:

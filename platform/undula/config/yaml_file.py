@@ -66,6 +66,8 @@ class Setting:
     value: Any
     origin: str
     """Place where the user has set it, for messages."""
+    instead: str | None = None
+    """What the user sets there to change it; None if a message has no better advice than to remove the key of the job."""
 
 
 _SafeLoader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -175,6 +177,7 @@ def _add_setting(tree: dict[str, Any], origins: dict[str, str], key: str, settin
         raise SpecError(
             f"{origins[key]}: {key} is {json.dumps(_shown(key, known[key]))}, but {setting.origin} makes it "
             f"{json.dumps(_shown(key, setting.value))}; remove {key}"
+            + (f", and set {setting.instead} in its place" if setting.instead else "")
         )
     if key not in known:
         _apply_override(tree, origins, f"{key}={json.dumps(setting.value)}", setting.origin)

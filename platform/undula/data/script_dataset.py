@@ -71,20 +71,38 @@ def _identified(dataset: object, name: str | None = None) -> IndexedData:
     Raises:
         UsageError: The object is not a dataset that can be read by index.
     """
+    check_indexed(dataset)
+    return IndexedData(len(dataset), name or str(getattr(dataset, "_fingerprint", None) or ""))  # type: ignore[arg-type]
+
+
+def check_indexed(
+    dataset: object,
+    got: str = "run.dataset() got",
+    loading: str = "collate_fn= and num_workers=",
+    storing: str = "set data.train",
+) -> None:
+    """Check that a dataset can be read by index.
+
+    Args:
+        dataset: Dataset of the script.
+        got: Beginning of the message about another object, which names the place where the script gives it.
+        loading: Arguments with which the script gives the rest of a DataLoader.
+        storing: What the script does with samples that are stored as Parquet.
+
+    Raises:
+        UsageError: It cannot.
+    """
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            "run.dataset() got a DataLoader, whose sampler or batch sampler would decide the order in place of the plan; pass the dataset "
-            "itself, with collate_fn= and num_workers="
+            f"{got} a DataLoader, whose sampler or batch sampler would decide the order in place of the plan; pass the dataset itself, "
+            f"with {loading}"
         )
     if isinstance(dataset, Mapping):
-        raise UsageError(
-            f"run.dataset() got a mapping with the keys {', '.join(map(repr, dataset))}; pass one of its datasets"
-        )
+        raise UsageError(f"{got} a mapping with the keys {', '.join(map(repr, dataset))}; pass one of its datasets")
     # Iterable datasets of other libraries do not derive from torch's, and torch's inherits a __getitem__ that only raises.
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         kind = "an IterableDataset" if hasattr(dataset, "__iter__") else f"an object of type {type(dataset).__name__}"
         raise UsageError(
-            f"run.dataset() got {kind}, whose samples have no index, so that a run could not continue at its position; write the samples "
-            "as Parquet with `undula data convert` and set data.train, or pass a view of them with __len__ and __getitem__"
+            f"{got} {kind}, whose samples have no index, so that a run could not continue at its position; write the samples as Parquet "
+            f"with `undula data convert` and {storing}, or pass a view of them with __len__ and __getitem__"
         )
-    return IndexedData(len(dataset), name or str(getattr(dataset, "_fingerprint", None) or ""))

@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[type[Tiny], str]] = {
     ),
     "iterable": (
         with_method("train_dataloader", lambda self: DataLoader(Endless(), batch_size=4)),
-        "run.dataset() got an IterableDataset, whose samples have no index",
+        "the DataLoader of train_dataloader() has an IterableDataset, whose samples have no index",
     ),
     "size": (
         with_method("train_dataloader", loader(batch_size=3)),

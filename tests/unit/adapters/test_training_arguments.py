@@ -141,7 +141,7 @@ def test_an_evaluation_dataset_without_a_length_is_refused_before_a_worker_start
             eval_dataset={"long": Endless()},
         ).train()
 
-    with pytest.raises(SpecError, match="the evaluation dataset 'long' of the Trainer has no length"):
+    with pytest.raises(SpecError, match=r"^eval_dataset\['long'\] of the Trainer has no length"):
         job_of_script(main, tmp_path)
 
 

@@ -136,7 +136,9 @@ class Endless(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("dataset", "more", "sentence"),
     [
-        (Endless(), {}, "run.dataset() got an IterableDataset"),
+        (Endless(), {}, "train_dataset= of the Trainer is an IterableDataset"),
+        (Endless(), {"max_steps": -1}, "train_dataset= of the Trainer is an IterableDataset"),
+        ({"train": Sequences(9)}, {}, "train_dataset= of the Trainer is a mapping with the keys 'train'; pass one of"),
         (Sequences(3), {"per_device_train_batch_size": 8, "dataloader_drop_last": True}, "a step takes 16 samples"),
         (Sequences(9), {"fsdp": True}, "TrainingArguments.fsdp is True, which a run does not support; shard"),
         (
@@ -171,6 +173,9 @@ def test_a_value_of_the_yaml_that_the_arguments_contradict_is_refused(tmp_path: 
         SpecError, match=r"command line: plan\.seed is 7, but TrainingArguments.seed makes it 42; remove"
     ):
         job_of_script(script, tmp_path, "plan.seed=7")
+    sentence = r"makes it 50; remove plan.max_steps, and set TrainingArguments.max_steps \(--max_steps\) in its place$"
+    with pytest.raises(SpecError, match=sentence):
+        job_of_script(script, tmp_path, "plan.max_steps=7")
     assert job_of_script(script, tmp_path, "plan.seed=42").plan.seed == 42
 
 

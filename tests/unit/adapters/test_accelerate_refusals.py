@@ -1,0 +1,162 @@
+"""Tests of what the stand-in for Accelerate's Accelerator refuses, in the driver and in the loop."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate_kit import ROWS, Loop, changed, prepared_job, train_once
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from undula.adapters.accelerate import Accelerator, launch
+from undula.errors import UndulaError, UsageError
+
+
+def changes_the_rate(accelerator: Any, *_: object) -> None:
+    accelerator._optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def test_a_scheduler_that_prepare_did_not_get_is_refused(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.optimizer = with_scheduler  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"^the optimizer has a scheduler that accelerator.prepare\(\) did not get"):
+        prepared_job(loop, tmp_path)
+
+
+def with_scheduler(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+def gathers(accelerator: Any, *_: object) -> None:
+    accelerator.gather(torch.ones(1))
+
+
+def gathers_for_metrics(accelerator: Any, *_: object) -> None:
+    accelerator.gather_for_metrics(torch.ones(1))
+
+
+def iterates(accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> None:
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+
+
+def clips_a_part(accelerator: Any, model: nn.Module) -> None:
+    accelerator.clip_grad_norm_([model.weight], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (changed("in_step", gathers), "accelerator.gather() was used in an open step, in which ranks"),
+        (changed("after_epoch", gathers_for_metrics), "accelerator.gather_for_metrics() was called outside of the loop"),
+        (changed("after_epoch", iterates), "accelerator.backward() was called outside of a step"),
+        (changed("after_epoch", changes_the_rate), "the script changed the learning rate of parameter group 0 from 0.1 to 0.05"),
+        (changed("in_step", clips_a_part), "accelerator.clip_grad_norm_() clips the Euclidean norm of all"),
+        (changed("in_step", lambda accelerator, _: accelerator.log({"a": "b"})), "accelerator.log() got 'a' of type str"),
+        (changed("in_step", lambda accelerator, _: accelerator.skip), "the Accelerator of undula.adapters.accelerate"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_in_the_loop_are_refused(tmp_path: Path, loop: Loop, sentence: str) -> None:
+    script, job = prepared_job(loop, tmp_path)
+    with pytest.raises((UsageError, AttributeError)) as caught:
+        train_once(script, job)
+    assert str(caught.value).startswith(sentence)
+
+
+class Unfinished(Loop):
+    """Script whose loop over batches lacks something."""
+
+    def __init__(self, lacks: str):
+        super().__init__()
+        self.lacks = lacks
+
+    def __call__(self) -> None:
+        accelerator = Accelerator()
+        model = nn.Linear(2, 1)
+        optimizer = self.optimizer(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        loader, model, optimizer, scheduler = accelerator.prepare(self.loader(), model, optimizer, scheduler)
+        for _ in accelerator.epochs(2):
+            for (x,) in loader:
+                accelerator.backward(model(x).mean())
+                if self.lacks != "optimizer":
+                    optimizer.step()
+                if self.lacks != "scheduler":
+                    scheduler.step()
+                if self.lacks == "batches" and accelerator.sync_gradients:
+                    break
+
+
+@pytest.mark.parametrize(
+    ("lacks", "sentence"),
+    [
+        ("optimizer", "step 0 ended without optimizer.step(); call it for each batch"),
+        ("scheduler", "step 0 ended without scheduler.step(); call it after optimizer.step()"),
+        ("batches", "the loop over the training DataLoader ended after step 0, before the end of epoch 0"),
+    ],
+)
+def test_a_loop_that_is_not_complete_is_refused(tmp_path: Path, lacks: str, sentence: str) -> None:
+    script, job = prepared_job(Unfinished(lacks), tmp_path)
+    with pytest.raises(UsageError) as caught:
+        train_once(script, job)
+    assert str(caught.value).startswith(sentence)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.ones(2)
+
+
+class Streamed:
+    """Dataset that can only be read in its order, and does not derive from torch's IterableDataset, as those of `datasets` do."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (Loop(mixed_precision="fp8"), "Accelerator got mixed_precision='fp8'; set it to one of 'no', 'fp16', 'bf16'"),
+        (Loop(log_with="all"), "Accelerator does not take log_with=; remove it"),
+        (Loop(cpu=True), "Accelerator does not take cpu=; remove it"),
+        (Loop(step_scheduler_with_optimizer=False), "Accelerator does not take step_scheduler_with_optimizer=; leave"),
+        (Loop(even=True), "Accelerator got even=, which it does not know"),
+        (Loop(split_batches=True, cpu=False, project_dir=None), ""),
+        (changed("loader", lambda: DataLoader(Endless(), batch_size=2)), "accelerator.prepare() got a DataLoader of an It"),
+        (changed("loader", lambda: DataLoader(Streamed(), batch_size=2)), "accelerator.prepare() got a DataLoader of an It"),
+        (changed("loader", Endless), "accelerator.prepare() got an IterableDataset, whose samples have no index"),
+        (changed("before", lambda accelerator: accelerator.state), "accelerator.state is not possible in a run; remove it; use"),
+        (changed("loader", lambda: DataLoader(ROWS, sampler=WeightedRandomSampler([1] * 12, 12))), "accelerator.prepare() got"),
+        (changed("loader", lambda: DataLoader(ROWS, batch_size=None)), "accelerator.prepare() got a DataLoader with a batch"),
+        (changed("evaluation", lambda: DataLoader(ROWS, shuffle=True)), "accelerator.prepare() got a DataLoader for evaluation"),
+        (changed("evaluation", lambda: nn.Linear(1, 1)), "accelerator.prepare() got a second model; combine"),
+        (changed("loader", lambda: "none"), "accelerator.epochs() was called before accelerator.prepare() got a training"),
+        (changed("more", lambda optimizer: [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]), "accelerator.prepare() got a Red"),
+        (changed("before", lambda accelerator: accelerator.load_state("a")), "accelerator.load_state is not possible in a run; remove"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_do_is_refused_in_the_driver(tmp_path: Path, loop: Loop, sentence: str) -> None:
+    if not sentence:
+        _, job = prepared_job(loop, tmp_path)
+        assert (job.plan.global_batch, job.plan.micro_batch) == (2, 1)
+        return
+    if "a training" in sentence:
+        loop.evaluation = lambda: "none"  # type: ignore[method-assign]
+    with pytest.raises(UndulaError) as caught:
+        prepared_job(loop, tmp_path)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_logger_of_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = pytest.importorskip("accelerate.logging").get_logger("script")
+    monkeypatch.setattr("accelerate.state.PartialState._shared_state", {})
+    monkeypatch.setattr("undula.adapters.script.job_main", lambda train, settings: settings({}))
+    loop = changed("before", lambda accelerator: logger.info("begins"))
+    with pytest.raises(UsageError, match=r"^the script uses accelerate.logging.get_logger\(\)") as caught:
+        launch(loop)
+    assert "\n" not in str(caught.value)
