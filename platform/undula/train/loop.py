@@ -163,6 +163,8 @@ class TrainingLoop:
             context.report(WarningEvent("other_rates", context.rates.others))
         if not self._has_loss and context.samples.has_validation:
             context.report(WarningEvent("no_validation"))
+        if start == 0 and self._has_loss and not context.samples.has_validation:
+            context.report(WarningEvent("no_validation_data"))
         if (every := job.checkpoint.snapshot_every_steps) != 0:
             folder = folder_of(job.run_url, job.run_id)
             writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, layout.local_rank, every)

@@ -180,8 +180,8 @@ class Step:
                 batch's share of the step's samples, so that the loss of the step is the mean over its samples.
 
         Raises:
-            UsageError: There is no current batch, its backward pass has run already, the loss has several elements, or the job measures
-                the noise scale, which needs means over samples.
+            UsageError: There is no current batch, its backward pass has run already, the loss is not a tensor with one element, or the
+                job measures the noise scale, which needs means over samples.
         """
         context, micro_batch = self._context, self.micro_batch
         begin, self._in_micro_batch = self._in_micro_batch, None
@@ -189,9 +189,11 @@ class Step:
             raise UsageError(
                 "step.backward(loss) was called outside of a batch; call it once for each batch of step.batches()"
             )
-        if loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+            found = shape or f"an object of type {type(loss).__name__}"
             raise UsageError(
-                f"step.backward(loss) got a tensor of shape {tuple(loss.shape)}; pass the mean loss over the batch's samples"
+                f"step.backward(loss) got {found}; pass the mean loss over the batch's samples as a tensor with one element"
             )
         samples: float = micro_batch.samples
         if share is not None and samples:

@@ -23,7 +23,7 @@ from undula.errors import RunError, StorageError, SupersededError, UsageError
 from undula.recovery.worker_state import GroupEndedError, LeaveGroup, Request, WorkerState
 from undula.state import checkpoint
 from undula.state.commit import find_commits
-from undula.state.events import StartEvent, ValidationEvent
+from undula.state.events import StartEvent, ValidationEvent, WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
@@ -167,8 +167,15 @@ def test_a_step_is_committed_once(job: Job) -> None:
     steps.close()
 
 
-def test_a_loss_has_one_element(job: Job) -> None:
-    def run_step(reduced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda output: output, r"a tensor of shape \(\d+, 1\)"),
+        (lambda output: output.mean().item(), "an object of type float"),
+    ],
+)
+def test_a_loss_is_a_tensor_with_one_element(job: Job, wrong: Callable[[torch.Tensor], Any], found: str) -> None:
+    def run_step(reduced: Callable[[torch.Tensor], Any]) -> None:
         for batch in step.batches():
             step.backward(reduced(model(batch["x"][:, None])))
 
@@ -177,9 +184,23 @@ def test_a_loss_has_one_element(job: Job) -> None:
     run_step(lambda output: output.mean(0))
     step.update()
     _, model, step = next(steps)
-    with pytest.raises(UsageError, match=r"got a tensor of shape \(\d+, 1\); pass the mean loss"):
-        run_step(lambda output: output)
+    with pytest.raises(UsageError, match=rf"got {found}; pass the mean loss"):
+        run_step(wrong)
     steps.close()
+
+
+def test_a_validation_function_without_data_is_a_warning(job: Job) -> None:
+    run = cpu_run(job)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+    for step in run.steps(validate=lambda batch: model(batch["x"][:, None]).mean()):
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None]).mean())
+        step.update()
+    (warning,) = events_of(read_ledger(Store(job.run_url)).events, WarningEvent)
+    assert warning.message.startswith(
+        "Nothing is validated: the script has a validation function, but there are no validation data"
+    )
 
 
 def test_a_run_has_one_optimizer_and_a_model_without_wrapper(job: Job) -> None:

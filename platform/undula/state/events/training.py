@@ -279,8 +279,8 @@ class TrackerEvent(Event):
 
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
-    "no_room_for_state", "no_validation", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow", "no_finite_gradients",
-    "node_refused",
+    "no_room_for_state", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
+    "no_finite_gradients", "node_refused",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -293,6 +293,8 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "node_refused": "A worker cannot train on its node, and the run continues without that node: {detail}.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
     "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",
+    "no_validation_data": "Nothing is validated: the script has a validation function, but there are no validation data; set "
+    "data.validation, or give them with the training data in the script.",
     "other_rates": "No group of the optimizer has the learning rate that is shown, because {detail}; pass lr=run.base_lr to the optimizer.",
     "batch_rule": "The batch rule may not suit the optimizer: {detail}.",
     "mixed_machines": "The workers compute with different bits, so deterministic=true cannot make the run repeatable ({detail}); "
