@@ -152,8 +152,9 @@ class LoadedSpec:
     """Origin of each given value by dotted key: "job.yaml:12" or "command line"."""
 
     def origin(self, key: str) -> str:
-        """Return the origin of a dotted key's value, for messages."""
-        return self.origins.get(key, "default")
+        """Return the origin of a dotted key's value, or else of the first given value below that key, for messages."""
+        below = (origin for given, origin in self.origins.items() if given.startswith(f"{key}."))
+        return self.origins.get(key) or next(below, "default")
 
     def with_workers(self, workers: WorkersSpec) -> "LoadedSpec":
         """Return the job with other workers. The origins stay the same."""

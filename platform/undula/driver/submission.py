@@ -9,9 +9,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from undula.config.job import LoadedSpec, absolute_paths, script_of
 from undula.elastic.pure.spec import WorkersSpec
 from undula.errors import INTERRUPTED, ClusterError, SpecError
 from undula.state.defaults import default_runs
+from undula.storage import open_store
 from undula.telemetry.live import LiveScreen
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Submission:
     """Environment variables of the job's processes, which no list, log or file shows."""
     packed: int = 1
     """Number of trainings that share the resources of one worker."""
+    check_here: Callable[[], object] = lambda: None
+    """Checks of the job's driver that this machine can make before it starts a cluster, with the environment of the job."""
 
     def with_environment(self, variables: Mapping[str, str]) -> "Submission":
         """Return the submission with further environment variables for the job's processes."""
@@ -115,7 +119,15 @@ def submission_of_job(
         origins=loaded.origins,
         kind="run",
         url=loaded.spec.run_url,
+        check_here=partial(_check_trackers, loaded),
     )
+
+
+def _check_trackers(loaded: LoadedSpec) -> None:
+    if loaded.spec.trackers:
+        from undula.driver.trackers import checked_trackers  # most jobs need none of its imports
+
+        checked_trackers(loaded, open_store(loaded.spec.run_url))
 
 
 def name_in_submission(script: Path, file: Path) -> str:
@@ -130,7 +142,8 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
     RAY_API_SERVER_ADDRESS or on this machine; if there is none, it runs on a new local cluster that is stopped after the job.
 
     Raises:
-        SpecError: A new local cluster would be too small for the job's workers, or would end before the job.
+        SpecError: A new local cluster would be too small for the job's workers, or would end before the job, or a tracker of the job lacks
+            a library, a setting or credentials.
         ClusterError: The cluster does not accept the job, or the local cluster did not start.
         KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM ended this command. A job on a new local cluster was stopped.
     """
@@ -151,10 +164,24 @@ def run_submission(submission: Submission, address: str | None, screen: LiveScre
         fix=fix,
         share=submission.packed,
     )
+    with _environment(submission.environment):
+        submission.check_here()
     screen.show("starting a local Ray cluster ...")
     with local_cluster(submission.num_cpus) as cluster:
         os.environ.update(cluster.env)
         return _run_here(submission, cluster.dashboard, screen)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have environment variables during a block. The cluster must not inherit them."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run_here(submission: Submission, dashboard: str, screen: LiveScreen) -> int:

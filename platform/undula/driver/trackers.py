@@ -55,7 +55,11 @@ def checked_trackers(loaded: LoadedSpec, store: Store) -> tuple[Tracker, ...]:
             if tracker is not None:
                 tracker.check()
         except SpecError as error:
-            raise SpecError(f"{loaded.origin(key)}: {key}: {error}") from error
+            about = (
+                f"{key}.{str(error).partition(' ')[0].rstrip(':')}"  # the message may begin with a key of the tracker's
+            )
+            origin = loaded.origins.get(about) or loaded.origin(key)
+            raise SpecError(f"{origin}: {key}: {error}") from error
     return tuple(tracker for tracker in (mlflow, wandb) if tracker is not None)
 
 

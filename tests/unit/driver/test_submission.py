@@ -1,7 +1,11 @@
 """Tests of what a submission carries, and of a submission that is repeated when the cluster has lost its job."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ import pytest
 from undula.config.environment import OVERRIDES, PLACE
 from undula.config.job import load_spec
 from undula.driver.submission import Submission, run_submission, submission_of_job
-from undula.errors import ClusterError
+from undula.errors import ClusterError, SpecError
 from undula.telemetry.live import LiveScreen
 
 DASHBOARD = "http://head:8265"
@@ -52,6 +56,35 @@ def test_a_lost_job_is_submitted_again_and_does_not_start_over(
     assert submitted == [True, False, False, False]
     assert len(ids) == 3, "only the submission whose answer was lost has the id of another one"
     assert "its head was replaced; submitting the job again" in capsys.readouterr().out
+
+
+def test_a_tracker_without_credentials_is_refused_before_a_cluster_starts(
+    submission: Submission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def local_cluster(num_cpus: int) -> Iterator[None]:
+        started.append("WANDB_API_KEY" in os.environ)
+        raise ClusterError("as far as this test needs it")
+        yield
+
+    started: list[bool] = []
+    file = tmp_path / "job.yaml"
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    monkeypatch.setattr("undula.driver.submission.cluster_at_hand", lambda: None)
+    monkeypatch.setattr("undula.driver.submission.local_cluster", local_cluster)
+    overrides = ("trackers.wandb={}", f"runs={tmp_path}", "workers.max=1")
+    tracked = submission_of_job(file, load_spec(file, overrides), overrides, None, fresh=False)
+    with pytest.raises(
+        SpecError, match=r"^command line: trackers\.wandb: mode is online, but the job has no key for W&B"
+    ):
+        run_submission(tracked, None, LiveScreen(sys.stdout), "follow")
+    assert not started
+    with pytest.raises(ClusterError):
+        run_submission(tracked.with_environment({"WANDB_API_KEY": "k"}), None, LiveScreen(sys.stdout), "follow")
+    assert started == [False], "the cluster must not inherit a secret of the job"
 
 
 @pytest.mark.parametrize(("runs", "run"), [("/runs", "job"), ("/home/me/runs", "/runs/job")])

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from numbers_job import write_numbers
@@ -53,6 +54,28 @@ def test_a_missing_extra_is_refused_with_the_command_that_installs_it(
         monkeypatch.setitem(sys.modules, module, None)
     said = refusal(tmp_path, f"trackers.{library}={{}}")
     assert said == f"command line: trackers.{library}: {library} is not installed; run pip install 'undula[{library}]'"
+
+
+@pytest.mark.parametrize("override", ["trackers.wandb.project=text", "trackers.wandb={project: text}"])
+def test_a_tracker_of_the_command_line_is_refused_with_that_origin(
+    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert refusal(tmp_path, override).startswith("command line: trackers.wandb: wandb is not installed; ")
+
+
+def test_a_key_of_a_tracker_has_its_own_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    job(tmp_path)
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "trackers": {"wandb": {"project": "text"}}}))
+    assert refusal(tmp_path).startswith(f"{file}:1: trackers.wandb: mode is online, but ")
+    assert refusal(tmp_path, "trackers.wandb.mode=online").startswith(
+        "command line: trackers.wandb: mode is online, but "
+    )
 
 
 def test_unknown_keys_and_wrong_values_are_refused_by_name(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import JobRecord, RecordedRun
+from undula.state.events import EndEvent
 from undula.state.ledger import Ledger
 from undula.state.ledger_files import EVENT_SCHEMA, STEP_SCHEMA
 from undula.state.records import StepRow
@@ -59,6 +60,18 @@ def test_a_run_as_planned_is_certified(manifest: Manifest) -> None:
     assert any("in 2 complete epochs, each of 50 samples was used exactly once" in text for text in found.proved)
     assert any("10 steps as in run: the same samples" in text for text in found.proved)
     assert any("the weights are the same" in text for text in found.not_proved)
+
+
+def test_a_run_that_stopped_early_says_why(manifest: Manifest) -> None:
+    recorded = run(manifest, rows(manifest, 4))
+    rest = "anything about the 6 steps that "
+    assert f"{rest}the run has not committed yet" in certify(recorded, manifest).not_proved
+    events = (EndEvent("loss has not improved in the last validation", step=4),)
+    found = certify(replace(recorded, events=events), manifest)
+    assert found.holds
+    assert (
+        f"{rest}remain, because the run stopped early: loss has not improved in the last validation" in found.not_proved
+    )
 
 
 def elastic_run(manifest: Manifest, world_sizes: list[int], changed: int | None = None) -> RecordedRun:

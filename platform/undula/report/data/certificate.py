@@ -21,6 +21,7 @@ from undula.plan.rules import RULES
 from undula.report.data.run_record import RecordedRun
 from undula.report.data.summary import column
 from undula.report.text import counted
+from undula.state.events import EndEvent
 
 COUNTED_ROWS = 2**30
 """Maximum number of rows of a data set for which the certificate counts how often each row was used."""
@@ -178,9 +179,14 @@ def _check_steps(run: RecordedRun, plan: Plan, found: Certificate) -> None:
             )
     found.proved.append(f"{counted(done, 'step')}, each recorded exactly once, with as many samples as in the plan")
     if done < plan.total_steps:
-        found.not_proved.append(
-            f"anything about the {counted(plan.total_steps - done, 'step')} that the run has not committed yet"
-        )
+        rest = counted(plan.total_steps - done, "step")
+        found.not_proved.append(f"anything about the {rest} that {_why_not_done(run, done)}")
+
+
+def _why_not_done(run: RecordedRun, done: int) -> str:
+    """Return why steps of the plan are missing, as the rest of a clause about them, given the number of steps that the run has."""
+    ends = [event for event in run.events if isinstance(event, EndEvent) and event.step == done and event.reason]
+    return f"remain, because the run stopped early: {ends[-1].reason}" if ends else "the run has not committed yet"
 
 
 def _check_samples(run: RecordedRun, plan: Plan, data: Data, found: Certificate) -> None:
