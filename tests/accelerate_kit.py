@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from undula.adapters.accelerate import Accelerator
-from undula.adapters.script import Script
+from undula.adapters.script import Script, ScriptConfig
 from undula.config.job import load_spec
 from undula.driver.launch import record_job
 from undula.driver.preflight import check_job, examine
@@ -74,7 +74,7 @@ def prepared_job(loop: Callable[[], None], folder: Path, *overrides: str) -> tup
     """Return a script as the driver has checked it, and its job, with two virtual workers."""
     script = Script(loop)
     (folder / "job.yaml").write_text("{name: loop, plan: {virtual_workers: 2}}")
-    loaded = load_spec(folder / "job.yaml", [f"runs={folder}/runs", *overrides], settings=script.settings)
+    loaded = load_spec(folder / "job.yaml", [f"runs={folder}/runs", *overrides], ScriptConfig, settings=script.settings)
     examined = examine(script, loaded, check_job(loaded))
     job = record_job(loaded, examined.plan, open_store(loaded.spec.run_url), examined.script_data).job
     return Script(loop), job

@@ -6,7 +6,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from undula.adapters.script import Script
+from undula.adapters.script import Script, ScriptConfig
 from undula.config.job import load_spec
 from undula.driver.launch import job_of
 from undula.driver.preflight import check_job, examine
@@ -23,7 +23,7 @@ def job_of_script(main: Main, folder: Path, *overrides: str, virtual_workers: in
     file = folder / "job.yaml"
     file.write_text(f"{{name: run, runs: {folder / 'runs'}, plan: {{virtual_workers: {virtual_workers}}}}}")
     script = Script(main)
-    loaded = load_spec(file, overrides, settings=script.settings)
+    loaded = load_spec(file, overrides, ScriptConfig, settings=script.settings)
     examined = examine(script, loaded, check_job(loaded))
     return job_of(loaded, token_hex(8), script_data=examined.script_data)
 

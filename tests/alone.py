@@ -47,7 +47,7 @@ def train_alone(
 def _train(script: str, overrides: list[str], rank: int, world_size: int, rendezvous: str, until: int | None) -> None:
     import torch
 
-    from undula.adapters.script import Script
+    from undula.adapters.script import Script, ScriptConfig
     from undula.config.job import load_spec
     from undula.driver.launch import job_of, record_job
     from undula.driver.preflight import check_job, examine
@@ -58,7 +58,8 @@ def _train(script: str, overrides: list[str], rank: int, world_size: int, rendez
     defined = runpy.run_path(script)
     launched = Script(defined["main"]) if "launch" in defined else None
     settings = {"settings": launched.settings} if launched else {}
-    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, defined.get("Config"), **settings)
+    config_type = ScriptConfig if launched else defined.get("Config")
+    loaded = load_spec(Path(script).with_suffix(".yaml"), overrides, config_type, **settings)
     examined = examine(launched or defined["train"], loaded, check_job(loaded))
     function = Script(defined["main"]) if launched else defined["train"]
     if rank == 0:

@@ -37,7 +37,15 @@ def launch(main: Callable[[], object], in_driver: InDriver = nullcontext) -> Non
     global _is_launched
     _is_launched = True
     script = Script(main, in_driver)
-    job_main(script, settings=script.settings)
+    job_main(script, ScriptConfig, settings=script.settings)
+
+
+@dataclass(frozen=True)
+class ScriptConfig:
+    """The section `config` of such a job."""
+
+    arguments: str | None = None
+    """Command line of the script."""
 
 
 def expect_launch() -> None:
@@ -85,7 +93,9 @@ class Script:
         plan = tree.get("plan")
         found = plan.get("virtual_workers") if isinstance(plan, Mapping) else None
         workers = found if isinstance(found, int) else PlanSpec().virtual_workers
-        with _placed(Place(None, workers)), _command_line(tree.get("config")), self._in_driver():
+        config = tree.get("config")
+        arguments = config.get("arguments") if isinstance(config, Mapping) else None
+        with _placed(Place(None, workers)), _command_line(arguments), self._in_driver():
             try:
                 self._main()
             except Offer as offer:
@@ -101,7 +111,7 @@ class Script:
         if self._offer is not None:
             self._offer.give(run)
             return
-        with _placed(Place(run, self.virtual_workers_of(run))), _command_line(run.config):
+        with _placed(Place(run, self.virtual_workers_of(run))), _command_line(run.config.arguments):
             self._main()
 
     @staticmethod
@@ -168,16 +178,15 @@ def _placed(here: Place) -> Iterator[None]:
 
 
 @contextmanager
-def _command_line(config: Any) -> Iterator[None]:
-    """Give the script the command line of `config.arguments`.
+def _command_line(arguments: object) -> Iterator[None]:
+    """Give the script the command line of `config.arguments`, if there is one.
 
     Raises:
         SpecError: It is not text.
     """
-    arguments = config.get("arguments", "") if isinstance(config, Mapping) else ""
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str | None):
         raise SpecError(f"config.arguments is {arguments!r}; write the script's command line as text, as in a shell")
-    former, sys.argv = sys.argv, [sys.argv[0], *shlex.split(arguments)]
+    former, sys.argv = sys.argv, [sys.argv[0], *shlex.split(arguments or "")]
     try:
         yield
     finally:

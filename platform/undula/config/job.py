@@ -12,7 +12,7 @@ from pydantic import StringConstraints, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.config.secrets import hide_secrets, same_value
-from undula.config.yaml_file import Setting, flatten, load_file, refuse_unknown_keys, validated
+from undula.config.yaml_file import Setting, flatten, load_file, validated
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
@@ -201,8 +201,9 @@ def load_spec(
     Raises:
         SpecError: The file is not a valid job. The message names the file and line, the key, the value, and the accepted values.
     """
+    sections = {"config": config_type} if config_type else {}
     spec, where = load_file(
-        JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key, settings
+        JobSpec, file, overrides, "a job's YAML", "name, data", origin, _fix_of_unknown_key, settings, sections
     )
     if "runs" not in where.origins and default_runs() != DEFAULT_RUNS:
         spec, where = (
@@ -211,7 +212,6 @@ def load_spec(
         )
     config: Any = _namespace(spec.config)
     if config_type is not None:
-        refuse_unknown_keys(spec.config, config_type, ("config",), where)
         config = validated(config_type, spec.config, ("config",), where)
     return LoadedSpec(spec, config, where.origins)
 

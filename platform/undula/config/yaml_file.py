@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -30,6 +31,7 @@ def load_file(
     origin: Callable[[str], str] = lambda _key: "command line",
     fix: Callable[[Mapping[str, Any], str], str | None] = lambda _tree, _key: None,
     settings: Callable[[Mapping[str, Any]], Mapping[str, "Setting"]] = lambda _tree: {},
+    sections: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, "Where"]:
     """Load a file as an instance of a dataclass.
 
@@ -41,7 +43,9 @@ def load_file(
         keys: Required keys of such a file, for messages.
         origin: Callback that returns the origin of an override from its key, for messages.
         fix: Callback that returns the fix for an unknown dotted key in a tree; None to suggest the closest known key.
-        settings: Callback that returns values from elsewhere by dotted key, given the tree of the file with its overrides.
+        settings: Callback that returns values from elsewhere by dotted key, given the tree of the file with its overrides. It is called
+            when all keys are known to be right, because it may take long.
+        sections: Dataclasses of sections that are plain mappings in `owner`, by key.
 
     Returns:
         The instance, and the origins of its values.
@@ -52,10 +56,12 @@ def load_file(
     tree, origins = _read_yaml(file, what, keys)
     for override in overrides:
         _apply_override(tree, origins, override, origin(override.partition("=")[0]))
-    for key, setting in settings(tree).items():
-        _add_setting(tree, origins, key, setting)
     where = Where(file, origins)
     refuse_unknown_keys(tree, owner, (), where, lambda key: fix(tree, key))
+    for key, section in sections.items():
+        refuse_unknown_keys(tree.get(key), section, (key,), where)
+    for key, setting in settings(tree).items():
+        _add_setting(tree, origins, key, setting)
     return validated(owner, tree, (), where), where
 
 

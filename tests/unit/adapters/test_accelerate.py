@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -325,6 +326,17 @@ class Autocasts(Loop):
 
 def test_autocast_computes_in_the_precision_of_the_yaml(tmp_path: Path) -> None:
     train_once(*prepared_job(Autocasts(), tmp_path, "precision.compute=bf16"))
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"), [("argumets", "did you mean arguments?"), ("learning_rate", "known keys: arguments")]
+)
+def test_a_wrong_key_of_config_is_refused_before_the_script_runs(tmp_path: Path, key: str, fix: str) -> None:
+    def never() -> None:
+        raise AssertionError
+
+    with pytest.raises(SpecError, match=rf"^command line: unknown key config\.{key}: {re.escape(fix)}$"):
+        prepared_job(never, tmp_path, f"config.{key}=x")
 
 
 def test_settings_follow_from_the_script_and_contradictions_are_refused(tmp_path: Path) -> None:
