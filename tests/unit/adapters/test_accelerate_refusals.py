@@ -155,7 +155,7 @@ def test_what_a_run_cannot_do_is_refused_in_the_driver(tmp_path: Path, loop: Loo
 def test_a_logger_of_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = pytest.importorskip("accelerate.logging").get_logger("script")
     monkeypatch.setattr("accelerate.state.PartialState._shared_state", {})
-    monkeypatch.setattr("undula.adapters.script.job_main", lambda train, settings: settings({}))
+    monkeypatch.setattr("undula.adapters.script.job_main", lambda train, config, settings: settings({}))
     loop = changed("before", lambda accelerator: logger.info("begins"))
     with pytest.raises(UsageError, match=r"^the script uses accelerate.logging.get_logger\(\)") as caught:
         launch(loop)

@@ -116,7 +116,7 @@ def test_a_driver_without_a_gpu_says_where_else_to_ask_for_a_format(
 ) -> None:
     for name in ("is_torch_bf16_gpu_available", "is_torch_tf32_available"):
         monkeypatch.setattr(training_args, name, lambda: False)
-    monkeypatch.setattr(script, "job_main", lambda train, settings: settings({}))
+    monkeypatch.setattr(script, "job_main", lambda train, config, settings: settings({}))
     with pytest.raises(SpecError) as caught:
         launch(lambda: TrainingArguments(output_dir=str(tmp_path), **{argument: True}))
     assert str(caught.value).startswith(sentence)
