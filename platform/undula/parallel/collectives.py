@@ -22,6 +22,13 @@ def _all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=group)
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether a flag is set on any rank of a process group, which must support CPU tensors. All ranks must call this."""
+    flags = torch.tensor(float(flag), device="cpu")
+    _all_reduce(group, flags)
+    return bool(flags)
+
+
 def broadcast_from_rank_0(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Copy the parameters and buffers of rank 0 to every other rank."""
     if dist.get_world_size(group) > 1:

@@ -1,6 +1,7 @@
 """The current state of a run on a rank: the model, the optimizer, and other tensors and values that change with each step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from undula.state.model_state import (
     OPTIMIZER,
     empty_like_saved,
     live_buffers,
-    live_leaves,
     load_state,
     model_and_optimizer_state,
 )
@@ -34,28 +34,24 @@ class LiveState:
         self._model = model
         self._optimizer = optimizer
         self._beside = beside
-        self._seen: list[Any] = []
-        self._held: RankState | None = None
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole state."""
+        """Whether every rank holds the whole state, which depends on how the model is sharded."""
         return self.held().is_whole
 
     def held(self) -> RankState:
-        """Return this rank's part of the state: the same object as at the last call if no tensor was replaced and no value changed."""
-        beside = self._beside()
-        seen = list(live_leaves(self._model, self._optimizer))
-        seen += [value.tensor if isinstance(value, Piece) else value for value in beside.values()]
-        if self._held is None or not _are_same(seen, self._seen):
-            state = model_and_optimizer_state(self._model, self._optimizer)
-            self._held, self._seen = rank_state({**state, **beside}), seen
-        return self._held
+        """Return this rank's part of the state.
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Return copies of the model's buffers by name, because the next forward pass changes the buffers."""
-        known = self.held().pieces
-        return {name: value.detach().clone() for name, value in live_buffers(self._model).items() if name in known}
+        It is found anew in each call. A script can give a parameter other memory (`p.data = ...`) or have hooks of `state_dict()` that
+        return copies, so pieces that were found before an earlier step may not change with the model any more.
+        """
+        return rank_state({**model_and_optimizer_state(self._model, self._optimizer), **self._beside()})
+
+    def buffers(self, held: RankState) -> dict[str, Tensor]:
+        """Return copies of the model's buffers in a state by name, because the next forward pass changes the buffers."""
+        live = live_buffers(self._model)
+        return {name: value.detach().clone() for name, value in live.items() if name in held.pieces}
 
     def targets(self, saved: Table) -> "Targets":
         """Return tensors of this rank into which a saved state can be restored.
@@ -89,10 +85,3 @@ class Targets:
         for name, target in self.pieces.items():
             source = state.pieces[name]
             copy_overlap(source.box, source.tensor, target)
-
-
-def _are_same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Return whether all tensors are the same objects and all values are equal."""
-    return len(now) == len(then) and all(
-        a is b or (not isinstance(a, Tensor) and type(a) is type(b) and a == b) for a, b in zip(now, then, strict=True)
-    )

@@ -1,5 +1,6 @@
 """Snapshots of a rank's live state: which ranks take them and when, and how a new group finds those of former groups."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,11 +80,15 @@ class RankSnapshots:
         """
         if self._has_ended:
             return
+        if not (self._writes or is_sent):
+            return
+        began = time.perf_counter()
         held = self._live.held()
+        waited_s = time.perf_counter() - began
         num_bytes = state_bytes(held, self._layout.control) if is_sent else 0
         if self._writes:
             send = self._replicas.sender(num_bytes) if self._replicas and self._sends and num_bytes else None
-            self._writer.begin(done, held, self._live.buffers(), rows, send)
+            self._writer.begin(done, held, self._live.buffers(held), rows, send, waited_s)
             self._last_step = done
             self._has_begun = True
 
@@ -127,8 +132,7 @@ class RankSnapshots:
             return None
         if lacks_piece or self._has_problem:
             problem = self._writer.problem or "the node of another rank has no room for that rank's pieces"
-            self._has_ended = True
-            self._writer.discard()
+            self.discard()
             return WarningEvent("no_snapshots", problem, step=done)
         if self._has_begun and not self._has_replaced_former:
             self._has_replaced_former = True
@@ -144,6 +148,11 @@ class RankSnapshots:
         """Free the memory of snapshots that will not be replaced, if the checkpoint of `step` is at least as new as they are."""
         if self._has_ended and step >= self._last_step:
             self._writer.delete()
+
+    def discard(self) -> None:
+        """Stop taking snapshots, and delete the last one, because it may be of no step. The one before stays."""
+        self._has_ended = True
+        self._writer.discard()
 
     def delete(self) -> None:
         """Free the memory of the snapshots. Call this when the run is over."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from undula.state.defaults import MEMORY
-from undula.state.pieces import Holding, Piece, RankState, dense_strides, dtype_named, parsed_spec
+from undula.state.pieces import Holding, Piece, RankState, Table, dense_strides, dtype_named, parsed_spec
 from undula.state.records import StepRow
 
 FORMAT = 4
@@ -206,25 +206,26 @@ def packed(plan_digest: str, age: Age, held: RankState, rows: Sequence[StepRow])
     data = bytearray(arrangement.bytes)
     for view, piece in zip(arrangement.views(data), held.pieces.values(), strict=True):
         view.copy_(piece.tensor)
-    return encoded(fixed_meta(plan_digest, age[0], arrangement, held), age[1], rows), data
+    fixed = fixed_meta(plan_digest, age[0], arrangement, held.elsewhere)
+    return encoded(fixed, age[1], rows, held.values), data
 
 
-def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, held: RankState) -> bytes:
-    """Return the part of the meta that stays the same while the tensors and values of a state do, as JSON."""
+def fixed_meta(plan_digest: str, attempt: int, arrangement: Arrangement, elsewhere: Table) -> bytes:
+    """Return the part of the meta that stays the same while the tensors of a state lie in the same way, as JSON."""
     fixed = {
         "format": FORMAT,
         "plan_digest": plan_digest,
         "attempt": attempt,
-        "values": held.values,
-        "elsewhere": {name: [spec.dtype, spec.shape, spec.strides] for name, spec in held.elsewhere.items()},
+        "elsewhere": {name: [spec.dtype, spec.shape, spec.strides] for name, spec in elsewhere.items()},
         "tensors": arrangement.places,
     }
     return json.dumps(fixed).encode()
 
 
-def encoded(fixed: bytes, step: int, rows: Sequence[StepRow]) -> bytes:
-    """Return the meta of a snapshot as JSON: its step, its rows and the fixed part."""
-    return b'{"step": %d, "rows": [%s], %s' % (step, b", ".join(map(_as_json, rows)), fixed[1:])
+def encoded(fixed: bytes, step: int, rows: Sequence[StepRow], values: Mapping[str, Any]) -> bytes:
+    """Return the meta of a snapshot as JSON: its step, its rows, the values of its state and the fixed part."""
+    changing = json.dumps({"step": step, "values": values}).encode()
+    return b'%s, "rows": [%s], %s' % (changing[:-1], b", ".join(map(_as_json, rows)), fixed[1:])
 
 
 @lru_cache(ROWS_KNOWN)  # consecutive snapshots include the same rows

@@ -9,17 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from undula.recovery.node_memory import RESERVED, delete_former_attempts, delete_old_runs, reserve
 from undula.recovery.snapshot import DATA, META, SLOTS, Arrangement, encoded, fixed_meta, is_private
-from undula.state.pieces import RankState
+from undula.state.pieces import RankState, Table
 from undula.state.records import StepRow
 
 Send = Callable[[bytes, memoryview], None]
+Form: TypeAlias = tuple[Mapping[str, Any], Table]
+"""Places and memory layouts of a rank's pieces by name, and the tensors of which only other ranks have pieces."""
 COST = 0.01
 """Maximum share of the training time that snapshots take."""
 SETTLED = 8
@@ -49,8 +51,7 @@ class SnapshotWriter:
         self._fixed_interval = every_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-snapshot")
         self._taking: Future[float] | None = None
-        self._held: RankState | None = None
-        self._sources: dict[str, Tensor] = {}
+        self._form: Form | None = None
         self._fixed_meta = b""
         self._slots: list[_Slot] = []
         self._places: dict[str, dict[str, Any]] = {}
@@ -97,25 +98,28 @@ class SnapshotWriter:
         copies: Mapping[str, Tensor],
         rows: Sequence[StepRow],
         send: Send | None = None,
+        waited_s: float = 0.0,
     ) -> None:
         """Start copying the state. Call `wait()` before the tensors change.
 
         Args:
             step: Number of steps that the state includes.
-            held: State of this rank; the same object as at the last call if its tensors are the same.
+            held: State of this rank.
             copies: Copies of the tensors that change before the next `wait()`, by name.
             rows: Rows of the ledger that may not have reached storage.
             send: Callback for the thread that receives the meta and the bytes of the snapshot. It must copy the bytes before it returns.
+            waited_s: Seconds for which the training has waited for these arguments.
         """
         self.wait()
-        began = time.perf_counter()
+        began = time.perf_counter() - waited_s
         self._steps_since = 0
         number, self._next = self._next, 1 - self._next
-        if self.problem or (held is not self._held and not self._lay_out(held)):
+        if self.problem or not self._lay_out(held):
             return
         slot = self._slots[number]
-        sources = list({**self._sources, **copies}.values())
-        self._taking = self._thread.submit(slot.write, sources, _ready(sources), encoded(self._fixed_meta, step, rows))
+        meta = encoded(self._fixed_meta, step, rows, held.values)
+        sources = list({**{name: piece.tensor for name, piece in held.pieces.items()}, **copies}.values())
+        self._taking = self._thread.submit(slot.write, sources, _ready(sources), meta)
         if send:
             self._thread.submit(slot.give, send)
         self._held_up_s += time.perf_counter() - began
@@ -159,14 +163,15 @@ class SnapshotWriter:
         """Stop taking snapshots, and leave the existing ones for a later group."""
         self.wait()
         self._thread.shutdown()
-        self._held, self._sources, self._slots = None, {}, []
+        self._slots = []
 
     def _lay_out(self, held: RankState) -> bool:
-        """Prepare the slots for a state with other tensors or values than before. If that fails, set `problem` and return False."""
+        """Prepare the slots for a state. If that fails, set `problem` and return False."""
+        former, self._form = self._form, _form(held)
+        if self._form == former:
+            return True
         arrangement = Arrangement(held.pieces)
-        self._held = held
-        self._sources = {name: piece.tensor for name, piece in held.pieces.items()}
-        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held)
+        self._fixed_meta = fixed_meta(self._plan_digest, self._attempt, arrangement, held.elsewhere)
         if self._slots and arrangement.places == self._places:
             return (
                 True  # the slots fit the new state too, as with an optimizer that counts steps in its parameter groups
@@ -249,6 +254,18 @@ class _Slot:
         if is_new:
             reserved.replace(data)
         return mapped
+
+
+def _form(held: RankState) -> Form:
+    pieces = {
+        name: (piece.shape, piece.offsets, piece.is_replicated, *_layout(piece.tensor))
+        for name, piece in held.pieces.items()
+    }
+    return pieces, held.elsewhere
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _ready(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:

@@ -4,7 +4,7 @@ The state of a model consists of its parameters, its persistent buffers, and the
 buffers that were registered with `persistent=False`: a new module creates them again, so training must not change them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -15,12 +15,11 @@ from undula.state.optimizer_state import (
     FITS,
     STATE,
     load_optimizer_state,
-    optimizer_leaves,
     optimizer_state,
     state_like,
 )
 from undula.state.pieces import Table, empty_tensor, piece_of, spec_of
-from undula.state.values import checked, decode, encode, leaves, tensor_names
+from undula.state.values import checked, decode, encode, tensor_names
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -176,19 +175,6 @@ def empty_like_saved(model: nn.Module, optimizer: torch.optim.Optimizer, table: 
 def beside_model_and_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a state that belong to neither the model nor the optimizer."""
     return {name: value for name, value in state.items() if not name.startswith((MODEL, OPTIMIZER))}
-
-
-def live_leaves(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[object]:
-    """Yield every tensor and value that training may replace, in a fixed order. As long as they are the same, the flat state is the same.
-
-    Elements of tensors do not matter, because training changes them in place. The learning rate is excluded, because the training loop sets
-    it before each step.
-    """
-    yield from optimizer_leaves(optimizer)
-    for module in bare_module(model).modules():
-        yield from module._buffers.values()
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield from leaves(module.get_extra_state())
 
 
 def live_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """State of an optimizer by the names of its parameters: exactly the entries that the optimizer holds, including those added in training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,8 +16,6 @@ ENTRIES = "optimizer.entries"
 GROUPS = "optimizer.groups"
 SHARED = "optimizer.shared"
 EXTRAS = "optimizer.extras"
-SCHEDULED = ("params", "lr")
-"""Entries of a parameter group that are not state of the optimizer. The training loop sets the learning rate before each step."""
 FITS = "restore the previous settings, set another name, or start over with --fresh"
 """Fix for a saved state that belongs to another model or optimizer, for messages."""
 
@@ -97,16 +95,6 @@ def state_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: s
         if any(parameter is each for each in group["params"]):
             is_on_device |= bool(group.get("capturable") or group.get("fused"))
     return empty_tensor(spec, parameter.device if is_on_device else None)
-
-
-def optimizer_leaves(optimizer: torch.optim.Optimizer) -> Iterator[object]:
-    """Yield every tensor and value of the optimizer's state, in a fixed order, without the scheduled learning rate."""
-    for entries in optimizer.state.values():
-        yield from leaves(entries)
-    for group in optimizer.param_groups:
-        yield len(group["params"])
-        yield from leaves({key: value for key, value in group.items() if key not in SCHEDULED})
-    yield from leaves(_extras(optimizer))
 
 
 def _extras(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

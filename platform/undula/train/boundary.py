@@ -23,7 +23,7 @@ from undula.recovery.worker_state import HeldState, LeaveGroup, Request
 from undula.state.events import EndEvent, WarningEvent
 from undula.state.records import StepRow
 from undula.train.context import TrainContext
-from undula.train.step_reduction import Wants
+from undula.train.step_reduction import LocalStep, Wants
 
 BEST_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses in seconds after which the checkpoint of the best state is written again if the storage has failed."""
@@ -47,11 +47,17 @@ class StepBoundary:
         This waits for the last snapshot, so that it is complete on all ranks once they have agreed on the step.
         """
         context = self._context
-        snapshots, worker = context.snapshots, context.setup.worker
+        wants, snapshots = self._requested(), context.snapshots
         if snapshots:
-            worker.enter(SNAPSHOT)
+            context.setup.worker.enter(SNAPSHOT)
             snapshots.wait()
-        takes, sends = snapshots.wants(context.step_s) if snapshots else (False, False)
+            wants.snapshots, wants.sends = snapshots.wants(context.step_s)
+            wants.is_sending, wants.lacks_memory = snapshots.is_sending, snapshots.lacks_piece
+        return wants
+
+    def _requested(self) -> Wants:
+        """Return the requests of the controller to this rank, and those that follow from the checkpoints so far."""
+        worker = self._context.setup.worker
         request = worker.request
         return Wants(
             leaves=request.leaves,
@@ -60,11 +66,7 @@ class StepBoundary:
             gives_all=request.gives_all,
             saves=request.saves,
             owes_save=worker.owes_save or self.is_save_asked,
-            snapshots=takes,
-            sends=sends,
-            is_sending=snapshots is not None and snapshots.is_sending,
-            lacks_memory=snapshots is not None and snapshots.lacks_piece,
-            has_saved=context.checkpoints.has_finished_here,
+            has_saved=self._context.checkpoints.has_finished_here,
         )
 
     @contextmanager
@@ -78,9 +80,12 @@ class StepBoundary:
         context.setup.worker.progress.enter(UPDATE)
         committed, context.committed = context.committed, None
         assert committed is not None
+        context.baseline.drop()
         yield
         context.committed, context.committed_by = committed + steps, context.setup.attempt
-        context.buffers.keep_step()
+        # What a script without state of its own does next is unknown until it asks for the next step. It could not repeat this work.
+        if context.script_state.is_used:
+            context.baseline.take()
 
     def committed(self, row: StepRow, stored_steps: int, wants: Wants) -> None:
         """Record a committed step."""
@@ -99,14 +104,35 @@ class StepBoundary:
         if wants.has_saved:
             self.finish_saving()
 
-    def begin_snapshot(self, done: int) -> None:
+    def settle(self, owed_since: int | None) -> None:
+        """Take the state as it is now, when the loop's body has ended its work on a step, as that which this group could hand over.
+
+        Args:
+            owed_since: Number of committed steps before those whose validation or `after_step` is still to be done; None if all is done.
+        """
+        self._context.script_state.capture(owed_since)
+        self._context.baseline.take()
+
+    def snapshot(self, done: int, is_whole_at_once: bool) -> None:
         """Begin a snapshot of the state after `done` steps if one is due.
 
-        Call this when the script has ended its work on the step, which may change buffers, for example an average of the weights.
+        Args:
+            done: Number of committed steps.
+            is_whole_at_once: Whether to wait until the snapshot is complete, because code of the script follows that may change weights.
         """
         context, wants = self._context, self._context.wants
         if context.snapshots and wants.snapshots:
             context.snapshots.begin(done, context.rows, wants.sends and not wants.is_sending)
+            if is_whole_at_once:
+                context.setup.worker.enter(SNAPSHOT)
+                context.snapshots.wait()
+
+    def agree(self) -> None:
+        """Let the ranks agree anew on their requests for the current boundary. All ranks must call this."""
+        context = self._context
+        context.wants = context.reducer.reduce(LocalStep(wants=self._requested())).wants
+        if context.wants.has_saved:
+            self.finish_saving()
 
     def save_and_leave(self, done: int, checkpoint_is_due: bool, ends: bool, is_best: bool) -> None:
         """Begin a checkpoint after `done` steps if one is due, and leave the group if the ranks were asked to. All ranks do the same.
@@ -235,9 +261,11 @@ class StepBoundary:
         """Keep the state of the last step boundary for the next worker group of this process, if that state is intact."""
         context, worker = self._context, self._context.setup.worker
         # Otherwise this group has no intact state of a committed step, and the process keeps what it held before.
-        if context.committed:
+        if context.committed and not context.baseline.is_intact:
+            context.report(WarningEvent("unfinished_work", str(context.committed - 1), step=context.committed))
+        elif context.committed:
             worker.held = None
-            context.buffers.undo_step()
+            context.baseline.put_back()
             context.engine.free_gradients()
             worker.held = self._held_state(context.committed, lambda: worker.progress.enter(HAND_OVER))
             # The thread of the snapshots may still be copying one, and sending a replica of it.

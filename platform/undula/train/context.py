@@ -12,6 +12,7 @@ from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout
 from undula.plan.plan import Plan
+from undula.recovery.baseline import Baseline
 from undula.recovery.live_state import LiveState
 from undula.recovery.rank_snapshots import RankSnapshots
 from undula.recovery.replica import ReplicaClient
@@ -111,6 +112,7 @@ class TrainContext:
     """Module that the script calls."""
     optimizer: torch.optim.Optimizer
     buffers: BufferMean
+    baseline: Baseline
     noise: NoiseScaleMeter
     loss_scale: LossScale
     rates: OptimizerRates
@@ -194,6 +196,7 @@ class TrainContext:
             model,
             optimizer,
             BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
+            Baseline(engine.module, optimizer),
             noise,
             loss_scale,
             rates,

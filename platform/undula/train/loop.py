@@ -1,11 +1,13 @@
 """Training loop of a rank, from the newest state of the run to the end of the plan."""
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from undula.errors import StorageError, UsageError
+from undula.errors import UsageError
+from undula.parallel.collectives import any_rank
 from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.rank_snapshots import RankSnapshots, find_state
 from undula.recovery.restore import Restored, Restorer
@@ -14,17 +16,20 @@ from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import LeaveGroup
 from undula.state.events import Event, StartEvent, ValidationEvent, WarningEvent
 from undula.state.goals import LOSS
-from undula.state.ledger import events_of, read_ledger
 from undula.telemetry.reporter import Telemetry
 from undula.train.arithmetic import STATE, arithmetic_of, difference
 from undula.train.boundary import StepBoundary
 from undula.train.context import TrainContext
 from undula.train.device_batches import DeviceBatches
 from undula.train.learning_rate import rate_for
+from undula.train.randomness import seed_between_steps
 from undula.train.script_state import AfterStep
 from undula.train.step import Step
 from undula.train.step_reduction import exact_means
 from undula.train.validation import Validation, ValidationFunction
+
+LEAVE_EVERY_S = 0.2
+"""Pause in seconds before ranks that were asked to leave during a validation look again whether the checkpoint in progress is complete."""
 
 
 class TrainingLoop:
@@ -74,15 +79,19 @@ class TrainingLoop:
         start = restored.step
         try:
             worker.progress.begin(start)
+            owed_since = context.script_state.owed_since
+            is_saved = restored.is_checkpoint and owed_since is None
             if start == 0:
                 self._validate(0)
-            elif not restored.is_checkpoint:
-                self._repeat_validation(restored)
-                if not context.script_state.is_settled:
-                    self._finish(start)
+            elif owed_since is not None:
+                self._work(owed_since, start)
+            if start and not is_saved:
                 self._save_owed_best(start)
             index = start
+            # A script with state of its own can repeat its work up to the first batch.
+            self.boundary.settle(owed_since if context.script_state.is_used else None)
             while not self._ends(index):
+                seed_between_steps(setup.job.plan.seed, "before the batches", index)
                 step = Step(context, self.boundary, index)
                 yield step
                 if not step.updated:
@@ -90,12 +99,10 @@ class TrainingLoop:
                         f"step {index} ended without step.update(); call it after the loop over step.batches()"
                     )
                 index += step.merged_steps
-                context.script_state.capture(is_settled=self._after is None)
-                self.boundary.begin_snapshot(index)
-                self._after_step(step.index, index)
-            if index == start and not restored.is_checkpoint:
+                self._end_step(step.index, index)
+            if index == start and not is_saved:
                 # The previous group committed the last step but was lost before it wrote the last checkpoint.
-                context.script_state.capture(is_settled=True)
+                self.boundary.settle(owed_since=None)
                 self._save(start - 1, start)
             is_early = index < setup.plan.total_steps
             self.boundary.end(index, context.results.reason_to_stop(setup.job.stop) if is_early else "")
@@ -150,6 +157,7 @@ class TrainingLoop:
         context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
         context.rates.restore(restored.values)
         context.results.restore(restored.values)
+        seed_between_steps(job.plan.seed, "after the update", start)  # for work that the script repeats
         context.script_state.restore(restored.values)
         if context.telemetry:
             context.telemetry.export_means(context.results.means)
@@ -188,26 +196,46 @@ class TrainingLoop:
         if found := difference([*former, *known]):
             self._context.report(WarningEvent("mixed_machines", found))
 
-    def _after_step(self, before: int, done: int) -> None:
+    def _end_step(self, before: int, done: int) -> None:
+        """Validate, do the work of the script and save after `done` steps, whatever of these is due.
+
+        Ranks that have agreed to leave do so before the validation and the work of the script, which the next group then does.
+        """
         context = self._context
         context.setup.worker.enter(BETWEEN_STEPS)
-        job, is_last = context.setup.job, done == context.setup.plan.total_steps
-
-        if is_last or _is_due(job.validation.every_steps, before, done):
-            if self._validation:
-                self._validate(done)
-            elif context.telemetry:
-                context.telemetry.mean_loss(done)
-        self._finish(done)
+        validates = self._validation is not None and self._is_validation_due(before, done)
+        has_work = validates or self._after is not None
+        self.boundary.settle(owed_since=before if has_work else None)
+        self.boundary.snapshot(done, is_whole_at_once=has_work)
+        if has_work:
+            if context.wants.leaves and done < context.setup.plan.total_steps:
+                self._save(before, done)
+            self._work(before, done)
+        if context.telemetry and self._validation is None and self._is_validation_due(before, done):
+            context.telemetry.mean_loss(done)
         self._save(before, done)
 
-    def _finish(self, done: int) -> None:
-        """Let the script finish its work after `done` steps, and take its state with that."""
-        if self._after is None:
-            return
-        results = self._context.results
-        self._after(done, results.means if results.step == done else None)
-        self._context.script_state.capture(is_settled=True)
+    def _is_validation_due(self, before: int, done: int) -> bool:
+        setup = self._context.setup
+        return done == setup.plan.total_steps or _is_due(setup.job.validation.every_steps, before, done)
+
+    def _work(self, before: int, done: int) -> None:
+        """Validate if that is due after `done` steps, and let the script finish its work after them. The state then includes both.
+
+        Raises:
+            LeaveGroup: The ranks were asked to leave by some time. The next group validates.
+        """
+        context, setup = self._context, self._context.setup
+        if self._is_validation_due(before, done):
+            while not self._validate(done, can_end_early=done < setup.plan.total_steps):
+                self.boundary.agree()
+                self._save(before, done)  # leaves the group, unless a checkpoint is being written
+                time.sleep(LEAVE_EVERY_S)
+        if self._after is not None:
+            seed_between_steps(setup.job.plan.seed, "after_step", done)
+            results = context.results
+            self._after(done, results.means if results.step == done else None)
+        self.boundary.settle(owed_since=None)
 
     def _save(self, before: int, done: int) -> None:
         """Save the state after `done` steps if that is due, and leave the group if the ranks were asked to."""
@@ -227,27 +255,6 @@ class TrainingLoop:
         if self._context.results.is_best(self._context.setup.job.checkpoint.keep_best, done) and not self._ends(done):
             self.boundary.save_best(done)
 
-    def _repeat_validation(self, restored: Restored) -> None:
-        """Validate the restored state if the previous group should have done so but was lost before."""
-        setup, done = self._context.setup, restored.step
-        before = done - (restored.rows[-1].merged_steps if restored.rows else 1)
-        is_due = done == setup.plan.total_steps or _is_due(setup.job.validation.every_steps, before, done)
-        if self._validation is None or not is_due:
-            return
-        known: list[dict[str, float] | None] = [None]
-        if setup.layout.is_first:
-            try:
-                events = events_of(read_ledger(setup.store).events, ValidationEvent)
-            except StorageError:  # a second validation of the same state does no harm
-                events = []
-            known = [next((event.means for event in reversed(events) if event.step == done), None)]
-        dist.broadcast_object_list(known, group=setup.layout.control, group_src=0)
-        # The script's work after the validation may need what it computed there.
-        if known[0] is None or (self._after is not None and not self._context.script_state.is_settled):
-            self._validate(done)
-        else:
-            self._context.results.add(done, known[0])
-
     def _make_validation(self, function: ValidationFunction | None) -> Validation | None:
         context, setup = self._context, self._context.setup
         if function is None or not context.samples.has_validation:
@@ -259,18 +266,30 @@ class TrainingLoop:
             context.samples.validation_plan,
             context.samples.validation,
             setup.layout,
-            enter=setup.worker.enter,
+            setup.worker,
             equal_rounds=context.engine.capabilities.equal_rounds,
         )
 
-    def _validate(self, done: int) -> None:
+    def _validate(self, done: int, can_end_early: bool = False) -> bool:
+        """Validate the state after `done` steps. All ranks do the same.
+
+        Args:
+            done: Number of committed steps.
+            can_end_early: Whether the validation ends early if its ranks are asked to leave by some time.
+
+        Returns:
+            Whether the validation was completed.
+        """
         if self._validation is None:
-            return
-        context = self._context
-        sums, samples = self._validation.sums()
+            return True
+        context, control = self._context, self._context.setup.layout.control
+        found = self._validation.sums(can_end_early)
         context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
-        means, samples = exact_means(sums, samples, context.setup.layout.control)
-        self.add_validation(done, means, samples)
+        if can_end_early and any_rank(found is None, control):
+            return False
+        assert found is not None
+        self.add_validation(done, *exact_means(*found, control))
+        return True
 
     def report(self, event: Event) -> None:
         """Report an event of the run. Only the events of rank 0 reach the ledger."""

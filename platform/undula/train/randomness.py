@@ -1,11 +1,16 @@
 """Random numbers that depend on the computation and not on the rank that performs it."""
 
 import os
+from typing import Literal, TypeAlias
 
 import torch
 
 from undula.data.generators import for_torch, seed_generators
 from undula.plan.keys import key64
+
+Moment: TypeAlias = Literal["after the update", "after_step", "before the batches"]
+"""Part of a script between two steps: the loop's body after `step.update()`, the function `after_step`, and the loop's body before the
+first batch of the next step."""
 
 
 def seed_weights(seed: int) -> None:
@@ -26,6 +31,19 @@ def seed_validation(seed: int, step: int, virtual_worker: int, micro_batch: int)
     All validations of a run draw the same numbers, so that their losses differ only because the weights do.
     """
     _seed(key64("validation", seed, step, virtual_worker, micro_batch))
+
+
+def seed_between_steps(seed: int, moment: Moment, done: int) -> None:
+    """Seed the random numbers of the script's own code between two steps, equally on every rank.
+
+    Otherwise a run that resumes there, or repeats such code, would draw other numbers than one that does not.
+
+    Args:
+        seed: Seed of the plan.
+        moment: Part of the script that follows.
+        done: Number of committed steps.
+    """
+    _seed(key64("between steps", moment, seed, done))
 
 
 def seed_update(seed: int, step: int) -> None:

@@ -20,13 +20,13 @@ class ScriptState:
     """Values that the script has registered, as they were when a step was committed or when the script asked for the next step.
 
     In between, while the script still works on what follows from the step, its values are not looked at: this work is either done or not.
+    The work also includes the validation after the step, because layers may change weights on the way to eval mode and back.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[Capture, Restore]] = {}
         self._values: dict[str, Json] = {}
-        self.is_settled = True
-        """Whether the values include the script's work after the last step."""
+        self._owed_since: int | None = None
 
     def add(self, name: str, capture: Capture, restore: Restore) -> None:
         """Register a part of the state.
@@ -38,29 +38,42 @@ class ScriptState:
             raise UsageError(f"run.state() was called twice for {name!r}; give each part of the state its own name")
         self._parts[name] = capture, restore
 
-    def capture(self, is_settled: bool) -> None:
+    @property
+    def is_used(self) -> bool:
+        """Whether the script has registered values, so that it can repeat work that was not finished."""
+        return bool(self._parts)
+
+    @property
+    def owed_since(self) -> int | None:
+        """Number of committed steps before those whose validation or work of the script is still to be done; None if all is done."""
+        return self._owed_since
+
+    def capture(self, owed_since: int | None) -> None:
         """Take the values as they are now.
 
         Args:
-            is_settled: Whether the script has done its work after the last step.
+            owed_since: Number of committed steps before those whose validation or work of the script is still to be done; None if all is
+                done.
 
         Raises:
             UsageError: A checkpoint cannot hold a value.
         """
         self._values = {name: _encoded(name, take()) for name, (take, _) in self._parts.items()}
-        self.is_settled = is_settled
+        self._owed_since = owed_since
 
     def values(self) -> dict[str, Any]:
-        """Return the values as JSON, under their name in the state of the run; nothing if there is none."""
-        return {_ENTRY: {"is_settled": self.is_settled, "values": self._values}} if self._values else {}
+        """Return the values as JSON, under their name in the state of the run; nothing if there is nothing to say."""
+        if not self._values and self._owed_since is None:
+            return {}
+        return {_ENTRY: {"owed_since": self._owed_since, "values": self._values}}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Give the values of a restored state back to the script."""
         entry = values.get(_ENTRY, {})
         self._values = {name: value for name, value in entry.get("values", {}).items() if name in self._parts}
-        self.is_settled = entry.get("is_settled", True)
+        self._owed_since = entry.get("owed_since")
         for name, value in self._values.items():
-            self._parts[name][1](decode(value, {}), not self.is_settled)
+            self._parts[name][1](decode(value, {}), self._owed_since is not None)
 
 
 def _encoded(name: str, value: object) -> Json:

@@ -24,7 +24,7 @@ from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
 from undula.train.context import Kind, TrainContext
 from undula.train.loss_scale import LONG_SKIPPED_STEPS
-from undula.train.randomness import seed_micro_batch, seed_update
+from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
 STEP_SECONDS = ("data_s", "transfer_s", "compute_s", "communication_s")
@@ -71,6 +71,8 @@ class Step:
         """Micro-batches that `load` has read and `batches` has not yielded yet."""
         self._reduced_gradient: tuple[Tensor, Tensor] | None = None
         """Norm of the step's gradient, and whether it overflows on this rank; None before it is reduced."""
+        self._moved: Tensor | None = None
+        """Whether the script has changed parameters before the first batch, a scalar on the device."""
         self._has_begun = self._has_ended = self.is_last = False
         plan = context.setup.plan
         self.index = index
@@ -112,6 +114,8 @@ class Step:
                     f"a batch of step {self.index} ended without step.backward(loss); call it once for each batch"
                 )
         self._has_ended = True
+        # Otherwise ranks would draw other numbers for what they do to the gradient, each those of its last micro-batch.
+        seed_update(context.setup.job.plan.seed, self.index)
 
     def load(self) -> list[Any]:
         """Read all samples of this rank in the step now, and return its micro-batches, which `batches` then yields.
@@ -145,6 +149,10 @@ class Step:
     def _begin(self) -> None:
         """Prepare the engine, the buffers and the noise scale for the micro-batches of this rank."""
         context = self._context
+        if context.script_state.owed_since is None:
+            self._moved = context.baseline.moved()
+        else:  # the script has repeated work that the former group had not finished
+            self._boundary.settle(owed_since=None)
         self._work = self._planned_work()
         context.buffers.begin_step()
         context.engine.begin_step(len(self._work))
@@ -281,6 +289,7 @@ class Step:
         assert self._reduced_gradient is not None
         norm, overflows = self._reduced_gradient
         context.rates.set(context.optimizer, self._rate)
+        self._refuse_moved()
         # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
         totals = self._reduced(norm, overflows)
         with self._boundary.changing_state(self.merged_steps):
@@ -293,10 +302,24 @@ class Step:
             noise = context.noise.keep(norms, self._rate.clock)
             self.loss, self.grad_norm = totals.losses / self.samples, totals.grad_norm
             self.applied = not totals.overflows
-            context.script_state.capture(is_settled=False)
+            context.script_state.capture(owed_since=self.index)
         measured = {"noise_scale": noise, "loss_scale": self._loss_scale if context.loss_scale.is_used else None}
         self._commit(totals, {name: value for name, value in measured.items() if value is not None})
         self.updated = True
+        seed_between_steps(job.plan.seed, "after the update", self.index + self.merged_steps)
+
+    def _refuse_moved(self) -> None:
+        """Raise UsageError if the script has changed parameters before the first batch. On a GPU this waits for the backward pass.
+
+        A group that ends in the step hands over these parameters, and the next group would change them once more.
+        """
+        if self._moved is not None and bool(self._moved):
+            if self._context.snapshots:  # the last one may have been taken while they changed
+                self._context.snapshots.discard()
+            raise UsageError(
+                f"the script changed parameters of the model before step.batches() of step {self.index}, where a run that resumes would "
+                "change them again; do this after step.update()"
+            )
 
     def _enter(self, phase: Phase) -> None:
         """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""

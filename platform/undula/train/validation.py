@@ -3,7 +3,9 @@
 A loss may draw random numbers, for example to mask tokens. They are keyed like those of training, but not by the step of the run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor, nn
 
 from undula.data.nested import with_tensors
 from undula.errors import UsageError
+from undula.parallel.collectives import any_rank
 from undula.parallel.layout import Layout
 from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import Plan
-from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE, Phase
+from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE
+from undula.recovery.worker_state import WorkerState
 from undula.state.goals import LOSS
 from undula.train.job import Job
 from undula.train.randomness import seed_validation
@@ -22,6 +26,10 @@ from undula.train.samples import AnyStream
 
 ValidationFunction = Callable[[Any], Tensor | Mapping[str, Tensor | float]]
 """Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss"."""
+
+
+Sums = tuple[dict[str, list[float]], int]
+"""Sums of each mean over the samples of each micro-batch, by name, and the number of all these samples."""
 
 
 class Validation:
@@ -34,7 +42,7 @@ class Validation:
         plan: Plan of a validation.
         stream_of: Function that returns the rank's samples of a validation.
         layout: Layout of the worker group.
-        enter: Function that is called with each phase that the rank enters.
+        worker: State of this process, to which the phases and the requests of the controller belong.
         equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
     """
 
@@ -46,7 +54,7 @@ class Validation:
         plan: Plan,
         stream_of: Callable[[], AnyStream],
         layout: Layout,
-        enter: Callable[[Phase], None],
+        worker: WorkerState,
         equal_rounds: bool,
     ):
         self._model = model
@@ -55,30 +63,38 @@ class Validation:
         self._plan = plan
         self._stream_of = stream_of
         self._layout = layout
-        self._enter = enter
+        self._worker = worker
         self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
-    def sums(self) -> tuple[dict[str, list[float]], int]:
+    def sums(self, can_end_early: bool = False) -> Sums | None:
         """Return the sums of each mean over the samples of each micro-batch of this rank, by name, and the number of all these samples.
+
+        Args:
+            can_end_early: Whether to end early if the ranks are asked to leave by some time.
+
+        Returns:
+            The sums and the number; None if the validation has ended early.
 
         Raises:
             UsageError: The function did not return means, or other ones than for a batch before.
         """
-        with kept_random_state(), torch.no_grad():
-            return self._sums()
+        if can_end_early and self._is_asked_to_leave():
+            return None
+        with kept_random_state(), torch.no_grad(), _in_eval_mode(self._model):
+            return self._sums(can_end_early)
 
-    def _sums(self) -> tuple[dict[str, list[float]], int]:
+    def _sums(self, can_end_early: bool) -> Sums | None:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
         stream = self._stream_of()
         steps = range(self._plan.total_steps)
         sums: dict[str, list[float]] = {}
         batches = samples = 0
-        was_training = {module: module.training for module in self._model.modules()}
-        self._model.eval()
         try:
             for each in self._plan.work(steps, virtual_workers):
-                self._enter(DATA)
+                if can_end_early and self._is_asked_to_leave():
+                    return None
+                self._worker.enter(DATA)
                 batch = stream.take(each.virtual_worker, each.samples).batch
                 seed_validation(self._job.plan.seed, each.step, each.virtual_worker, each.number)
                 means = self._checked(self._run(batch))
@@ -90,16 +106,22 @@ class Validation:
                     sums.setdefault(name, []).append(mean * each.samples)
                 batches, samples = batches + 1, samples + each.samples
             for _ in range(self._rounds - batches):
-                self._enter(DATA)
+                if can_end_early and self._is_asked_to_leave():
+                    return None
+                self._worker.enter(DATA)
                 self._run(stream.any_rows(1).batch)
         finally:
             stream.close()
-            for module, mode in was_training.items():
-                module.training = mode  # unlike train(), this keeps layers in eval mode that the script has frozen
         return (sums, samples) if self._layout.leads_cell else ({}, 0)
 
+    def _is_asked_to_leave(self) -> bool:
+        """Return whether the controller has asked to leave by some time. Ranks whose forward passes wait for each other decide together."""
+        request = self._worker.request
+        asked = request.leaves and request.until < inf
+        return any_rank(asked, self._layout.control) if self._rounds else asked
+
     def _run(self, batch: Any) -> Mapping[str, Tensor | float]:
-        self._enter(self._phase)
+        self._worker.enter(self._phase)
         device = self._layout.device
         found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
         return found if isinstance(found, Mapping) else {LOSS: found}
@@ -116,3 +138,21 @@ class Validation:
                     f"the validation function returned {name!r} as a tensor of shape {tuple(mean.shape)}; return its mean over the batch"
                 )
         return {str(name): float(mean) for name, mean in means.items()}
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, and put each module back into its own mode afterwards.
+
+    Both go through `train()`, because layers may work there: LoRA merges its weights in eval mode and takes them apart again.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():  # a parent comes before its children, which its train() has changed as well
+            if module.training != mode:
+                module.train(mode)
+        for module, mode in modes.items():  # of classes whose train() keeps parts in a mode of its own
+            module.training = mode

@@ -16,7 +16,6 @@ from undula.state.model_state import (
     check_state,
     empty_like_saved,
     live_buffers,
-    live_leaves,
     load_state,
     model_and_optimizer_state,
     model_shapes,
@@ -222,14 +221,13 @@ class Counting(nn.Module):
         self.extra = state
 
 
-def test_extra_state_is_restored_and_its_changes_are_detected() -> None:
+def test_extra_state_is_restored() -> None:
     model, fresh = Counting({"calls": (3, 4), "mean": torch.ones(3)}), Counting(None)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
     restored(fresh, optimizers[1], stored(model_and_optimizer_state(model, optimizers[0])))
     assert isinstance(fresh.extra, dict)
     assert fresh.extra["calls"] == (3, 4)
     assert torch.equal(fresh.extra["mean"], torch.ones(3))
-    assert 3 in list(live_leaves(model, optimizers[0]))
 
 
 @pytest.mark.parametrize(

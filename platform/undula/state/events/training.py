@@ -280,7 +280,7 @@ class TrackerEvent(Event):
 WarningCode = Literal[
     "checkpoint_skipped", "checkpoint_failed", "checkpoints_not_removed", "no_snapshots", "no_replicas", "state_at_risk",
     "no_room_for_state", "no_validation", "no_validation_data", "batch_rule", "other_rates", "mixed_machines", "gradient_overflow",
-    "no_finite_gradients", "node_refused",
+    "no_finite_gradients", "node_refused", "unfinished_work",
 ]  # fmt: skip
 _WARNINGS: Mapping[WarningCode, str] = {
     "checkpoint_skipped": "A damaged checkpoint is not used: {detail}.",
@@ -292,6 +292,8 @@ _WARNINGS: Mapping[WarningCode, str] = {
     "state_at_risk": "The newest steps will be lost with the last node that holds them, because the head has no room: {detail}.",
     "node_refused": "A worker cannot train on its node, and the run continues without that node: {detail}.",
     "no_room_for_state": "The head has no room for the state of the workers that leave, so it is saved to storage.",
+    "unfinished_work": "The state after step {detail} is not used, because the group ended while the script worked after step.update() "
+    "or had other weights in the model; the run resumes from an older state. With run.state(), a script can repeat such work.",
     "no_validation": "Nothing is validated: there are validation data, but run.steps() was called without validate=; pass validate=.",
     "no_validation_data": "Nothing is validated: the script has a validation function, but there are no validation data; set "
     "data.validation, or give them with the training data in the script.",
