@@ -1,4 +1,4 @@
-"""Tests of the live state: it is that of the model and the optimizer now, whatever a script has done to them since it was last looked at."""
+"""Tests of the live state: it is that of the model and the optimizer now, whatever a script has done to them meanwhile."""
 
 from collections.abc import Callable
 from typing import Any
