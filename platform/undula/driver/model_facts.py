@@ -5,12 +5,13 @@ before, on the CPU.
 """
 
 import io
+import logging
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +19,20 @@ from torch import nn
 
 from undula.config.job import LoadedSpec
 from undula.data.indexed import ScriptData
-from undula.data.script_dataset import NO_MAP, script_data
+from undula.data.items import Collate
+from undula.data.maps import SampleFunction
+from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.select import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
+from undula.recovery.worker_state import Kept, WorkerState
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
+from undula.train.script_state import ScriptState
 from undula.train.single_process import local_world
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,11 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
     """
     with _world(), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        probe = _Probe(loaded, num_rows, lambda: stack.enter_context(torch.device("meta")))
+        worker = WorkerState()
+        stack.callback(worker.close_kept)
+        probe = _Probe(loaded, num_rows, worker, lambda: stack.enter_context(torch.device("meta")))
         try:
-            train(probe)  # type: ignore[arg-type]
+            train(probe)
         except _ModelBuiltError as built:
             return ScriptFacts(probe.data, built.facts)
         except (
@@ -82,6 +87,11 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
             if probe.refusal is not None:
                 raise probe.refusal from None
             probe.require_data(error)
+            logging.getLogger("undula").warning(
+                "the model is not checked before workers start, because the script failed with %s before run.model(): %s",
+                type(error).__name__,
+                " ".join(str(error).split()),
+            )
         else:
             probe.require_data(None)
         return ScriptFacts(probe.data, None)
@@ -94,28 +104,32 @@ class _ModelBuiltError(Exception):
         self.facts = facts
 
 
-class _Probe:
-    """Stand-in for a Run until the script passes its model.
+class _Probe(Run):
+    """Run of one rank that ends as soon as the script passes its model. It takes no part in a worker group, and stores nothing.
 
     Args:
         loaded: The job.
         num_rows: Number of rows of the training data; None if the script gives them.
+        worker: State of this process, which keeps the script's objects.
         enter_meta_device: Function after which tensors are made without memory.
     """
 
-    def __init__(self, loaded: LoadedSpec, num_rows: int | None, enter_meta_device: Callable[[], object]):
-        self.config = loaded.config
-        self._loaded = loaded
-        self._spec = loaded.spec
+    def __init__(
+        self, loaded: LoadedSpec, num_rows: int | None, worker: WorkerState, enter_meta_device: Callable[[], object]
+    ):
+        self._loaded, self._worker = loaded, worker
+        self._spec = spec = loaded.spec
         self._enter_meta_device = enter_meta_device
-        self.base_lr = loaded.spec.schedule.base_lr
+        self._script_state = ScriptState()
+        self.config, self.url = loaded.config, spec.run_url
+        self.base_lr, self.compute = spec.schedule.base_lr, spec.precision.compute
         self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
         self.data: ScriptData | None = None
         self.refusal: UndulaError | None = None
         """Error for what the script passed; the script may have caught it."""
         self._plan: Plan | None = None
         if num_rows is not None:
-            self._plan = Plan(loaded.spec.plan, num_rows)
+            self._plan = Plan(spec.plan, num_rows)
             enter_meta_device()
 
     @property
@@ -131,18 +145,21 @@ class _Probe:
         """Return whether the user has set a dotted key of the job, which adapters of other libraries ask in the driver."""
         return key in self._loaded.origins
 
-    def keep(self, name: str, make: Callable[[], Made], close: Callable[[Made], None] | None = None) -> Made:
-        return make()
+    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
+        return self._worker.keep(name, make, close)
 
-    def state(self, *arguments: object) -> None:
-        """Do nothing, because no state is stored or restored."""
+    def gather(self, value: object) -> list[Any]:
+        return [value]
+
+    def alive(self) -> None:
+        """Do nothing, because the driver waits for the script."""
 
     def dataset(
         self,
-        dataset: object,
+        dataset: IndexedDataset,
         *,
-        validation: object | None = None,
-        collate_fn: object = None,
+        validation: IndexedDataset | None = None,
+        collate_fn: Collate | None = None,
         num_workers: int = 0,
         name: str | None = None,
         **loader_arguments: object,
@@ -162,7 +179,7 @@ class _Probe:
             raise
         self._enter_meta_device()
 
-    def map(self, *functions: object, **more: object) -> None:
+    def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
         """Refuse it for a dataset of the script. Otherwise do nothing: the shapes of a model do not depend on the samples."""
         if self._spec.data.is_of_script:
             self.refusal = UsageError(NO_MAP)

@@ -47,7 +47,7 @@ class JobWorker:
     def rehearse(self, device: torch.device) -> bool:
         """Let torch compile the model before this process joins a group. Return whether the job compiles its model."""
         if self.job.compile:
-            rehearse(self.train, self.job, device)
+            rehearse(self.train, self.job, device, self.publish)
         return self.job.compile
 
     def __call__(self) -> None:

@@ -8,12 +8,12 @@ from typing import Any, TextIO
 import ray
 
 from undula.errors import RunError
-from undula.state.events import CacheEvent, Event, StorageEvent
+from undula.state.events import Event
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
 from undula.telemetry.prometheus import RunCounters
-from undula.telemetry.waits import OutageRecorder
+from undula.telemetry.waits import CommonEvent, CommonRecorder
 
 UNRECORDED: dict[str, Any] = {"enable_task_events": False}
 """Options for actors that are called several times a second, so that Ray's head does not store up to 100,000 of these calls."""
@@ -23,21 +23,21 @@ KEPT_MESSAGES = 10_000
 
 
 class Hub:
-    """Keeps messages in the order of their arrival, counts them, and records outages of the storage and lost caches. Runs as an actor.
+    """Keeps messages in the order of their arrival, counts them, and records those that several processes report. Runs as an actor.
 
     Args:
         store: Run directory.
     """
 
     def __init__(self, store: Store) -> None:
-        self._outages = OutageRecorder(store)
+        self._common = CommonRecorder(store)
         self._counters = RunCounters(store.url.rstrip("/").rpartition("/")[2])
         self._messages: deque[tuple[int, Message]] = deque(maxlen=KEPT_MESSAGES)
         self._count = 0
 
     def publish(self, message: Message) -> None:
-        """Add a message, unless it is about an outage or a lost cache that is known already."""
-        if isinstance(message, StorageEvent | CacheEvent) and not self._outages.record(message):
+        """Add a message, unless it is an event that another process has reported already."""
+        if isinstance(message, CommonEvent) and not self._common.record(message):
             return
         self._counters.add(message)
         self._messages.append((self._count, message))

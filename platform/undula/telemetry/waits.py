@@ -1,18 +1,20 @@
-"""Outages of a store and lost caches in the ledger: one event for each, although all processes of a run meet it at the same time."""
+"""Events that all processes of a run meet at the same time: one in the ledger for each outage, lost cache and failed rehearsal."""
 
 import threading
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from undula.errors import StorageError
-from undula.state.events import CacheEvent, StorageEvent
+from undula.state.events import CacheEvent, RehearsalEvent, StorageEvent
 from undula.state.ledger import RowWriter
 from undula.state.ledger_files import EVENTS
 from undula.storage import LostCache, Outages, Store, Wait
 from undula.telemetry.messages import Publisher
 
+CommonEvent: TypeAlias = StorageEvent | CacheEvent | RehearsalEvent
+"""Event that several processes report."""
 RETRY_INTERVAL_S = 5.0
 """Seconds between two attempts to write an event, whose store may be the one that cannot be reached."""
 
@@ -33,8 +35,8 @@ class WaitPublisher:
                 assert_never(found)
 
 
-class OutageRecorder:
-    """Writer of outages and lost caches to the ledger of a run. A thread writes them, so that `record` does not wait for the store.
+class CommonRecorder:
+    """Writer of events that several processes report to the ledger of a run. A thread does so, and `record` does not wait for the store.
 
     Args:
         store: Run directory.
@@ -43,12 +45,12 @@ class OutageRecorder:
     def __init__(self, store: Store):
         self._rows = RowWriter(store, EVENTS, "storage")
         self._outages = Outages()
-        self._lost_caches: set[str] = set()
-        self._queue: SimpleQueue[StorageEvent | CacheEvent] = SimpleQueue()
+        self._known: set[str] = set()
+        self._queue: SimpleQueue[CommonEvent] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def record(self, event: StorageEvent | CacheEvent) -> bool:
-        """Write the event of an outage or a lost cache, unless that has one already. Returns whether the event is new."""
+    def record(self, event: CommonEvent) -> bool:
+        """Write an event, unless another process has reported the same. Returns whether the event is new."""
         if not self._is_new(event):
             return False
         self._queue.put(event)
@@ -57,11 +59,12 @@ class OutageRecorder:
             self._thread.start()
         return True
 
-    def _is_new(self, event: StorageEvent | CacheEvent) -> bool:
+    def _is_new(self, event: CommonEvent) -> bool:
         if isinstance(event, StorageEvent):
             return self._outages.begins(event.place, event.time)
-        is_new = event.folder not in self._lost_caches
-        self._lost_caches.add(event.folder)
+        what = event.folder if isinstance(event, CacheEvent) else event.kind
+        is_new = what not in self._known
+        self._known.add(what)
         return is_new
 
     def _write(self) -> None:

@@ -5,102 +5,76 @@ each size that the plan has, and nothing is committed. torch keeps what it has c
 """
 
 import io
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from undula.data.items import Collate, Items
-from undula.data.loader_processes import Loader
-from undula.data.maps import SampleFunction
+from undula.data.items import Collate
 from undula.data.mixture import load_data
 from undula.data.nested import with_tensors
 from undula.data.script_dataset import IndexedDataset
 from undula.parallel.engines.engine import Engine
-from undula.parallel.layout import Layout, join_layout
+from undula.parallel.layout import join_layout
 from undula.plan.plan import MicroBatch, Plan
-from undula.recovery.worker_state import Kept
+from undula.recovery.worker_state import LeaveGroup, WorkerState
+from undula.state.attempts import Lineage
+from undula.state.events import RehearsalEvent
+from undula.storage import open_store
+from undula.telemetry.messages import Publisher
+from undula.train.context import RunSetup
 from undula.train.job import Job
-from undula.train.model import engine_of, place_model
-from undula.train.randomness import seed_weights
-from undula.train.samples import AnyStream, ScriptSamples, StoredSamples
-from undula.train.script_state import AfterStep, Capture, Restore
+from undula.train.run import Run
+from undula.train.samples import AnyStream
+from undula.train.script_state import AfterStep
 from undula.train.single_process import local_world
+from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
 
-def rehearse(train: Callable[[Any], None], job: Job, device: torch.device) -> None:
+def rehearse(train: Callable[[Run], None], job: Job, device: torch.device, publish: Publisher) -> None:
     """Run a train function up to the end of a step that is not committed. What it prints is not shown.
 
-    If the script fails, the run will report this, so that it does not matter here.
+    A script that fails does so in the run as well, or it needs what a rehearsal does not have, such as other ranks. Then the group waits
+    while this worker compiles. The worker joins in any case, and the user is told.
     """
+    worker = WorkerState()
     with local_world(device), redirect_stdout(io.StringIO()):
-        run = RehearsedRun(job, join_layout(0, 1, device))
+        run: RehearsedRun | None = None
         try:
+            run = RehearsedRun(job, device, worker)
             train(run)
-        except _RehearsedError:
+        except LeaveGroup:
             pass
-        except Exception as error:
-            logging.getLogger("undula").info("the rehearsal of a step failed: %s", error, exc_info=True)
+        except (Exception, SystemExit) as error:
+            publish(RehearsalEvent(f"{type(error).__name__}: {' '.join(str(error).split())}"))
         finally:
-            run.free()
+            if run is not None:
+                run.free()
+            worker.close_kept()
 
 
-class _RehearsedError(BaseException):
-    """Ends the train function after the rehearsal. A script's `except Exception` does not catch it."""
-
-
-class RehearsedRun:
-    """Stand-in for a Run that rehearses a step.
+class RehearsedRun(Run):
+    """Run that rehearses a step, on this process alone. It claims no attempt, and stores and restores nothing.
 
     Its rank is that of a worker that joins another one, so that a script does not write what rank 0 should write.
+
+    Args:
+        job: Settings of the job.
+        device: Device of this process.
+        worker: State of the rehearsal.
     """
 
-    def __init__(self, job: Job, layout: Layout):
-        self.config, self.base_lr, self.url = job.config, job.schedule.base_lr, job.run_url
-        self.rank, self.world_size, self.device = 1, 2, layout.device
+    def __init__(self, job: Job, device: torch.device, worker: WorkerState):
         # The reduction of gradients is not compiled, and Horovod needs other ranks.
-        self._job = replace(job, engine="torch")
-        self._layout = layout
+        job = replace(job, engine="torch")
         data = job.script_data.training if job.script_data else load_data(job.data)
-        self.plan = Plan(job.plan, data.num_rows)
-        self._script_samples: ScriptSamples | None = None
-        self._maps: tuple[SampleFunction | None, SampleFunction | None] = (None, None)
-        self._engine: Engine | None = None
-        self._undo: Callable[[], None] | None = None
-        seed_weights(job.plan.seed)
-
-    def model(self, module: nn.Module) -> nn.Module:
-        self._engine = engine_of(self._job, module, self._layout)
-        self._model, self._undo = place_model(module, self._engine, self._job, self.plan)
-        return self._model
-
-    def optimizer(
-        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
-    ) -> torch.optim.Optimizer:
-        assert self._engine is not None
-        self._engine.prepare(self._model, optimizer)
-        return optimizer
-
-    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
-        return make()
-
-    def state(self, name: str, capture: Capture, restore: Restore) -> None:
-        """Do nothing, because no state is stored or restored."""
-
-    def gather(self, value: object) -> list[Any]:
-        return [value]
-
-    def alive(self) -> None:
-        """Do nothing, because the rehearsal may take as long as it needs."""
-
-    def restore(self) -> int:
-        return 0
+        layout, plan, store = join_layout(0, 1, device), Plan(job.plan, data.num_rows), open_store(job.run_url)
+        self._set_up(RunSetup(job, layout, worker, lambda _: None, None, store, data, plan, "", 0, Lineage()))
+        self.rank, self.world_size = 1, 2
 
     def dataset(
         self,
@@ -108,40 +82,52 @@ class RehearsedRun:
         *,
         validation: IndexedDataset | None = None,
         collate_fn: Collate | None = None,
-        **others: object,
+        num_workers: int = 0,
+        name: str | None = None,
+        **loader_arguments: object,
     ) -> None:
-        assert self._job.script_data is not None
-        self._script_samples = ScriptSamples(
-            self._job,
-            self._job.script_data,
-            range(1),
-            Items(dataset, collate_fn),
-            None if validation is None else Items(validation, collate_fn),
-            lambda _: Loader(num_workers=0),
+        """Take the samples of a few micro-batches from a dataset, without loader processes."""
+        super().dataset(
+            dataset, validation=validation, collate_fn=collate_fn, num_workers=0, name=name, **loader_arguments
         )
 
-    def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
-        self._maps = function, validation or function
+    def validated(self, means: Mapping[str, float], samples: int) -> None:
+        """Do nothing, because nothing is recorded."""
 
-    def steps(
-        self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None
-    ) -> Iterator["RehearsedStep"]:
-        """Yield a step, rehearse a validation, and end the train function."""
+    def log(self, values: Mapping[str, float]) -> None:
+        """Do nothing, because nothing is recorded."""
+
+    def save(self) -> None:
+        """Do nothing, because nothing is stored."""
+
+    def stop(self, reason: str) -> None:
+        """Do nothing, because the rehearsal ends after its step."""
+
+    def gather(self, value: object) -> list[Any]:
+        """Return the value for each rank of the group that this process pretends to be in."""
+        return [value] * self.world_size
+
+    def restore(self) -> int:
+        """Return the number of committed steps at the beginning of a run."""
+        self._check_parts(None)
+        self._is_restored = True
+        return 0
+
+    def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
+        """Yield a step, rehearse a validation, and leave the train function as a run leaves it when its group ends."""
+        if not self._is_restored:
+            self._check_parts(validate)
         assert self._engine is not None
-        samples = self._script_samples or StoredSamples(self._job, load_data(self._job.data), range(1), self._maps)
-        yield RehearsedStep(self._engine, self.plan, self._batches(samples.training(0), self.plan), self.base_lr)
+        assert self._model is not None
+        samples, job = self._samples(), self._setup.job
+        batches = self._batches(samples.training(0), self.plan)
+        yield RehearsedStep(self._engine, self.plan, batches, self.base_lr, job.gradient.max_norm)
         if validate is not None and samples.has_validation:
             self._model.eval()
             with torch.no_grad():
                 for _, batch in self._batches(samples.validation(), samples.validation_plan):
                     validate(batch)
-        raise _RehearsedError
-
-    def free(self) -> None:
-        if self._engine:
-            self._engine.close()
-        if self._undo:
-            self._undo()
+        raise LeaveGroup
 
     def _batches(self, stream: AnyStream, plan: Plan) -> list[tuple[int, Any]]:
         """Return a batch of each size of a plan, with the size. A micro-batch without samples has two rows."""
@@ -150,23 +136,29 @@ class RehearsedRun:
         return [(size, with_tensors(batch, lambda tensor: tensor.to(self.device))) for size, batch in found]
 
 
-class RehearsedStep:
-    """Stand-in for a Step that commits nothing."""
+class RehearsedStep(Step):
+    """Step of which only this process has a part, and which is not committed.
 
-    def __init__(self, engine: Engine, plan: Plan, batches: list[tuple[int, Any]], lr: float):
-        self.index, self.samples, self.lr = 0, plan.step(0).samples, lr
-        self.applied, self.updated = True, False
+    Args:
+        engine: Engine of the model.
+        plan: Plan of the run.
+        batches: Micro-batches and their numbers of samples.
+        lr: Learning rate.
+        max_norm: Maximum norm of the gradient.
+    """
+
+    def __init__(
+        self, engine: Engine, plan: Plan, batches: list[tuple[int, Any]], lr: float, max_norm: float | None = None
+    ):
+        self.index, self.merged_steps, self.samples, self.lr = 0, 1, plan.step(0).samples, lr
+        self.updated = self.is_last = False
+        self.micro_batch: MicroBatch | None = None
         self._engine = engine
         self._batches = batches
-        self.micro_batch: MicroBatch | None = None
-        self.is_last = False
-        self.merged_steps = 1
-
-    def load(self) -> list[Any]:
-        return [batch for _, batch in self._batches]
-
-    def total(self, value: float) -> float:
-        return value
+        self._max_norm = max_norm
+        self._norm: Tensor | None = None
+        self._sums = 0.0, 0
+        """Sum of the losses of the samples, and number of the samples."""
 
     def batches(self) -> Iterator[Any]:
         self._engine.begin_step(len(self._batches))
@@ -175,17 +167,31 @@ class RehearsedStep:
             self._engine.before_forward(self.is_last)
             self.micro_batch = MicroBatch(0, 0, place, size)
             yield batch
+        self.micro_batch = None
+
+    def load(self) -> list[Any]:
+        return [batch for size, batch in self._batches if size]
+
+    def total(self, value: float) -> float:
+        return float(value)
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
         assert self.micro_batch is not None
+        size = self.micro_batch.samples
+        if size:
+            self._sums = self._sums[0] + float(loss.detach()) * size, self._sums[1] + size
         self._engine.backward(loss, 1.0, self.micro_batch, self.is_last)
 
     def log(self, **values: float | Tensor) -> None:
-        """Do nothing, because the step is not recorded."""
+        """Do nothing, because nothing is recorded."""
 
     def reduce(self, max_norm: float | None = None) -> Tensor:
-        return torch.zeros(())
+        limit = self._max_norm if max_norm is None else max_norm
+        self._norm, _ = self._engine.finish_gradients(self.samples, limit)
+        return self._norm
 
     def update(self) -> None:
-        self._engine.free_gradients()
-        self.updated = True
+        norm = self.reduce() if self._norm is None else self._norm
+        self._engine.step()
+        self.loss, self.grad_norm = self._sums[0] / max(self._sums[1], 1), float(norm)
+        self.updated = self.applied = True

@@ -29,6 +29,7 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
 from undula.parallel.precision import cpu_problem
+from undula.plan.plan import Plan
 from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import Kept, WorkerState
@@ -64,12 +65,22 @@ class Run:
         config: Settings of the script.
         base_lr: Learning rate at the peak of the schedule.
         compute: Number format in which the model computes.
-        plan: Plan of the run, which defines the samples of each step.
         rank: Rank of this process.
         world_size: Number of ranks.
         device: Device of this rank.
         url: Path or URL of the run directory.
     """
+
+    _engine: Engine | None = None
+    _model: nn.Module | None = None
+    _optimizer: torch.optim.Optimizer | None = None
+    _rates: OptimizerRates | None = None
+    _undo: Callable[[], None] | None = None
+    _stop_watching: Callable[[], None] | None = None
+    _script_samples: ScriptSamples | None = None
+    _maps: tuple[SampleFunction | None, SampleFunction | None] = None, None
+    _loop: TrainingLoop | None = None
+    _has_started = _is_restored = False
 
     def __init__(
         self,
@@ -80,27 +91,25 @@ class Run:
         replicas: ReplicaClient | None = None,
         engine: MakeEngine | None = None,
     ):
-        self.config = job.config
+        self._set_up(RunSetup.of(job, layout, worker, publish, replicas), engine)
+
+    def _set_up(self, setup: RunSetup, engine: MakeEngine | None = None) -> None:
+        """Begin the run, without work on its directory or its other ranks."""
+        job, layout = setup.job, setup.layout
+        self.config, self.url = job.config, job.run_url
         self.base_lr, self.compute = job.schedule.base_lr, job.precision.compute
         self.rank, self.world_size, self.device = layout.rank, layout.world_size, layout.device
-        self._setup: RunSetup = RunSetup.of(job, layout, worker, publish, replicas)
-        self.plan = self._setup.plan
-        self.url = job.run_url
+        self._setup = setup
         self._make_engine = engine or partial(engine_of, job)
-        self._engine: Engine | None = None
-        self._model: nn.Module | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._rates: OptimizerRates | None = None
-        self._undo: Callable[[], None] | None = None
-        self._stop_watching: Callable[[], None] | None = None
-        self._script_samples: ScriptSamples | None = None
-        self._maps: tuple[SampleFunction | None, SampleFunction | None] = None, None
         self._script_state = ScriptState()
-        self._loop: TrainingLoop | None = None
-        self._has_started = self._is_restored = False
         if job.deterministic:
             compute_deterministically()
         seed_weights(job.plan.seed)
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the run, which defines the samples of each step."""
+        return self._setup.plan
 
     def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
         """Return an object that is made once in each worker process, although the train function runs again when the group changes.
@@ -350,6 +359,12 @@ class Run:
         yield from self._loop.steps()
 
     def _made_loop(self, validate: ValidationFunction | None, after_step: AfterStep | None) -> TrainingLoop:
+        self._check_parts(validate)
+        self._stop_watching = watch_compilation_of(self._setup.worker.progress)
+        return TrainingLoop(self._context(), validate, after_step)
+
+    def _check_parts(self, validate: ValidationFunction | None) -> None:
+        """Check that the script has given the run all that its steps need. From now on, nothing can be added."""
         if self._optimizer is None:
             raise UsageError("run.steps() was called before run.model() and run.optimizer(); call both first")
         if validate is None and (goals := self._setup.job.goals):
@@ -359,8 +374,6 @@ class Run:
         assert self._model is not None
         check_step(self._optimizer)
         check_state(self._model, self._optimizer)
-        self._stop_watching = watch_compilation_of(self._setup.worker.progress)
-        return TrainingLoop(self._context(), validate, after_step)
 
     def hand_over(self) -> None:
         """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""

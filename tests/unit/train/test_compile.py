@@ -96,7 +96,7 @@ def test_a_rehearsal_compiles_all_that_a_run_needs_and_the_run_is_the_same_after
     torch.set_num_threads(1)
     job = small_job(tmp_path / "whole")
     with counted() as found:
-        rehearse(train, job, CPU)
+        rehearse(train, job, CPU, lambda message: None)
     assert found, "nothing was compiled"
     with counted() as found:
         with local_world(CPU):

@@ -38,6 +38,7 @@ from undula.state.events.workers import (
     GroupEvent,
     NodeEvent,
     NoticeEvent,
+    RehearsalEvent,
     ResizeEvent,
     SaveEvent,
     WaitedFor,
@@ -67,6 +68,7 @@ __all__ = [
     "OverdueEvent",
     "RecordedEvent",
     "RefusalEvent",
+    "RehearsalEvent",
     "ReleaseEvent",
     "ResizeEvent",
     "SaveEvent",
@@ -89,7 +91,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     *(GroupEvent, StartEvent, LostEvent, NodeEvent, BatchEvent, SkipEvent, ValidationEvent, LossEvent, LogEvent),
     *(SnapshotEvent, CheckpointEvent, ResizeEvent, SaveEvent, CrashEvent, NoticeEvent, WaitingEvent, FleetEvent),
     *(OverdueEvent, ReleaseEvent, RefusalEvent, IdleEvent, FaultEvent, StorageEvent, CacheEvent, TrackerEvent),
-    *(StopEvent, FailEvent, EndEvent, WarningEvent),
+    *(RehearsalEvent, StopEvent, FailEvent, EndEvent, WarningEvent),
 )
 _TYPE_OF = {each.KIND: each for each in EVENT_TYPES}
 

@@ -191,6 +191,21 @@ class WaitingEvent(Event):
 
 
 @dataclass(frozen=True)
+class RehearsalEvent(Event):
+    """The script failed while a worker rehearsed its steps before it joined."""
+
+    KIND = "rehearsal"
+    problem: str
+
+    @property
+    def message(self) -> str:
+        return (
+            "The script failed in the rehearsal in which a worker compiles the model before it joins, so the model is compiled while the "
+            f"other workers wait: {self.problem.rstrip('.')}."
+        )
+
+
+@dataclass(frozen=True)
 class FaultEvent(Event):
     """A test has injected a fault."""
 
