@@ -14,7 +14,6 @@ from undula.data.indexed import ScriptData
 from undula.data.mixture import Data, load_data
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
-from undula.elastic.ray.horovod import HorovodConfig
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer
 from undula.elastic.worker import JobWorker, preparation_s, prepare_worker
 from undula.plan.plan import Plan
@@ -131,11 +130,10 @@ def launch(
         case "ray":
             trainer = ray_trainer(worker, spec.workers, store, on_event)
         case "undula":
-            horovod = HorovodConfig(**vars(spec.horovod)) if spec.horovod else None
             prepare = partial(prepare_worker, spec.job, publish)
             trainer = elastic_trainer(
                 worker,
-                horovod,
+                spec.horovod,
                 spec.workers,
                 spec.work,
                 store,

@@ -78,9 +78,10 @@ def join_layout(
     device: torch.device,
     local_rank: int = 0,
     cell_size: int = 1,
-    timeout: timedelta | None = None,
 ) -> Layout:
     """Make the process groups of a layout. All ranks must call this, after `torch.distributed.init_process_group`.
+
+    The groups have the time limit of the default process group, whereas torch would give each the default of its backend.
 
     Args:
         rank: Rank of this process.
@@ -88,10 +89,10 @@ def join_layout(
         device: Device of this rank.
         local_rank: Number of this rank among the ranks of its node.
         cell_size: Number of ranks in a cell.
-        timeout: Time limit of a collective on the new groups; None for torch's default.
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed.init_process_group must be called first"
+    timeout = timeout_of(world)
     control = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     shards = world
     if cell_size > 1:
@@ -100,3 +101,10 @@ def join_layout(
             shards = group if rank % cell_size == place else shards
     assert control is not None
     return Layout(rank, world_size, local_rank, device, control, world, shards, cell_size)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the time limit of a group's collectives."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

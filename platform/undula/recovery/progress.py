@@ -26,8 +26,12 @@ class Phase:
         return replace(self, is_brief=self.is_brief and is_known)
 
 
+START_LIMIT_S = 600.0
+"""Maximum seconds without progress for a rank that starts, reads, updates, validates or saves, or computes with a new shape."""
 COMPILE_S = 3600.0
 """Seconds for which a compilation may take longer than anything else before its rank counts as hung."""
+LONGEST_PHASE_S = START_LIMIT_S + COMPILE_S
+"""Maximum seconds without progress of a rank, apart from those for the bytes that it moves."""
 COMPILING = Phase("compiling")
 """torch compiles the model."""
 STARTING = Phase("starting", may_wait=True)
@@ -39,11 +43,11 @@ COMPUTE = Phase("compute", is_brief=True)
 SHARDED_COMPUTE = replace(COMPUTE, may_wait=True)
 """The same for a model whose forward and backward passes contain collectives."""
 REDUCE = Phase("reduce", may_wait=True, is_brief=True)
-"""The collectives of a step, from its last backward pass to its commit."""
+"""The collectives of a step, from the end of its last backward pass to its commit."""
 SNAPSHOT = Phase("snapshot")
 """The rank waits until the snapshot in progress has copied the tensors that the optimizer is about to change."""
-UPDATE = Phase("update", is_brief=True)
-"""The optimizer's step."""
+UPDATE = Phase("update")
+"""The optimizer's step. Optimizers such as Shampoo and K-FAC compute for long in one step of many."""
 BETWEEN_STEPS = Phase("between steps", may_wait=True)
 """Everything between two steps that has no phase of its own, such as the script's own code, which may contain collectives."""
 VALIDATE = Phase("validate")
@@ -73,6 +77,8 @@ class ProgressView:
     """Number of committed steps with which the loop started; -1 before the loop starts."""
     allowed_s: float = 0.0
     """Seconds by which the limit of the phase is longer, because of the bytes that it moves."""
+    slowest_step_s: float = 0.0
+    """Duration in seconds of the longest step of the group; 0 before the first step."""
 
 
 class Progress:
@@ -83,6 +89,7 @@ class Progress:
         self._entered: tuple[Phase, float, float] = (STARTING, time.monotonic(), 0.0)
         self._interrupted = self._entered
         self._step_times: list[float] = []
+        self._slowest_step_s = 0.0
 
     def enter(self, phase: Phase, allowed_s: float = 0.0) -> None:
         """Record that a phase begins, or that it has come further.
@@ -110,6 +117,7 @@ class Progress:
     def committed(self, step: int, seconds: float) -> None:
         self._step = step
         self._step_times = [*self._step_times[1 - STEP_TIMES_KEPT :], seconds]
+        self._slowest_step_s = max(self._slowest_step_s, seconds)
 
     def left_s(self, limit_s: float) -> float:
         """Return the seconds until a rank that must leave has been in its phase for too long; negative once it has.
@@ -122,4 +130,5 @@ class Progress:
     def view(self) -> ProgressView:
         phase, since, allowed_s = self._entered
         longest_s = max(self._step_times, default=0.0)
-        return ProgressView(self._step, phase, time.monotonic() - since, longest_s, self._began, allowed_s)
+        phase_s = time.monotonic() - since
+        return ProgressView(self._step, phase, phase_s, longest_s, self._began, allowed_s, self._slowest_step_s)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from undula.parallel.layout import join_layout
+from undula.recovery.progress import LONGEST_PHASE_S
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
@@ -90,7 +92,9 @@ def local_world(
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= world_size else "gloo"
     store = FileStore(rendezvous, world_size) if rendezvous else HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    # No controller watches these ranks, so that a collective must end if a rank hangs.
+    limit = timedelta(seconds=LONGEST_PHASE_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield
     finally:

@@ -211,13 +211,13 @@ class Step:
                     "gradient.noise_every_steps=0 and another schedule.batch_rule, or remove the share"
                 )
             samples = share * self.samples
-        if self.is_last:
-            self._enter(REDUCE)
         context.noise.begin_backward()
         part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)
         weight = context.setup.job.gradient_scale * part * self._loss_scale
         context.engine.backward(loss, weight, micro_batch, self.is_last)
         context.noise.end_backward(micro_batch.samples)
+        if self.is_last:
+            self._enter(REDUCE)
         end = mark_on(context.setup.layout.device)
         ready = context.engine.gradients_ready if self.is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]

@@ -1,6 +1,7 @@
 """Tests of Horovod with real ranks, one of which was in another group before."""
 
 import socket
+import time
 from typing import Any
 
 import psutil
@@ -45,6 +46,25 @@ def test_a_process_from_an_earlier_group_fuses_the_same_tensors_as_a_new_one(
     with meeting_place() as server:
         found = on_ranks(2, _with_a_former_rank, former, rank_variables(server, 2, HorovodSpec(**fields)))
     assert found == [[8.0 * number for number in range(12)]] * 2
+
+
+def _late(rank: int, world_size: int, by_rank: list[dict[str, str]], limit_s: float) -> list[float]:
+    """Reduce a tensor on two ranks, one of which computes for longer than Horovod's time limit before."""
+    import horovod.torch as hvd
+
+    begin(by_rank[rank], WorkerState())
+    until = time.monotonic() + (2.5 * limit_s if rank == 0 else 0.0)
+    while time.monotonic() < until:
+        torch.rand(100).sum()
+    found = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    hvd.shutdown()
+    return [float(each) for each in found]
+
+
+def test_horovod_waits_for_a_rank_that_computes_for_longer_than_its_timeout() -> None:
+    with meeting_place() as server:
+        variables = rank_variables(server, 2, HorovodSpec(timeout_s=1))
+        assert on_ranks(2, _late, variables, 1.0) == [[2.0, 2.0]] * 2
 
 
 def _new_connections(rank: int, world_size: int, by_rank: list[dict[str, str]]) -> list[str]:

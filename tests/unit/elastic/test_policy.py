@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from undula.elastic.pure.policy import (
     HANG_FLOOR_S,
     LEAVE_S,
-    START_LIMIT_S,
     Decision,
     Growth,
     Hold,
@@ -21,6 +20,7 @@ from undula.elastic.pure.policy import (
     WorkerSlot,
     decide,
     hang_limit_s,
+    limiting_step_s,
     lost_ranks,
 )
 from undula.recovery.progress import (
@@ -32,10 +32,12 @@ from undula.recovery.progress import (
     SAVE,
     SHARDED_COMPUTE,
     SNAPSHOT,
+    START_LIMIT_S,
     STARTING,
     UPDATE,
     VALIDATE,
     Phase,
+    Progress,
     ProgressView,
 )
 
@@ -162,6 +164,21 @@ def test_the_time_limit_of_a_hang_follows_the_step_time() -> None:
     assert hang_limit_s(3.0, 7.0) == 7.0
 
 
+def test_steps_that_are_long_now_and_then_cost_a_worker_once_at_most() -> None:
+    """Each 25th step of a run takes 9 s in a micro-batch, and the others 50 ms. A new group begins with the step that was lost."""
+    progress, limiting_s, was_hung, lost = Progress(), 0.0, False, []
+    for step in range(100):
+        seconds = 9.0 if step % 25 == 24 else 0.05
+        view = replace(progress.view(), phase=COMPUTE, phase_s=seconds)
+        limiting_s = limiting_step_s([view], limiting_s, was_hung)
+        if lost_ranks([view], [0.0], hang_limit_s(limiting_s, None)):
+            lost, was_hung, progress = [*lost, step], True, Progress()
+        progress.committed(step + 1, seconds)
+    assert lost == [24]
+    hung = replace(progress.view(), phase=COMPUTE, phase_s=91.0)
+    assert lost_ranks([hung], [0.0], hang_limit_s(limiting_s, None)) == [0]
+
+
 def test_a_rank_whose_process_does_not_answer_is_lost_and_waiting_ranks_are_not() -> None:
     assert lost_ranks([rank(REDUCE, 9), rank(COMPUTE, 1)], [0.0, 9.0], LIMIT_S) == [1]
 
@@ -182,9 +199,11 @@ def test_ranks_of_a_sharded_model_that_wait_for_one_without_data_are_not_lost() 
     assert lost_ranks([*waiting, rank(DATA, START_LIMIT_S + 1)], [0] * 4, LIMIT_S) == [3]
 
 
-def test_slow_data_snapshots_and_validation_do_not_count_as_a_hang() -> None:
+def test_slow_data_snapshots_updates_and_validation_do_not_count_as_a_hang() -> None:
     assert lost_ranks([rank(REDUCE, 50), rank(DATA, 50)], [0, 0], LIMIT_S) == []
     assert lost_ranks([rank(REDUCE, 50), rank(SNAPSHOT, 50)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(REDUCE, 50), rank(UPDATE, 50)], [0, 0], LIMIT_S) == []
+    assert lost_ranks([rank(REDUCE, 601), rank(UPDATE, START_LIMIT_S + 1)], [0, 0], LIMIT_S) == [1]
     assert lost_ranks([rank(VALIDATE, 50), rank(VALIDATE, 50)], [0, 0], LIMIT_S) == []
     assert lost_ranks([rank(BETWEEN_STEPS, START_LIMIT_S + 1), rank(VALIDATE, 0.2)], [0, 0], LIMIT_S) == []
     assert lost_ranks([rank(DATA, START_LIMIT_S + 1)], [0], LIMIT_S) == [0]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from undula.elastic.pure.policy import START_LIMIT_S, lost_ranks
+from undula.elastic.pure.policy import lost_ranks
 from undula.elastic.worker import prepare_worker
 from undula.errors import ClusterError, UsageError
 from undula.parallel.activations import keep_activations
 from undula.parallel.compile import compile_forward, watch_compilation
 from undula.parallel.spec import ActivationsSpec
-from undula.recovery.progress import COMPILE_S, COMPILING, ProgressView
+from undula.recovery.progress import COMPILE_S, COMPILING, START_LIMIT_S, ProgressView
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import open_store

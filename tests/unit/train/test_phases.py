@@ -11,10 +11,10 @@ from numbers_job import cpu_run, numbers_job
 from torch import Tensor, nn
 
 from undula.data.spec import ValidationSpec
-from undula.elastic.pure.policy import START_LIMIT_S, lost_ranks
+from undula.elastic.pure.policy import lost_ranks
 from undula.parallel.capabilities import DATA_PARALLEL
 from undula.parallel.engines.data_parallel import DataParallelEngine
-from undula.recovery.progress import ProgressView
+from undula.recovery.progress import REDUCE, START_LIMIT_S, ProgressView
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import WorkerState
 from undula.state.spec import CheckpointSpec
@@ -74,6 +74,41 @@ def test_a_rank_that_computes_with_batches_of_a_new_shape_may_take_long(tmp_path
         **{(step, "after"): False for step in range(6)},
     }
     assert all(counts_as_hung(view, START_LIMIT_S + 1) for views in found.values() for view in views)
+
+
+def test_an_optimizer_that_takes_long_now_and_then_is_not_taken_for_a_hang(tmp_path: Path) -> None:
+    worker, found = WorkerState(), []
+
+    class Refreshing(torch.optim.SGD):
+        """Optimizer that would compute for long in some of its steps, as Shampoo and K-FAC do."""
+
+        def step(self, closure: Any = None) -> Any:
+            found.append(worker.progress.view())
+            return super().step(closure)
+
+    run = cpu_run(numbers_job(tmp_path), worker=worker)
+    model = run.model(nn.Linear(1, 1))
+    run.optimizer(Refreshing(model.parameters(), lr=run.base_lr))
+    waiting: list[ProgressView] = []
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        step.reduce()
+        waiting.append(worker.progress.view())
+        step.update()
+    view, peer = found[-1], replace(waiting[-1], phase_s=60.0, longest_step_s=0.4)
+    assert not counts_as_hung(view, START_LIMIT_S - 1, peer)
+    assert lost_ranks([replace(view, phase_s=60.0, longest_step_s=0.4), peer], [0.0, 0.0], LIMIT_S) == []
+    stuck = replace(view, phase_s=START_LIMIT_S + 1, longest_step_s=0.4)
+    assert lost_ranks([stuck, replace(peer, phase_s=START_LIMIT_S + 1)], [0.0, 0.0], LIMIT_S) == [0]
+
+
+def test_a_rank_in_its_last_backward_pass_does_its_own_work(tmp_path: Path) -> None:
+    """Otherwise all ranks would count as waiting for each other if one of them hangs there."""
+    found = views_of(numbers_job(tmp_path))
+    (*_, backward) = found[2, "backward"]
+    own = replace(backward, phase_s=60.0, longest_step_s=0.4)
+    assert lost_ranks([own, replace(own, phase=REDUCE)], [0.0, 0.0], LIMIT_S) == [0]
 
 
 def test_a_rank_of_a_sharded_model_may_be_waiting_in_its_forward_pass(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Policy that decides when to change the worker group, and to which workers. It is a pure function from a View to a Decision."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from undula.recovery.progress import ProgressView
+from undula.recovery.progress import COMPILE_S, START_LIMIT_S, ProgressView
 
 SETTLE_S = 1.0
 """Seconds after a notice during which the policy waits for further notices, so that all of them cause only one resize."""
@@ -18,8 +18,9 @@ HANG_FACTOR = 10.0
 """Time without a step after which a rank counts as hung, as a multiple of the longest recent step."""
 HANG_FLOOR_S = 5.0
 """Minimum of this time in seconds."""
-START_LIMIT_S = 600.0
-"""Maximum seconds without progress for a rank that starts, reads, validates or saves, or computes with a new shape."""
+PHASES_IN_A_ROW = 100
+"""Number of the longest phases that a rank may go through while others wait for it in a collective, such as parts of a validation of the
+script's own, each of which ends with `run.alive()`."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,31 @@ def hang_limit_s(longest_step_s: float, override_s: float | None) -> float:
     if override_s is not None:
         return override_s
     return max(HANG_FACTOR * longest_step_s, HANG_FLOOR_S) if longest_step_s else START_LIMIT_S
+
+
+def collective_limit_s(override_s: float | None) -> float:
+    """Return the time limit of collectives in seconds, which must not end a wait before a hung rank is found: the controller watches them.
+
+    Args:
+        override_s: Limit of a hang that the job sets, in seconds; None if it sets none.
+    """
+    return PHASES_IN_A_ROW * (max(override_s or 0.0, START_LIMIT_S) + COMPILE_S)
+
+
+def limiting_step_s(ranks: Iterable[ProgressView], former_s: float, was_hung: bool) -> float:
+    """Return the duration in seconds of the step that the limit of a hang follows: the longest recent one.
+
+    Once a rank has counted as hung, it is the longest of all: some steps may take longer than others without any hang, and the next one of
+    them must not cost a worker again.
+
+    Args:
+        ranks: Newest progress of the ranks.
+        former_s: Former result, which counts until a new group has committed a step.
+        was_hung: Whether a rank of the run has counted as hung.
+    """
+    if was_hung:
+        return max([former_s, *(rank.slowest_step_s for rank in ranks)])
+    return max((rank.longest_step_s for rank in ranks), default=0.0) or former_s
 
 
 def lost_ranks(ranks: Sequence[ProgressView | None], silent_s: Sequence[float], limit_s: float) -> list[int]:

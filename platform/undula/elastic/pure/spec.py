@@ -39,8 +39,9 @@ class WorkersSpec:
     hang_limit_s: Annotated[float, Gt(0)] | None = None
     """Seconds without progress after which a worker counts as lost; by default 10 times the longest recent step, and at least 5. The time
     for which it waits for other workers does not count. The limit is 600 seconds, or this value if it is larger, for what can take longer
-    than a step: starting, waiting for samples or a snapshot, validating, saving, and computing with batches of a shape that the group has
-    not had before. Large checkpoints and states extend it."""
+    than a step: starting, waiting for samples or a snapshot, validating, saving, the optimizer's step, and computing with batches of a
+    shape that the group has not had before. Large checkpoints and states extend it. Once a worker has counted as hung, the default follows
+    the longest step since, so that steps which take long now and then cost a worker once at most."""
     max_failures: Annotated[int, Ge(-1)] = 3
     """Number of failures that the job survives; -1 for any number. Exceptions of the script count over the whole run; lost workers count
     only until the next committed step. An exception that every attempt would raise, such as a KeyError, ends the job at once."""
@@ -103,8 +104,9 @@ class HorovodSpec:
     """Names of network interfaces. Each node uses the first of them that it has (HOROVOD_GLOO_IFACE); NCCL gets all of them
     (NCCL_SOCKET_IFNAME). By default, a node uses the interface with the address under which Ray knows the node."""
     timeout_s: Annotated[int, Gt(0)] = 30
-    """Maximum seconds for which a rank waits for the others in the rendezvous and in a collective (HOROVOD_GLOO_TIMEOUT_SECONDS). Ranks do
-    not wait for a rank that is known to be lost."""
+    """Maximum seconds for which Horovod waits for a process that does not answer, in the rendezvous and in a collective
+    (HOROVOD_GLOO_TIMEOUT_SECONDS). A rank that computes does answer, however long it takes. Ranks do not wait for a rank that is known
+    to be lost."""
     fusion_threshold_mib: Annotated[float, Ge(0)] | None = None
     """Maximum MiB of gradients that are fused into one message (HOROVOD_FUSION_THRESHOLD); by default 128, or the value that
     autotune finds."""

@@ -62,13 +62,9 @@ class InProcessGroup(AbstractContextManager[None]):
         try:
             # A single rank needs no server, which would take 15 ms to start.
             store = HashStore() if world_size == 1 else _rendezvous.store(rank, world_size)
-            dist.init_process_group(
-                _rendezvous.backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=_rendezvous.timeout_s),
-            )
+            timeout = timedelta(seconds=_rendezvous.timeout_s)
+            dist.init_process_group(_rendezvous.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            store.set_timeout(timeout)  # ranks may come far apart to the first collective of NCCL, which uses the store
         except Exception:
             worker_state().is_sound = True  # another rank did not join, so this process is not at fault
             raise

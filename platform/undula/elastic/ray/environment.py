@@ -31,6 +31,13 @@ SURVIVE_NCCL = {
 is created (ProcessGroupNCCL.cpp)."""
 
 
-def variables_of_worker(resources: Mapping[str, float]) -> dict[str, str]:
-    """Return the environment variables of a worker that has reserved these resources."""
-    return dict(SURVIVE_NCCL) if resources.get("GPU") else {**KEEP_HEAP, **NO_GPU}
+def variables_of_worker(resources: Mapping[str, float], is_watched: bool = True) -> dict[str, str]:
+    """Return the environment variables of a worker.
+
+    Args:
+        resources: Resources that the worker has reserved.
+        is_watched: Whether the controller finds hung ranks. Ray Train's own leaves them to torch.
+    """
+    if resources.get("GPU"):
+        return dict(SURVIVE_NCCL) if is_watched else {}
+    return {**KEEP_HEAP, **NO_GPU}

@@ -37,13 +37,14 @@ class HorovodConfig(BackendConfig):
 
     Args:
         key: Secret that enters the secret of each group's rendezvous, together with fresh random bytes.
+        torch_timeout_s: Maximum seconds for which a rank waits for the others in a collective of torch; by default that of TorchConfig.
         fields: Fields of HorovodSpec, the job's `horovod` section. Arguments of Ray's class that have no effect cause a warning.
 
     Raises:
         pydantic.ValidationError: A field does not exist, or does not accept its value.
     """
 
-    def __init__(self, *, key: str | bytes | None = None, **fields: Any):
+    def __init__(self, *, key: str | bytes | None = None, torch_timeout_s: int | None = None, **fields: Any):
         ignored = [name for name in WITHOUT_EFFECT if fields.pop(name, None) is not None]
         if ignored:
             warnings.warn(
@@ -51,6 +52,7 @@ class HorovodConfig(BackendConfig):
             )
         self.spec = HorovodSpec(**fields)
         self.key = key
+        self.torch_config = TorchConfig(backend="gloo", timeout_s=torch_timeout_s or TorchConfig.timeout_s)
 
     @property
     def backend_cls(self) -> type["ElasticHorovodBackend"]:
@@ -67,7 +69,7 @@ class ElasticHorovodBackend(ElasticTorchBackend):
     _server: RendezvousServer | None = None
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        super().on_start(worker_group, TorchConfig(backend="gloo"))
+        super().on_start(worker_group, backend_config.torch_config)
         if self._server is None:
             self._server = RendezvousServer(node_address(), backend_config.key)
         workers = [worker.metadata for worker in worker_group.get_workers()]

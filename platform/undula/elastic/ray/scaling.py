@@ -24,6 +24,7 @@ from undula.elastic.pure.policy import (
     View,
     decide,
     hang_limit_s,
+    limiting_step_s,
     lost_ranks,
     patience_s,
     silent_ranks,
@@ -93,6 +94,10 @@ class PoolPolicy(ScalingPolicy):
     _reached: int = -1
     """Number of steps that the former group had committed; -1 once the next group has reported."""
     _longest_step_s: float = 0.0
+    _limiting_step_s: float = 0.0
+    """Duration of the step that the limit of a hang follows."""
+    _was_hung: bool = False
+    """Whether a rank of the run has counted as hung."""
     _changes: int = 0
     _pause_began: float | None = None
     _pauses: list[float] = field(default_factory=list)
@@ -224,8 +229,8 @@ class PoolPolicy(ScalingPolicy):
         if self._pause_began and any(rank.longest_step_s for rank in ranks):
             self._pauses.append(time.monotonic() - self._pause_began)
             self._pause_began = None
-        # Until a new group has committed steps, the longest step of the former group counts.
-        self._longest_step_s = max((rank.longest_step_s for rank in ranks), default=0.0) or self._longest_step_s
+        self._longest_step_s = limiting_step_s(ranks, self._longest_step_s, was_hung=False)
+        self._limiting_step_s = limiting_step_s(ranks, self._limiting_step_s, self._was_hung)
         if self.grow == "never":  # more workers would be idle
             self.pool.fleet.size = max(len(statuses), self.scaling_config.min_workers)
         if self._group.is_stepping(len(statuses)):
@@ -236,9 +241,10 @@ class PoolPolicy(ScalingPolicy):
         assert isinstance(state, PooledState)
         ranks = [self._group.last.get(rank) for rank in range(len(state.workers))]
         silent_s = state.group.silent_s()
-        limit = hang_limit_s(self._longest_step_s, self.hang_limit_s)
+        limit = hang_limit_s(self._limiting_step_s, self.hang_limit_s)
         lost = lost_ranks(ranks, silent_s, limit)
         silent = silent_ranks(ranks, silent_s, limit)
+        self._was_hung |= lost != silent
         if len(lost) == len(ranks) and not silent and len(ranks) > 1:
             return self._break_deadlock(state, limit)
         for rank in lost:

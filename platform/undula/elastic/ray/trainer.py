@@ -23,7 +23,8 @@ from ray.train.v2.api.result import Result
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from undula.elastic.pure.fleet import FleetManager, Work
-from undula.elastic.pure.spec import WorkersSpec
+from undula.elastic.pure.policy import collective_limit_s
+from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.elastic.ray.backend import ElasticTorchConfig
 from undula.elastic.ray.capacity import Refusals
 from undula.elastic.ray.controller import ElasticController
@@ -34,6 +35,7 @@ from undula.elastic.ray.horovod import HorovodConfig, check, import_horovod
 from undula.elastic.ray.pool import START_TIMEOUT_S, WorkerPool
 from undula.errors import SpecError
 from undula.plan.fleet import FleetSpec
+from undula.recovery.progress import LONGEST_PHASE_S
 from undula.storage import Store
 from undula.telemetry.hub import UNRECORDED
 
@@ -233,7 +235,7 @@ def run_config(workers: WorkersSpec, store: Store) -> RunConfig:
 
 def elastic_trainer(
     train_loop_per_worker: Callable[[], Any],
-    horovod_config: HorovodConfig | None,
+    horovod: HorovodSpec | None,
     workers: WorkersSpec,
     work: Work,
     store: Store,
@@ -241,7 +243,8 @@ def elastic_trainer(
     prepare: Callable[[], None],
     prepare_s: float,
 ) -> ElasticTrainer:
-    """Return the trainer of a job: an ElasticHorovodTrainer if `horovod_config` is given, otherwise an ElasticTorchTrainer."""
+    """Return the trainer of a job: an ElasticHorovodTrainer if settings of Horovod are given, otherwise an ElasticTorchTrainer."""
+    timeout_s = int(collective_limit_s(workers.hang_limit_s))
     settings: dict[str, Any] = {
         "scaling_config": scaling_config(workers),
         "run_config": run_config(workers, store),
@@ -253,21 +256,26 @@ def elastic_trainer(
         "fleet": workers.fleet,
         "work": work,
     }
-    if horovod_config is None:
-        return ElasticTorchTrainer(train_loop_per_worker, **settings)
-    return ElasticHorovodTrainer(train_loop_per_worker, horovod_config=horovod_config, **settings)
+    if horovod is None:
+        return ElasticTorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=timeout_s), **settings)
+    config = HorovodConfig(torch_timeout_s=timeout_s, **vars(horovod))
+    return ElasticHorovodTrainer(train_loop_per_worker, horovod_config=config, **settings)
 
 
 def ray_trainer(
     train_loop_per_worker: Callable[[], Any], workers: WorkersSpec, store: Store, on_event: EventSink
 ) -> TorchTrainer:
-    """Return Ray Train's own elastic trainer, for comparison. It checks for more workers every second."""
+    """Return Ray Train's own elastic trainer, for comparison. It checks for more workers every second.
+
+    Nothing but the time limit of collectives finds a rank that hangs.
+    """
     config = run_config(workers, store)
     callbacks: list[Any] = [ControllerEvents(on_event, workers.per_worker)]
     config.callbacks = callbacks
-    config.worker_runtime_env = {"env_vars": variables_of_worker(workers.per_worker)}
+    config.worker_runtime_env = {"env_vars": variables_of_worker(workers.per_worker, is_watched=False)}
     assert config.failure_config is not None
     config.failure_config.max_failures = -1
     scaling = scaling_config(workers)
     scaling.elastic_resize_monitor_interval_s = 1
-    return TorchTrainer(train_loop_per_worker, scaling_config=scaling, run_config=config)
+    torch_config = TorchConfig(timeout_s=int(LONGEST_PHASE_S))
+    return TorchTrainer(train_loop_per_worker, torch_config=torch_config, scaling_config=scaling, run_config=config)
