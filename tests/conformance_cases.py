@@ -1,6 +1,7 @@
 """Models and optimizers as users have them, for the conformance suite. Everything is at the top of the module, as ranks import it."""
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +26,14 @@ from conformance_models import (
     Empty,
     Frozen,
     Lazy,
+    Merged,
     Normed,
     Parametrized,
     Plain,
     Recurrent,
     Repeated,
     Replaced,
+    Scaled,
     SometimesUsed,
     SparseWords,
     Tied,
@@ -42,6 +45,7 @@ from conformance_models import (
     on_words,
 )
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from undula.data.rows import Batch
 from undula.data.write import array_column, array_field, write_shards
@@ -70,11 +74,21 @@ class Training:
     """What the script does before each step, such as freezing a layer; called with the number of steps done."""
     after_update: Callable[[nn.Module], None] = leave
     """What the script does after the update of each step, such as averaging the weights."""
+    after_step: Callable[[nn.Module], None] | None = None
+    """What the script does in its function `after_step`."""
+    validate: Callable[[nn.Module, Batch], Tensor] | None = None
+    """Loss of a validation; by default that of the training."""
+    has_state: bool = False
+    """Whether the script has state of its own."""
 
     def __call__(self, run: Run) -> None:
         model = run.model(self.make_model())
         optimizer = run.optimizer(self.make_optimizer(model))
-        for step in run.steps():
+        if self.has_state:
+            run.state("nothing", lambda: 0, lambda value, is_unfinished: None)
+        validate = partial(self.validate or self.loss, model)
+        work = self.after_step
+        for step in run.steps(validate, None if work is None else lambda done, means: work(model)):
             self.before_step(step.index, model, optimizer)
             for batch in step.batches():
                 step.backward(self.loss(model, batch))
@@ -95,7 +109,7 @@ def write_job(folder: Path) -> str:
     write_shards(Store(f"{folder}/data"), [table], table.schema, rows, num_shards=2, row_group_bytes=1024)
     job = {
         "name": "conformance",
-        "data": {"train": f"{folder}/data"},
+        "data": {"train": f"{folder}/data", "validation": f"{folder}/data"},
         "plan": {"global_batch": ROWS, "virtual_workers": 2},
         "schedule": {"base_lr": 0.05},
     }
@@ -122,6 +136,49 @@ def freeze_and_unfreeze(step: int, model: nn.Module, optimizer: torch.optim.Opti
 def average_weights(model: nn.Module) -> None:
     """Move the average of the weights, a buffer, towards the weights."""
     model.average.lerp_(model.first.weight.detach(), 0.1)  # type: ignore[union-attr,operator]
+
+
+def assign_second_layer(model: nn.Module) -> None:
+    """Give parameters other memory, as momentum encoders and clipping by `p.data = ...` do."""
+    for parameter in model.second.parameters():  # type: ignore[union-attr]
+        parameter.data = parameter.data.clamp(-0.3, 0.3) * 0.9
+
+
+def through_a_vector(model: nn.Module) -> None:
+    """Pass the parameters through one vector."""
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 0.9, model.parameters())
+
+
+def draw(*_: object) -> float:
+    """Draw a number from each generator that a script may use."""
+    return random.random() + np.random.random() + float(torch.rand(()))
+
+
+def scale_by_a_drawn_number(model: nn.Module) -> None:
+    """Change parameters by a drawn number."""
+    with torch.no_grad():
+        model.second.weight.mul_(0.5 + draw() / 6)  # type: ignore[union-attr,operator]
+
+
+def draw_scale_of_step(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Draw a number for each step, as training at several scales does."""
+    model.scale.fill_(draw())  # type: ignore[union-attr,operator]
+
+
+def move_buffer(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Move a buffer before the batches of a step, by way of its data."""
+    model.average.data.add_(1)  # type: ignore[union-attr,operator]
+
+
+def on_averaged_weights(model: nn.Module, batch: Batch) -> Tensor:
+    """Loss with the average of the weights in place of the weights, which are put back."""
+    weight, average = model.first.weight, model.average  # type: ignore[union-attr]
+    own = weight.detach().clone()  # type: ignore[operator,union-attr]
+    weight.data.copy_(average)  # type: ignore[union-attr]
+    try:
+        return on_numbers(model, batch)
+    finally:
+        weight.data.copy_(own)  # type: ignore[union-attr]
 
 
 def overflow_in_some_steps(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -165,9 +222,33 @@ MODELS: dict[str, Training] = {
     "a compiled model": Training(compiled, adamw, on_numbers),
     "a layer that is frozen and unfrozen": Training(Plain, adamw, on_numbers, freeze_and_unfreeze),
     "an average of the weights": Training(Averaged, adamw, on_numbers, after_update=average_weights),
+    "an average of the weights in after_step": Training(Averaged, adamw, on_numbers, after_step=average_weights),
+    "an average in after_step, and state": Training(
+        Averaged, adamw, on_numbers, after_step=average_weights, has_state=True
+    ),
+    "a validation that swaps weights": Training(
+        Averaged, adamw, on_numbers, after_update=average_weights, validate=on_averaged_weights
+    ),
+    "layers that merge in eval mode": Training(Merged, adamw, on_numbers),
+    "parameters with other memory": Training(Plain, adamw, on_numbers, after_update=assign_second_layer),
+    "parameters through a vector": Training(Plain, adamw, on_numbers, after_step=through_a_vector),
+    "random numbers before the batches": Training(Scaled, adamw, on_numbers, draw_scale_of_step),
+    "random numbers after the update": Training(Plain, adamw, on_numbers, after_update=scale_by_a_drawn_number),
+    "random numbers in after_step": Training(Plain, adamw, on_numbers, after_step=scale_by_a_drawn_number),
+    "a buffer that moves before the batches": Training(Averaged, adamw, on_numbers, move_buffer),
 }
 
+
+def shrink(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change parameters before the batches."""
+    model.first.weight.data.mul_(0.9)  # type: ignore[union-attr,operator]
+
+
 REFUSED: dict[str, tuple[Training, str]] = {
+    "parameters that change before the batches": (
+        Training(Plain, adamw, on_numbers, shrink),
+        r"the script changed parameters of the model before step\.batches\(\) of step 0",
+    ),
     "a lazy layer": (
         Training(partial(Lazy, False), adamw, on_numbers),
         r"run\.model\(\) got a module whose parameter .layer\.weight. has no shape yet",

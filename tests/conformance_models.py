@@ -159,7 +159,7 @@ class Buffers(Plain):
             self.seen += 1
             if self.late is None:
                 self.late = torch.ones(3)
-        return super().forward(x + self.table) + self.late
+        return super().forward(x + self.table) + (0 if self.late is None else self.late)
 
 
 class Changing(Plain):
@@ -188,6 +188,47 @@ class Averaged(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(5, WIDTH))
+
+
+class Scaled(Plain):
+    """A buffer by which the input is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class Adapted(nn.Linear):
+    """A frozen layer with a low-rank adapter that is merged into its weight in eval mode, as loralib's."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 5)
+        self.down = nn.Parameter(torch.randn(2, WIDTH) * 0.1)
+        self.up = nn.Parameter(torch.zeros(5, 2))
+        self.is_merged = False
+        self.weight.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Adapted":
+        super().train(mode)
+        if mode == self.is_merged:
+            self.weight.data += (self.up @ self.down) * (-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if self.is_merged else found + x @ self.down.T @ self.up.T
+
+
+class Merged(Plain):
+    """A layer that merges its adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Adapted()
 
 
 class Replaced(Plain):

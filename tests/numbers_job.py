@@ -1,5 +1,7 @@
 """Job over a few numbers, for tests of the training loop without Ray."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -17,7 +19,7 @@ from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
-from undula.recovery.worker_state import WorkerState
+from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train.job import Job
@@ -68,3 +70,11 @@ def cpu_run(
     """Return a run on the CPU of this process, with all ranks on the same node."""
     layout = join_layout(rank, world_size, torch.device("cpu"), local_rank=rank)
     return Run(job, layout, worker or WorkerState(), lambda message: None, engine=engine)
+
+
+def leave_after_next(steps: Iterator[Any], worker: WorkerState) -> None:
+    """Let a group, whose steps a test yields after their updates, commit one more step and leave after it."""
+    worker.request = Request(leaves=True, until=0.0)
+    with suppress(LeaveGroup):
+        next(steps)
+        next(steps)

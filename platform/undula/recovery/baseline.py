@@ -83,13 +83,16 @@ class Baseline:
 
     def put_back(self) -> None:
         """Restore the buffers, the extra state of modules and the settings of the optimizer."""
-        for place, key, buffer in self._buffers:
-            place[key] = buffer
-        _copy(self._copies, self._tensors())
+        self.put_back_buffers()
         for module, extra in zip(self._with_extra, self._extra, strict=True):
             module.set_extra_state(extra)
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=False):
             group.update(settings)
+
+    def put_back_buffers(self) -> None:
+        for place, key, buffer in self._buffers:
+            place[key] = buffer
+        _copy(self._copies, self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         return [buffer.detach() for _, _, buffer in self._buffers if buffer is not None]

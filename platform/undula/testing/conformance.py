@@ -8,49 +8,58 @@
 
 Both functions train the script's own train function for a few steps, once without interruption and once with, and return if every
 tensor and value of the state is equal, and the strides of the tensors are as well. Otherwise they raise an error of one sentence. `check`
-interrupts after each step of a run in this process. `check_on_ranks` runs ranks in processes of their own, kills some, and changes their
-number.
+interrupts a run in this process, and compares it with a plain loop. `check_on_ranks` runs ranks in processes of their own, kills some, and
+changes their number.
 """
 
-import json
 import multiprocessing
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver.launch import job_of
 from undula.driver.preflight import Examined, check_job, check_model, examine
 from undula.errors import ConformanceError, UndulaError
+from undula.parallel.layout import join_layout
+from undula.recovery.worker_state import WorkerState
 from undula.state.commit import find_commits
-from undula.state.model_state import bare_module, model_and_optimizer_state
+from undula.state.model_state import bare_module
 from undula.storage import open_store
+from undula.testing.plain_loop import PlainRun, RecordedStep, first_gap, parameters_of
+from undula.testing.records import Comparison, Record, Recorder, first_difference, record_of
+from undula.testing.watched import GroupEnded, Train, Watched
 from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.single_process import SingleProcess, local_device
+from undula.train.single_process import SingleProcess, local_device, local_world
 
-Train: TypeAlias = Callable[[Run], None]
-Record: TypeAlias = Mapping[str, tuple[str, bytes]]
-"""Kind and bytes of each tensor and value of a state, by name."""
-Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
-"""Called with the number of steps done, the model and the optimizer."""
 SETTINGS = (
-    *("name=conformance", "data.validation=null", "stop=null", "checkpoint.keep_best=null", "plan.max_steps=6"),
+    *("name=conformance", "validation.every_steps=2", "stop=null", "checkpoint.keep_best=null", "plan.max_steps=6"),
 )
 """Overrides of the job that the caller's overrides precede."""
 CHECKPOINT = "a checkpoint"
 EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.snapshot_every_steps=0")
 SNAPSHOTS_ALONE = ("checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1")
+NO_COPIES = ("checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=0")
+PLAIN = (*NO_COPIES, "deterministic=false", "precision.compute=fp32", "compile=false", "engine=torch")
+"""Overrides of a run that is compared with a plain loop, so that both round in the same way."""
+GROUP_STEPS = (1, 3)
+"""Numbers of steps of the groups that interrupted runs consist of. Defects of copies that are kept only show in groups of several steps."""
+VIRTUAL_WORKERS = (1, 2, 4)
+"""Numbers of virtual workers of the runs that are compared with a plain loop."""
+Part = Literal["resume", "hand over", "plain loop"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""Parts of `check`: groups that resume from snapshots and from checkpoints, groups that end within a step and hand their state over, and
+the comparison with a plain loop."""
 MOST_RANKS = 2
 """Number of ranks of the largest group of `check_on_ranks`."""
 LIMIT_S = 120.0
@@ -59,34 +68,122 @@ PRELOADED = ["undula.testing.conformance", "torch._dynamo", "torch.distributed.f
 """Modules that the process imports once from which ranks are forked."""
 
 
-def check(train: Train, job: str | Path, *overrides: str, config: type | None = None) -> None:
-    """Check in this process that a run resumes exactly after each of its steps, from snapshots and from checkpoints.
+def check(
+    train: Train, job: str | Path, *overrides: str, config: type | None = None, parts: Collection[Part] = PARTS
+) -> tuple[str, ...]:
+    """Check in this process that a run resumes exactly after each of its steps, and that it trains as a plain loop does.
+
+    After every step, the copies of the state that the run has stored, would send or would hand over are compared with the model and the
+    optimizer.
 
     Args:
         train: The script's train function.
-        job: YAML file of the job. The run has 6 steps unless `plan.max_steps` is overridden, and no validation.
+        job: YAML file of the job. The run has 6 steps unless `plan.max_steps` is overridden. It validates every 2 steps if the job has
+            validation data, unless `data.validation=null` is overridden.
         overrides: Overrides of the job, as `key=value`.
         config: The script's dataclass for the section `config`, as in `undula.main`.
+        parts: Parts of the check.
+
+    Returns:
+        What was checked, and what was left out and why, a sentence each. They are also printed.
 
     Raises:
-        ConformanceError: A tensor or a value of the state differs from that of the uninterrupted run.
+        ConformanceError: A tensor or a value of the state differs from that of the uninterrupted run, or a parameter from that of the
+            plain loop.
         UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
     """
     with TemporaryDirectory() as folder:
+        make = partial(_checked, train, job, folder=folder, config=config)
         sources = {CHECKPOINT: EVERY_STEP, "a snapshot": SNAPSHOTS_ALONE}
-        jobs = {
-            source: _checked(train, job, [*settings, *overrides], folder, config)
-            for source, settings in sources.items()
-        }
+        jobs = {source: make(*settings, *overrides) for source, settings in sources.items()}
         boundaries: dict[int, Record] = {}
+        watched = Watched(train)
         for number, checked in enumerate(jobs.values()):
-            visit = _Comparison(boundaries, "a second, equal run") if number else _Recorder(boundaries)
-            _train_here(train, _new_job(checked, f"whole-{number}"), visit)
-        for source, checked in jobs.items():
-            legs = _new_job(checked, source)
-            comparison = _Comparison(boundaries, f"a run that was interrupted and resumed from {source}")
-            for done in range(1, max(boundaries) + 1):
-                _train_here(train, legs, comparison, until=done, saves=source == CHECKPOINT)
+            visit = Comparison(boundaries, "a second, equal run") if number else Recorder(boundaries)
+            _train_here(replace(watched, visit=visit), _new_job(checked, f"whole-{number}"))
+        last = max(boundaries)
+        told = [f"Two equal runs of {last} steps and the copies of their state after each step were compared."]
+        if "resume" in parts:
+            told += [_check_resuming(watched, source, checked, boundaries) for source, checked in jobs.items()]
+        if "hand over" in parts:
+            told += _check_hand_overs(watched, make(*NO_COPIES, *overrides), boundaries)
+        if "plain loop" in parts:
+            told += _check_plain_loop(watched, lambda count: make(*overrides, *PLAIN, f"plan.virtual_workers={count}"))
+    print(*told, sep="\n")
+    return tuple(told)
+
+
+def _check_resuming(watched: Watched, source: str, checked: "_Checked", boundaries: Mapping[int, Record]) -> str:
+    """Check that groups resume exactly from copies of a kind."""
+    last = max(boundaries)
+    for size in GROUP_STEPS:
+        legs = _new_job(checked, f"{source}-{size}")
+        visit = Comparison(boundaries, f"a run that was interrupted and resumed from {source}")
+        for done in [*range(size, last, size), last]:
+            _train_here(replace(watched, visit=visit), legs, until=done, saves=source == CHECKPOINT)
+    return f"Groups of {' and of '.join(map(str, GROUP_STEPS))} steps resumed from {source}."
+
+
+def _check_hand_overs(watched: Watched, checked: "_Checked", boundaries: Mapping[int, Record]) -> list[str]:
+    """Check that groups resume exactly from the state that a group hands over that ends within a step."""
+    last = max(boundaries)
+    for size in GROUP_STEPS:
+        job, worker = _new_job(checked, f"hand-over-{size}"), WorkerState(is_run=True)
+        visit = Comparison(boundaries, "a run whose groups ended within a step and handed their state over")
+        for step in [*range(size, last, size), None]:
+            with local_world(device := local_device(0, 1)):
+                worker.join_group()
+                run = Run(job, join_layout(0, 1, device), worker, lambda message: None)
+                try:
+                    replace(watched, visit=visit, ends_in=step)(run)
+                except GroupEnded:
+                    run.hand_over()
+                finally:
+                    run.free()
+        worker.close_kept()
+    return [
+        f"Groups that ended within a step, after {' and after '.join(map(str, GROUP_STEPS))} steps, handed their state over."
+    ]
+
+
+def _check_plain_loop(watched: Watched, make: Callable[[int], "_Checked"]) -> list[str]:
+    """Check that runs with several numbers of virtual workers train as a plain loop does, and compare them with each other."""
+    spec = (checked := make(1)).loaded.spec
+    if spec.plan.batch == "elastic" or spec.gradient.reduce == "adasum" or spec.gradient.compression != "none":
+        return [
+            "There was no comparison with a plain loop, whose steps are those of other settings of plan and gradient."
+        ]
+    ends: dict[int, Mapping[str, Tensor]] = {}
+    for count in VIRTUAL_WORKERS:
+        if spec.plan.global_batch < 2 * count:  # some layers cannot train on one sample
+            continue
+        job, steps = _new_job(checked if count == 1 else make(count), f"plain-{count}"), list[RecordedStep]()
+        end = _train_here(replace(watched, steps=steps), job)
+        with local_world(device := local_device(0, 1)):
+            run = PlainRun(job, device, steps)
+            watched.train(run)
+            plain = run.parameters()
+            run.free()
+        if gap := first_gap(end, plain):
+            raise ConformanceError(
+                f"{gap} after {len(steps)} steps from a plain loop over the same samples (plan.virtual_workers={count})"
+            )
+        ends[count] = end
+    told = f"A plain loop over the same samples came to the same weights, with {_listed(ends)} virtual workers"
+    if checked.examined.script_data is None:
+        return [
+            f"{told}; these were not compared with each other, because the order of stored samples depends on their number."
+        ]
+    gaps = [gap for end in ends.values() if (gap := first_gap(end, ends[1]))]
+    if gaps:
+        return [
+            f"{told}, which depend on this number ({gaps[0]}), as with BatchNorm, dropout or losses that compare samples."
+        ]
+    return [f"{told}, which are equal."]
+
+
+def _listed(counts: Collection[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def check_on_ranks(
@@ -108,8 +205,7 @@ def check_on_ranks(
         UndulaError: The job is refused, as `undula run` would refuse it before a worker starts.
     """
     with TemporaryDirectory() as folder:
-        settings = ["checkpoint.every_steps=1000000", "checkpoint.snapshot_every_steps=1", *overrides]
-        checked = _checked(train, job, settings, folder, config)
+        checked = _checked(train, job, *SNAPSHOTS_ALONE, *overrides, folder=folder, config=config)
         fewest = 1 if checked.loaded.spec.deterministic else 2
         run_group = partial(_group, train, device)
         expected = _last(run_group(_new_job(checked, "whole"), _Group(fewest)))
@@ -135,52 +231,6 @@ def check_on_ranks(
                 )
 
 
-def record_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
-    """A copy of the state of this rank, with the buffers that are not persistent."""
-    record = {name: _leaf(value) for name, value in model_and_optimizer_state(model, optimizer).items()}
-    for name, module in bare_module(model).named_modules():
-        for key in module._non_persistent_buffers_set:
-            if (buffer := module._buffers[key]) is not None:
-                record[f"buffer.{name}.{key}, which is not persistent,"] = _leaf(buffer)
-    return record
-
-
-def first_difference(found: Record, expected: Record) -> str | None:
-    """The first tensor or value in which two records differ, and how; None where they are equal bit for bit."""
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found or name not in expected:
-            return f"{name} is {'missing' if name in expected else 'there only after an interruption'}"
-        (kind, bits), (expected_kind, expected_bits) = found[name], expected[name]
-        if kind != expected_kind:
-            return f"{name} is {kind}, and was {expected_kind}"
-        if bits != expected_bits:
-            return f"{name} has other bits"
-    return None
-
-
-@dataclass(frozen=True)
-class _Recorder:
-    """Records the states of a run by the number of steps done."""
-
-    boundaries: dict[int, Record]
-
-    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.boundaries[done] = record_of(model, optimizer)
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Compares a run with the uninterrupted one."""
-
-    boundaries: Mapping[int, Record]
-    run: str
-    """The run, for messages."""
-
-    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if difference := first_difference(record_of(model, optimizer), self.boundaries[done]):
-            raise ConformanceError(f"{difference} after {done} steps of {self.run}")
-
-
 @dataclass(frozen=True)
 class _Group:
     """Ranks that train together, and how they end: at the end of the plan, by SIGKILL of `victim`, or by leaving."""
@@ -194,33 +244,6 @@ class _Group:
     """Whether a checkpoint is written where they leave."""
 
 
-class _WatchedRun:
-    """A run whose step boundaries are visited."""
-
-    def __init__(self, run: Run, visit: Visit):
-        self._run = run
-        self._visit = visit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
-
-    def model(self, module: nn.Module) -> nn.Module:
-        self._model = self._run.model(module)
-        return self._model
-
-    def optimizer(
-        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
-    ) -> torch.optim.Optimizer:
-        self._optimizer = self._run.optimizer(optimizer, scheduler)
-        return self._optimizer
-
-    def steps(self, *arguments: Any, **more: Any) -> Any:
-        for step in self._run.steps(*arguments, **more):
-            self._visit(step.index, self._model, self._optimizer)
-            yield step
-        self._visit(self._run.plan.total_steps, self._model, self._optimizer)
-
-
 @dataclass(frozen=True)
 class _Checked:
     """A job that the driver's checks have accepted."""
@@ -229,8 +252,8 @@ class _Checked:
     examined: Examined
 
 
-def _checked(train: Train, job: str | Path, overrides: list[str], runs: str, config: type | None) -> _Checked:
-    loaded = load_spec(Path(job), [*SETTINGS, f"runs={runs}", *overrides], config)
+def _checked(train: Train, job: str | Path, *overrides: str, folder: str, config: type | None) -> _Checked:
+    loaded = load_spec(Path(job), [*SETTINGS, f"runs={folder}", *overrides], config)
     examined = examine(train, loaded, check_job(loaded))
     check_model(examined.model, loaded, None)
     return _Checked(loaded, examined)
@@ -241,16 +264,24 @@ def _new_job(checked: _Checked, name: str) -> Job:
     return replace(job, name=name, run_url=f"{checked.loaded.spec.runs}/{name}")
 
 
-def _train_here(train: Train, job: Job, visit: Visit, until: int | None = None, saves: bool = False) -> None:
-    """Train in this process, to the end of the plan or until so many steps are done, and then save a checkpoint if `saves`."""
+def _train_here(watched: Watched, job: Job, until: int | None = None, saves: bool = False) -> dict[str, Tensor]:
+    """Train in this process, to the end of the plan or until so many steps are done, and then save a checkpoint if `saves`.
 
-    def watch(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        visit(done, model, optimizer)
+    Returns:
+        The parameters at the last step boundary that was visited.
+    """
+    last: dict[str, Tensor] = {}
+
+    def visit(done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if watched.visit is not None:
+            watched.visit(done, model, optimizer)
         if until == done + 1:
             process.leave(saves)
+        last.update(parameters_of(bare_module(model)))
 
-    process = SingleProcess(_watched(train, watch), job, lambda message: None)
+    process = SingleProcess(replace(watched, visit=visit), job, lambda message: None)
     process()
+    return last
 
 
 def _group(train: Train, device: torch.device | None, job: Job, group: _Group) -> list[Record | UndulaError | None]:
@@ -320,8 +351,9 @@ def _rank(
 
     # The same kind of device in all groups, because other kinds compute other bits.
     device = device or local_device(rank, MOST_RANKS)
-    watched = _watched(train, visit)
-    process = SingleProcess(watched, job, lambda message: None, rank, group.world_size, rendezvous, device)
+    process = SingleProcess(
+        Watched(train, visit), job, lambda message: None, rank, group.world_size, rendezvous, device
+    )
     try:
         process()
     except UndulaError as error:
@@ -331,15 +363,3 @@ def _rank(
             raise
     else:
         sender.send(last)
-
-
-def _watched(train: Train, visit: Visit) -> Train:
-    return lambda run: train(_WatchedRun(run, visit))  # type: ignore[arg-type]
-
-
-def _leaf(value: Any) -> tuple[str, bytes]:
-    if not isinstance(value, Tensor):
-        return "a value", json.dumps(value).encode()
-    local = getattr(value, "to_local", lambda: value)()
-    kind = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)} with strides {local.stride()}"
-    return kind, local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -19,10 +19,13 @@ from undula.recovery.progress import (
     UPDATE,
 )
 from undula.recovery.replica import state_bytes
+from undula.recovery.snapshot import find_snapshots, folder_of, packed, parsed
 from undula.recovery.worker_state import HeldState, LeaveGroup, Request
 from undula.state.events import EndEvent, WarningEvent
+from undula.state.pieces import RankState
 from undula.state.records import StepRow
 from undula.train.context import TrainContext
+from undula.train.script_state import is_settled
 from undula.train.step_reduction import LocalStep, Wants
 
 BEST_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -85,7 +88,7 @@ class StepBoundary:
         context.committed, context.committed_by = committed + steps, context.setup.attempt
         # What a script without state of its own does next is unknown until it asks for the next step. It could not repeat this work.
         if context.script_state.is_used:
-            context.baseline.take()
+            self.settle(owed_since=committed)
 
     def committed(self, row: StepRow, stored_steps: int, wants: Wants) -> None:
         """Record a committed step."""
@@ -256,6 +259,23 @@ class StepBoundary:
         context = self._context
         state = context.live.held().on_host(copied)
         return HeldState(context.setup.plan_digest, context.committed_by, done, state, tuple(context.rows))
+
+    def copies(self, done: int) -> dict[str, RankState]:
+        """Return the copies of the state after `done` steps that this rank has stored, would send or would hand over, by their purpose."""
+        context, setup = self._context, self._context.setup
+        held = self._held_state(done, lambda: None)
+        replica = parsed(*packed(held.plan_digest, held.age, held.state, held.rows)).load()
+        found = {"a checkpoint or a hand-over": held.state, "a replica": replica}
+        if context.snapshots:
+            context.snapshots.wait()
+            # A snapshot of a state whose validation or `after_step` was to come need not be like the state after these.
+            stored = find_snapshots(folder_of(setup.job.run_url, setup.job.run_id), setup.plan_digest)
+            found.update(
+                ("a snapshot", each.load())
+                for each in stored
+                if each.age == held.age and is_settled(each.meta["values"])
+            )
+        return found
 
     def hand_over(self) -> None:
         """Keep the state of the last step boundary for the next worker group of this process, if that state is intact."""

@@ -146,6 +146,7 @@ class TrainingLoop:
         context, setup = self._context, self._context.setup
         job, layout, start = setup.job, setup.layout, restored.step
         context.committed, context.committed_by = start, restored.attempt
+        context.baseline.take()
         context.rows = list(restored.rows)
         if layout.is_first:
             context.checkpoints.begin(start)
@@ -267,6 +268,7 @@ class TrainingLoop:
             context.samples.validation,
             setup.layout,
             setup.worker,
+            context.baseline.put_back_buffers,
             equal_rounds=context.engine.capabilities.equal_rounds,
         )
 

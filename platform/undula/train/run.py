@@ -37,6 +37,7 @@ from undula.state.events import LogEvent
 from undula.state.goals import LOSS
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
+from undula.state.pieces import RankState
 from undula.telemetry.messages import Publisher
 from undula.train.context import RunSetup, TrainContext
 from undula.train.job import Job
@@ -374,6 +375,14 @@ class Run:
         assert self._model is not None
         check_step(self._optimizer)
         check_state(self._model, self._optimizer)
+
+    def copies(self) -> dict[str, RankState]:
+        """Return the copies of the state that this rank has stored, would send or would hand over between two steps, by their purpose.
+
+        They exist for `undula.testing.conformance`, which compares them with the model and the optimizer.
+        """
+        loop = self._begun("copies")
+        return loop.boundary.copies(loop.done)
 
     def hand_over(self) -> None:
         """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""

@@ -76,6 +76,11 @@ class ScriptState:
             self._parts[name][1](decode(value, {}), self._owed_since is not None)
 
 
+def is_settled(values: Mapping[str, Any]) -> bool:
+    """Return whether the validation and the work of the script were done in a state with these values."""
+    return values.get(_ENTRY, {}).get("owed_since") is None
+
+
 def _encoded(name: str, value: object) -> Json:
     tensors: dict[str, Tensor] = {}
     found = encode(f"run.state({name!r})", value, tensors)

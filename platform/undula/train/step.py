@@ -302,7 +302,6 @@ class Step:
             noise = context.noise.keep(norms, self._rate.clock)
             self.loss, self.grad_norm = totals.losses / self.samples, totals.grad_norm
             self.applied = not totals.overflows
-            context.script_state.capture(owed_since=self.index)
         measured = {"noise_scale": noise, "loss_scale": self._loss_scale if context.loss_scale.is_used else None}
         self._commit(totals, {name: value for name, value in measured.items() if value is not None})
         self.updated = True

@@ -43,6 +43,8 @@ class Validation:
         stream_of: Function that returns the rank's samples of a validation.
         layout: Layout of the worker group.
         worker: State of this process, to which the phases and the requests of the controller belong.
+        put_back_buffers: Function that undoes changes of the model's buffers. It is called before each batch and at the end, because the
+            number of batches of a rank depends on the number of ranks.
         equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
     """
 
@@ -55,6 +57,7 @@ class Validation:
         stream_of: Callable[[], AnyStream],
         layout: Layout,
         worker: WorkerState,
+        put_back_buffers: Callable[[], None],
         equal_rounds: bool,
     ):
         self._model = model
@@ -64,6 +67,7 @@ class Validation:
         self._stream_of = stream_of
         self._layout = layout
         self._worker = worker
+        self._put_back_buffers = put_back_buffers
         self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
@@ -112,6 +116,7 @@ class Validation:
                 self._run(stream.any_rows(1).batch)
         finally:
             stream.close()
+            self._put_back_buffers()
         return (sums, samples) if self._layout.leads_cell else ({}, 0)
 
     def _is_asked_to_leave(self) -> bool:
@@ -122,6 +127,7 @@ class Validation:
 
     def _run(self, batch: Any) -> Mapping[str, Tensor | float]:
         self._worker.enter(self._phase)
+        self._put_back_buffers()
         device = self._layout.device
         found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
         return found if isinstance(found, Mapping) else {LOSS: found}

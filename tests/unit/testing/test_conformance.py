@@ -19,9 +19,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_job(tmp_path_factory.mktemp("conformance"))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_run_resumes_exactly_after_every_step(name: str, job: str) -> None:
-    check(ALL[name], job, *STEPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_resumes_exactly_and_trains_as_a_plain_loop(name: str, job: str) -> None:
+    check(MODELS[name], job, *STEPS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_resumes_exactly_with_an_optimizer(name: str, job: str) -> None:
+    check(ALL[name], job, *STEPS, "data.validation=null", parts=("resume",))
 
 
 @pytest.mark.parametrize("keep", ["selective", "sqrt"])

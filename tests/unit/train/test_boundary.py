@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, leave_after_next, numbers_job
 from torch import nn
 
 from undula.recovery.progress import HAND_OVER
@@ -97,6 +97,7 @@ def test_a_rank_that_hands_its_state_over_reports_each_part_that_it_copies(
 
     monkeypatch.setattr(RankState, "on_host", on_host_in_two_parts)
     run, _ = next(steps := steps_of(job, worker))
+    leave_after_next(steps, worker)
     run.hand_over()
     assert [view.phase for view in seen] == [HAND_OVER] * 2
     assert all(view.phase_s < 0.1 for view in seen)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from numbers_job import cpu_run, numbers_job
+from numbers_job import cpu_run, leave_after_next, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -109,8 +109,9 @@ def _counts(rank: int, world_size: int, job: Job, steps: int, held: Any) -> tupl
     worker = WorkerState(held=parsed(*held[rank]) if rank < len(held) else None)  # type: ignore[arg-type]
     run = cpu_run(job, rank, world_size, worker, counting)
     training = trained(run)
-    for _ in range(steps):
+    for _ in range(steps - 1):
         next(training)
+    leave_after_next(training, worker)
     run.hand_over()
     rows = engines[0].rows.tensor.tolist()
     dist.barrier()

@@ -1,0 +1,155 @@
+"""A plain loop in place of a run: it trains a script's train function on recorded micro-batches and adds up their gradients by itself.
+
+The gradient of each micro-batch is taken out of the model before the next one begins, and the step's gradient is their sum. The loop thus
+shows what a script means by its step even if the script clears or changes gradients in between. Buffers move as in a run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undula.data.nested import with_tensors
+from undula.parallel.engines.engine import Engine
+from undula.plan.plan import MicroBatch
+from undula.recovery.worker_state import WorkerState
+from undula.state.model_state import bare_module
+from undula.train.buffers import BufferMean
+from undula.train.job import Job
+from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
+from undula.train.rehearsal import RehearsedRun
+from undula.train.script_state import AfterStep
+from undula.train.step import Step
+from undula.train.validation import ValidationFunction
+
+TOLERANCE = 1e-6
+"""Largest difference that counts as rounding, relative to the largest element of a parameter, or to 1 if that is larger."""
+
+
+@dataclass
+class RecordedStep:
+    """What a step of a run consumed."""
+
+    index: int
+    samples: int
+    lr: float
+    batches: list[tuple[MicroBatch, Any]] = field(default_factory=list)
+    """Micro-batches that have samples, with their places in the plan."""
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    """Settings of each group of the optimizer during its step."""
+
+
+class PlainRun(RehearsedRun):
+    """Run in a plain loop.
+
+    Args:
+        job: Settings of the job.
+        device: Device of this process.
+        recorded: Steps of a run of the same job.
+    """
+
+    def __init__(self, job: Job, device: torch.device, recorded: Sequence[RecordedStep]):
+        super().__init__(job, device, WorkerState())
+        self.rank, self.world_size = 0, 1
+        self._recorded = recorded
+
+    def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
+        """Yield the recorded steps."""
+        self._check_parts(validate)
+        assert self._engine is not None
+        job = self._setup.job
+        for recorded in self._recorded:
+            seed_between_steps(job.plan.seed, "before the batches", recorded.index)
+            yield PlainStep(self._engine, job, recorded)
+            if after_step is not None:
+                seed_between_steps(job.plan.seed, "after_step", recorded.index + 1)
+                after_step(recorded.index + 1, None)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return copies of the parameters by name."""
+        assert self._engine is not None
+        return parameters_of(bare_module(self._engine.module))
+
+
+class PlainStep(Step):
+    """Step of a plain loop."""
+
+    def __init__(self, engine: Engine, job: Job, recorded: RecordedStep):
+        self.index, self.samples, self.lr, self.merged_steps = recorded.index, recorded.samples, recorded.lr, 1
+        self.micro_batch: MicroBatch | None = None
+        self.updated = self.is_last = False
+        self._engine, self._job, self._recorded = engine, job, recorded
+        self._buffers = BufferMean(engine.module, lambda tensor: None)
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._loss_sum = 0.0
+        self._norm: Tensor | None = None
+
+    def load(self) -> list[Any]:
+        return [batch for _, batch in self._recorded.batches]
+
+    def total(self, value: float) -> float:
+        return float(value)
+
+    def batches(self) -> Iterator[Any]:
+        seed = self._job.plan.seed
+        self._buffers.begin_step()
+        for number, (micro_batch, batch) in enumerate(self._recorded.batches, 1):
+            self.micro_batch, self.is_last = micro_batch, number == len(self._recorded.batches)
+            self._buffers.begin_micro_batch()
+            seed_micro_batch(seed, micro_batch.step, micro_batch.virtual_worker, micro_batch.number)
+            yield with_tensors(batch, torch.clone)
+        self.micro_batch = None
+        seed_update(seed, self.index)
+
+    def backward(self, loss: Tensor, share: float | None = None) -> None:
+        assert self.micro_batch is not None
+        self._engine.free_gradients()
+        weight = self.micro_batch.samples / self.samples if share is None else share
+        self._loss_sum += float(loss.detach()) * self.micro_batch.samples
+        (loss * (weight * self._job.gradient_scale)).backward()  # type: ignore[no-untyped-call]
+        self._buffers.end_micro_batch(self.micro_batch.samples)
+        for parameter in self._engine.module.parameters():
+            if parameter.grad is not None:
+                known = self._sums.get(parameter)
+                self._sums[parameter] = parameter.grad if known is None else known + parameter.grad
+                parameter.grad = None
+
+    def log(self, **values: float | Tensor) -> None:
+        """Do nothing, because nothing is recorded."""
+
+    def reduce(self, max_norm: float | None = None) -> Tensor:
+        for parameter, gradient in self._sums.items():
+            parameter.grad = gradient
+        limit = self._job.gradient.max_norm if max_norm is None else max_norm
+        self._norm, _ = self._engine.finish_gradients(self.samples, limit)
+        if self._buffers.is_needed:
+            self._buffers.end_step(self.samples)
+        return self._norm
+
+    def update(self) -> None:
+        norm = self.reduce() if self._norm is None else self._norm
+        for group, settings in zip(self._engine.optimizer.param_groups, self._recorded.settings, strict=True):
+            group.update(settings)
+        seed_update(self._job.plan.seed, self.index)
+        self._engine.step()
+        self.loss, self.grad_norm = self._loss_sum / self.samples, float(norm)
+        self.updated = self.applied = True
+        seed_between_steps(self._job.plan.seed, "after the update", self.index + 1)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters of a module by name."""
+    return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+def first_gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """Return the first parameter that differs by more than rounding, and by how much; None if there is none."""
+    for name, other in expected.items():
+        if not other.numel():
+            continue
+        gap = float((found[name] - other).abs().max())
+        if not gap <= TOLERANCE * max(float(other.abs().max()), 1.0):
+            return f"{name} differs by {gap:.1e}"
+    return None

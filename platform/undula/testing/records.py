@@ -1,0 +1,84 @@
+"""Records of a run's state, and their comparison bit for bit."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from undula.errors import ConformanceError
+from undula.state.model_state import MODEL, OPTIMIZER, bare_module, model_and_optimizer_state
+from undula.state.pieces import RankState
+
+Record: TypeAlias = Mapping[str, tuple[str, bytes]]
+"""Kind and bytes of each tensor and value of a state, by name."""
+
+
+def record_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+    """A copy of the state of this rank, with the buffers that are not persistent."""
+    record = {name: _leaf(value) for name, value in model_and_optimizer_state(model, optimizer).items()}
+    for name, module in bare_module(model).named_modules():
+        for key in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[key]) is not None:
+                record[f"buffer.{name}.{key}, which is not persistent,"] = _leaf(buffer)
+    return record
+
+
+def first_difference(found: Record, expected: Record) -> str | None:
+    """The first tensor or value in which two records differ, and how; None where they are equal bit for bit."""
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found or name not in expected:
+            return f"{name} is {'missing' if name in expected else 'there only after an interruption'}"
+        (kind, bits), (expected_kind, expected_bits) = found[name], expected[name]
+        if kind != expected_kind:
+            return f"{name} is {kind}, and was {expected_kind}"
+        if bits != expected_bits:
+            return f"{name} has other bits"
+    return None
+
+
+def record_of_copy(state: RankState) -> Record:
+    """A record of what a copy of the state has of the model and the optimizer."""
+    return {name: _leaf(value) for name, value in state.whole().items() if _is_stored(name)}
+
+
+def stored_part(record: Record) -> Record:
+    """The part of a record that copies of the state have."""
+    return {name: leaf for name, leaf in record.items() if _is_stored(name)}
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records the states of a run by the number of steps done."""
+
+    boundaries: dict[int, Record]
+
+    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.boundaries[done] = record_of(model, optimizer)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Compares a run with the uninterrupted one."""
+
+    boundaries: Mapping[int, Record]
+    run: str
+    """The run, for messages."""
+
+    def __call__(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if difference := first_difference(record_of(model, optimizer), self.boundaries[done]):
+            raise ConformanceError(f"{difference} after {done} steps of {self.run}")
+
+
+def _is_stored(name: str) -> bool:
+    return name.startswith((MODEL, OPTIMIZER))
+
+
+def _leaf(value: Any) -> tuple[str, bytes]:
+    if not isinstance(value, Tensor):
+        return "a value", json.dumps(value).encode()
+    local = getattr(value, "to_local", lambda: value)()
+    kind = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)} with strides {local.stride()}"
+    return kind, local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

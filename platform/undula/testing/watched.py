@@ -1,0 +1,96 @@
+"""A script's train function whose run is watched: at its step boundaries, and in the batches of its steps."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from undula.data.nested import with_tensors
+from undula.errors import ConformanceError
+from undula.testing.plain_loop import RecordedStep
+from undula.testing.records import first_difference, record_of, record_of_copy, stored_part
+from undula.train.run import Run
+from undula.train.step import Step
+
+Train: TypeAlias = Callable[[Run], None]
+Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
+"""Called with the number of steps done, the model and the optimizer."""
+
+
+class GroupEnded(BaseException):
+    """Ends a train function within a step. A script's `except Exception` does not catch it."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Train function whose step boundaries are visited."""
+
+    train: Train
+    visit: Visit | None = None
+    steps: list[RecordedStep] | None = None
+    """List to which the steps are recorded; None to record nothing."""
+    ends_in: int | None = None
+    """Step after whose first micro-batch the group ends."""
+
+    def __call__(self, run: Run) -> None:
+        self.train(WatchedRun(run, self))  # type: ignore[arg-type]
+
+
+class WatchedRun:
+    """A run whose step boundaries are visited."""
+
+    def __init__(self, run: Run, by: Watched):
+        self._run = run
+        self._by = by
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def model(self, module: nn.Module) -> nn.Module:
+        self._model = self._run.model(module)
+        return self._model
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+    ) -> torch.optim.Optimizer:
+        self._optimizer = self._run.optimizer(optimizer, scheduler)
+        if self._by.steps is not None:
+            self._optimizer.register_step_pre_hook(self._record_settings)
+        return self._optimizer
+
+    def steps(self, *arguments: Any, **more: Any) -> Any:
+        for step in self._run.steps(*arguments, **more):
+            self._visit(step.index)
+            if self._by.steps is not None:
+                self._by.steps.append(RecordedStep(step.index, step.samples, step.lr))
+            step.batches = partial(self._batches, step, step.batches)  # type: ignore[method-assign]
+            yield step
+        self._visit(self._run.plan.total_steps)
+
+    def _visit(self, done: int) -> None:
+        if self._by.visit is None:
+            return
+        self._by.visit(done, self._model, self._optimizer)
+        live = stored_part(record_of(self._model, self._optimizer))
+        for purpose, copy in self._run.copies().items():
+            if difference := first_difference(record_of_copy(copy), live):
+                raise ConformanceError(f"{difference} in {purpose}, after {done} steps")
+
+    def _batches(self, step: Step, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        for batch in batches():
+            if self._by.steps is not None and step.micro_batch and step.micro_batch.samples:
+                self._by.steps[-1].batches.append((step.micro_batch, with_tensors(batch, torch.clone)))
+            yield batch
+            if self._by.ends_in == step.index:
+                raise GroupEnded
+
+    def _record_settings(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert self._by.steps is not None
+        self._by.steps[-1].settings = [
+            {key: with_tensors(value, torch.clone) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
