@@ -78,3 +78,4 @@ def leave_after_next(steps: Iterator[Any], worker: WorkerState) -> None:
     with suppress(LeaveGroup):
         next(steps)
         next(steps)
+    worker.request = Request()
