@@ -325,7 +325,7 @@ class _Fit:
         """
         if means:
             self._begin_validation()  # unless this rank has had a batch
-            self._trainer.callback_metrics = {key: torch.tensor(mean) for key, mean in means.items()}
+            self._trainer.callback_metrics = {key: torch.tensor(mean, device="cpu") for key, mean in means.items()}
         if self._validated_batches is None:
             return
         self._call("on_validation_epoch_end")

@@ -33,7 +33,7 @@ def try_gpus() -> Iterator[tuple[str, str | None, bool]]:
     Yields:
         The name of the GPU, the problem or None, and whether the problem is only that the GPU's memory is full.
     """
-    left = torch.arange(SIDE * SIDE, dtype=torch.float32).reshape(SIDE, SIDE) % 7
+    left = torch.arange(SIDE * SIDE, dtype=torch.float32, device="cpu").reshape(SIDE, SIDE) % 7
     expected = left @ left.T
     for index in range(torch.cuda.device_count()):
         name, problem, is_full = f"GPU {index}", None, False

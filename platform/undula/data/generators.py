@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ def seed_generators(key: int) -> None:
 def for_torch(key: int) -> int:
     """Return a 64-bit key as a seed for torch, which has 63 bits."""
     return key >> 1
+
+
+def on_host() -> AbstractContextManager[object]:
+    """Return a context in which torch makes tensors in host memory, as in loader processes, also if the script has set another default.
+
+    Otherwise it is an empty one, because such a context makes each function of torch slower.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @contextmanager

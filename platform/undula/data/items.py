@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import Dataset, default_collate
 
-from undula.data.generators import seed_generators
+from undula.data.generators import on_host, seed_generators
 from undula.data.pickling import dumps
 from undula.data.script_dataset import IndexedDataset, reads_several
 from undula.errors import UsageError
@@ -57,6 +57,10 @@ class Items(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         """Return the micro-batch of a request."""
+        with on_host():  # whose generator is seeded
+            return self._collated(request)
+
+    def _collated(self, request: Request) -> Any:
         indices = request.ids.tolist()
         try:
             samples = self._several(indices, request) if self._reads_several else self._each(indices, request)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from undula.data.generators import kept_generators
+from undula.data.generators import kept_generators, on_host
 from undula.data.items import Items, Request
 from undula.errors import UsageError
 
@@ -109,7 +109,8 @@ class Loader:
         """Begin to load, in the processes of before if they are still there."""
         if self._loader is None:
             self._loader = self._make_loader()
-        self._batches = iter(self._loader)
+        with on_host():  # a DataLoader draws a seed, for which its generator must be on the default device
+            self._batches = iter(self._loader)
         return self._batches
 
     def _load(self) -> Any:

@@ -138,7 +138,8 @@ def _joined(parts: Sequence[Tensor | list[Any]]) -> Tensor | list[Any]:
 
 def _empty_like(rows: NDArray[Any], count: int) -> Tensor:
     """Return a tensor for `count` rows of this kind, in memory of torch."""
-    return torch.empty((count, *rows.shape[1:]), dtype=torch.from_numpy(np.empty(0, rows.dtype)).dtype)
+    dtype = torch.from_numpy(np.empty(0, rows.dtype)).dtype
+    return torch.empty((count, *rows.shape[1:]), dtype=dtype, device="cpu")
 
 
 def _numbers(array: pa.Array, column: Column) -> NDArray[Any]:

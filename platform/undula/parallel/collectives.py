@@ -58,7 +58,8 @@ def sparse_sum(own: Tensor, group: dist.ProcessGroup, sent_as: torch.dtype | Non
     rows = counts.tolist()
     indices = _gathered_rows(own.indices().t(), rows, group)
     values = _gathered_rows(own.values().to(sent_as or own.dtype), rows, group)
-    return torch.sparse_coo_tensor(indices.t(), values.to(own.dtype), own.shape, check_invariants=False).coalesce()
+    summed = values.to(own.dtype)
+    return torch.sparse_coo_tensor(indices.t(), summed, own.shape, device=own.device, check_invariants=False).coalesce()
 
 
 def _gathered_rows(own: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:

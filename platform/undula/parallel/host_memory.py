@@ -15,7 +15,9 @@ class _HostStorage:
 
     def __init__(self, storage: torch.UntypedStorage):
         self._device = storage.device
-        self._host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self._host = torch.empty(
+            storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
+        )
         self._host.copy_(_bytes_of(storage))
         self._back: weakref.ref[torch.UntypedStorage] | None = None
 

@@ -16,7 +16,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     gradients = [real_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(gradient.dtype, []).append(gradient)

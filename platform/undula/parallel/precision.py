@@ -87,7 +87,7 @@ def unscale(parameters: Iterable[nn.Parameter], scale: float) -> Tensor:
         flag, inverse = torch.zeros((), device=device), torch.full((), 1.0 / scale, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse)
         flags.append(flag)
-    return torch.stack(flags).max() if flags else torch.zeros(())
+    return torch.stack(flags).max() if flags else torch.zeros((), device="cpu")
 
 
 def _stored_values(parameter: nn.Parameter) -> Tensor:
@@ -107,10 +107,11 @@ def cpu_problem(compute: Compute) -> str | None:
     if dtype is None:
         return None
     # The weights are not drawn, because the script's random numbers must not depend on this check.
-    kernel, weight = torch.ones(2, 1, 3, requires_grad=True), torch.ones(2, 12, requires_grad=True)
+    kernel = torch.ones(2, 1, 3, requires_grad=True, device="cpu")
+    weight = torch.ones(2, 12, requires_grad=True, device="cpu")
     try:
         with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
-            outputs = F.linear(F.conv1d(torch.ones(1, 1, 8), kernel).flatten(1), weight)
+            outputs = F.linear(F.conv1d(torch.ones(1, 1, 8, device="cpu"), kernel).flatten(1), weight)
         outputs.float().sum().backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")

@@ -43,7 +43,7 @@ def _saved(tensors: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     if not tensors:
         return tuple
     # Before torch 2.13, the node frees its tensors with the output, even if a reference to the node is kept.
-    output: Any = _Saved.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+    output: Any = _Saved.apply(torch.empty(0, requires_grad=True, device="cpu"), *tensors)  # type: ignore[no-untyped-call]
     return lambda: tuple(output.grad_fn.saved_tensors)
 
 

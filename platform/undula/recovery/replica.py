@@ -124,7 +124,7 @@ def state_bytes(held: RankState, group: dist.ProcessGroup) -> int:
         held: Part of the state that this rank holds.
         group: Process group of the ranks, which must support CPU tensors.
     """
-    num_bytes = torch.tensor(held.bytes)
+    num_bytes = torch.tensor(held.bytes, device="cpu")
     if not held.is_whole:
         dist.all_reduce(num_bytes, group=group)
     return int(num_bytes)

@@ -237,5 +237,5 @@ def _view(buffer: mmap.mmap | bytearray, place: Mapping[str, Any]) -> Tensor:
     dtype, sizes = dtype_named(place["dtype"]), place["sizes"]
     count = prod(sizes)
     if not count:
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=place["at"]).as_strided(sizes, place["strides"])

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -51,6 +52,7 @@ class Checkpointer:
         not_removed: Callback to which rank 0 passes the reason why old checkpoints could not be deleted. It runs in the saving thread.
         before: Lineage that the attempt found after it had claimed its number.
         keep_best: Goal whose best checkpoint is kept beside the newest ones; None to keep only these.
+        timeout: Time limit of the collectives of a save; None for torch's default.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Checkpointer:
         not_removed: Callable[[str], None] = lambda reason: None,
         before: Lineage = EVERYTHING,
         keep_best: GoalSpec | None = None,
+        timeout: timedelta | None = None,
     ):
         self._store = store
         self._attempt = attempt
@@ -73,6 +76,7 @@ class Checkpointer:
         self._not_removed = not_removed
         self._before = before
         self._keep_best = keep_best
+        self._timeout = timeout
         self._has_begun = False
         self._saving: Future[None] | None = None
         self._is_abandoned = threading.Event()
@@ -105,7 +109,7 @@ class Checkpointer:
         }
         # The thread needs its own process group, because its collectives run in parallel with those of training. The group exists
         # only during the save, because gloo's threads poll a hundred times a second.
-        self._saving_group = dist.new_group(backend="gloo")
+        self._saving_group = dist.new_group(backend="gloo", timeout=self._timeout)
         header = {"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": state.values}
         thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
         self._saving_step = step

@@ -164,10 +164,10 @@ def parsed_spec(dtype: str, shape: Sequence[int], strides: Sequence[int] | None)
 
 def empty_tensor(spec: TensorSpec, device: torch.device | None = None) -> Tensor:
     """Return a whole tensor, with any elements, on a device or in host memory."""
-    dtype = dtype_named(spec.dtype)
+    dtype, place = dtype_named(spec.dtype), device or torch.device("cpu")
     if spec.strides is None:
-        return torch.empty(spec.shape, dtype=dtype, device=device)
-    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
+        return torch.empty(spec.shape, dtype=dtype, device=place)
+    return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=place)
 
 
 def dense_strides(tensor: Tensor) -> Shape:

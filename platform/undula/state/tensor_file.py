@@ -80,7 +80,7 @@ class TensorFile:
         dtype = _DTYPES[entry["dtype"]]
         if not 0 <= begin <= end <= self._end - self._begin or end - begin != prod(entry["shape"]) * dtype.itemsize:
             raise ValueError(f"the place of {key!r} does not fit the file")
-        tensor = torch.empty(entry["shape"], dtype=dtype)
+        tensor = torch.empty(entry["shape"], dtype=dtype, device="cpu")
         view = tensor.reshape(-1).view(torch.uint8).numpy().data
         with named_errors("read", self._url):
             self._file.seek(self._begin + begin)

@@ -10,7 +10,7 @@ from torch import nn
 from undula.data.mixture import Data, load_data
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
-from undula.parallel.layout import Layout
+from undula.parallel.layout import Layout, timeout_of
 from undula.plan.plan import Plan
 from undula.recovery.baseline import Baseline
 from undula.recovery.live_state import LiveState
@@ -211,6 +211,7 @@ class TrainContext:
                 not_removed,
                 setup.before,
                 job.checkpoint.keep_best,
+                timeout_of(layout.control),
             ),
             StepReducer(layout.control),
             rate,

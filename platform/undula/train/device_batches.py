@@ -97,5 +97,10 @@ class DeviceBatches:
             return _Copying(samples.ids, placed, data_s, self._copies.record_event())
 
     def _copy_of(self, value: Tensor) -> Tensor:
-        source = value.pin_memory() if self._copies else value
+        source = pinned(value) if self._copies else value
         return source.to(self._device, non_blocking=True)
+
+
+def pinned(value: Tensor) -> Tensor:
+    """Return a tensor in pinned memory, or the tensor itself if the script's `collate_fn` has put it on a device."""
+    return value.pin_memory() if value.device.type == "cpu" else value

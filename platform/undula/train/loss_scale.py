@@ -75,4 +75,4 @@ class LossScale:
         """Update the scale after a committed step. Snapshots read the state, so none may be in progress."""
         if self.is_used:
             after = self.current.after(overflows, self._is_dynamic, GROWTH_INTERVAL)
-            self._state.copy_(torch.tensor(astuple(after), dtype=torch.float64))
+            self._state.copy_(torch.tensor(astuple(after), dtype=torch.float64, device="cpu"))

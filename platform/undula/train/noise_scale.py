@@ -92,7 +92,9 @@ class NoiseScaleMeter:
         if not self._squares:
             return []
         # The hooks received the mean gradient times samples / step_samples, the engine's scale and the loss scale.
-        parts = torch.tensor([samples / step_samples for _, samples in self._squares], dtype=torch.float64)
+        parts = torch.tensor(
+            [samples / step_samples for _, samples in self._squares], dtype=torch.float64, device="cpu"
+        )
         squares = torch.stack([square for square, _ in self._squares]).cpu()
         return [float(square) for square in squares / parts / (self.scale * loss_scale) ** 2]
 
@@ -110,7 +112,8 @@ class NoiseScaleMeter:
             return None
         before, is_measured = self.measured, self._is_measured and norms is not None
         noise = before.noise.after(norms) if norms and is_measured else before.noise
-        self._state.copy_(torch.tensor(replace(before, noise=noise, clock=clock).values(), dtype=torch.float64))
+        after = replace(before, noise=noise, clock=clock)
+        self._state.copy_(torch.tensor(after.values(), dtype=torch.float64, device="cpu"))
         found = noise.samples if is_measured else None
         return None if found in (None, float("inf")) else found
 

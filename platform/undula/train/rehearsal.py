@@ -55,6 +55,7 @@ def rehearse(train: Callable[[Run], None], job: Job, device: torch.device, publi
             if run is not None:
                 run.free()
             worker.close_kept()
+            torch.set_default_device(None)  # the script may have set one for this thread
 
 
 class RehearsedRun(Run):

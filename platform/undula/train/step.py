@@ -141,7 +141,7 @@ class Step:
         Ranks that share the micro-batches of a sharded model count once.
         """
         layout = self._context.setup.layout
-        vector = torch.tensor([value if layout.leads_cell else 0.0], dtype=torch.float64)
+        vector = torch.tensor([value if layout.leads_cell else 0.0], dtype=torch.float64, device="cpu")
         self._enter(REDUCE)
         dist.all_reduce(vector, group=layout.control)
         return float(vector)

@@ -216,7 +216,7 @@ class StepReducer:
         terms = [[float(any(name not in self._names for name in local.logged))]]
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
         terms += [[part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]]
-        vector = torch.tensor([value for values in terms for value in values], dtype=torch.float64)
+        vector = torch.tensor([value for values in terms for value in values], dtype=torch.float64, device="cpu")
         dist.all_reduce(vector, group=self._group)
         return (part.tolist() for part in torch.split(vector, [len(values) for values in terms]))
 

@@ -268,13 +268,13 @@ def resident_memory() -> int:
 def fault_in(num_bytes: int) -> None:
     """Extend this process's heap by memory that the heap keeps after it is freed (see KEEP_HEAP in undula.elastic.ray.environment)."""
     pieces = range(min(num_bytes, FAULT_IN_BYTES) // PIECE_BYTES)
-    held = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in pieces]
+    held = [torch.ones(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in pieces]
     del held
 
 
 def warm_up(device: torch.device) -> None:
     """Run one step of a tiny model on the device of this worker, so that torch imports its modules and CUDA creates its context."""
-    model = torch.nn.Linear(2, 2).to(device)
+    model = torch.nn.Linear(2, 2, device=device)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(2, 2, device=device)).sum().backward()
     optimizer.step()

@@ -58,7 +58,8 @@ class DataParallelEngine(Engine):
             self._buckets.finish()
         if self._sparse:
             # A layer that is also used in another way, such as an embedding tied to the output layer, has a dense gradient.
-            is_dense = torch.tensor([each.grad is not None and not each.grad.is_sparse for each in self._sparse]).int()
+            found = [each.grad is not None and not each.grad.is_sparse for each in self._sparse]
+            is_dense = torch.tensor(found, dtype=torch.int32, device="cpu")
             dist.all_reduce(is_dense, group=self.layout.control)
             for parameter, ranks in zip(self._sparse, is_dense.tolist(), strict=True):
                 parameter.grad = self._dense_sum(parameter) if ranks else self._sparse_sum(parameter)

@@ -102,7 +102,7 @@ class Engine:
         """
         self.reduce_gradients(samples)
         parameters = list(self.module.parameters())
-        overflows = torch.zeros(()) if loss_scale is None else unscale(parameters, loss_scale)
+        overflows = torch.zeros((), device="cpu") if loss_scale is None else unscale(parameters, loss_scale)
         norm = gradient_norm(parameters)
         if max_norm is not None:
             clip_gradients(parameters, max_norm, norm)

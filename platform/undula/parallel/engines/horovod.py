@@ -83,7 +83,7 @@ class HorovodEngine(Engine):
     def reduce_gradients(self, samples: int) -> None:
         if hvd.size() == 1:
             return
-        used = torch.tensor([float(parameter.grad is not None) for parameter in self.trainable])
+        used = torch.tensor([float(parameter.grad is not None) for parameter in self.trainable], device="cpu")
         counting = hvd.allreduce_async_(used, op=hvd.Sum, name="undula.used")
         self._send_the_rest()
         _await([counting, *(handle for handle, _ in self._reduction._handles.values())])

@@ -148,7 +148,7 @@ class GradientBuckets:
         if all(has):
             bucket.counts.fill_(1)
         else:
-            bucket.counts.copy_(torch.tensor(has))
+            bucket.counts.copy_(torch.tensor(has, device="cpu"))
         flat = _as_real(bucket.flat)
         sent = flat if self._sent_as is None else flat.to(self._sent_as)
         bucket.sent = None if sent is flat else sent
