@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.select import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
-from undula.recovery.worker_state import Kept, WorkerState
 from undula.state.model_state import Shapes, model_shapes
 from undula.train.run import Run
 from undula.train.script_state import ScriptState
 from undula.train.single_process import local_world
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
     """
     with _world(), redirect_stdout(io.StringIO()), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        worker = WorkerState()
-        stack.callback(worker.close_kept)
-        probe = _Probe(loaded, num_rows, worker, lambda: stack.enter_context(torch.device("meta")))
+        probe = _Probe(loaded, num_rows, stack)
         try:
             train(probe)
         except _ModelBuiltError as built:
@@ -110,16 +109,13 @@ class _Probe(Run):
     Args:
         loaded: The job.
         num_rows: Number of rows of the training data; None if the script gives them.
-        worker: State of this process, which keeps the script's objects.
-        enter_meta_device: Function after which tensors are made without memory.
+        stack: Contexts that end with the inspection, to which the probe adds the meta device and what closes the script's objects.
     """
 
-    def __init__(
-        self, loaded: LoadedSpec, num_rows: int | None, worker: WorkerState, enter_meta_device: Callable[[], object]
-    ):
-        self._loaded, self._worker = loaded, worker
+    def __init__(self, loaded: LoadedSpec, num_rows: int | None, stack: ExitStack):
+        self._loaded, self._stack = loaded, stack
+        self._kept: dict[str, Any] = {}
         self._spec = spec = loaded.spec
-        self._enter_meta_device = enter_meta_device
         self._script_state = ScriptState()
         self.config, self.url = loaded.config, spec.run_url
         self.base_lr, self.compute = spec.schedule.base_lr, spec.precision.compute
@@ -130,7 +126,7 @@ class _Probe(Run):
         self._plan: Plan | None = None
         if num_rows is not None:
             self._plan = Plan(spec.plan, num_rows)
-            enter_meta_device()
+            self._enter_meta_device()
 
     @property
     def plan(self) -> Plan:
@@ -146,7 +142,11 @@ class _Probe(Run):
         return key in self._loaded.origins
 
     def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
-        return self._worker.keep(name, make, close)
+        if name not in self._kept:
+            self._kept[name] = made = make()
+            if close is not None:
+                self._stack.callback(close, made)
+        return self._kept[name]  # type: ignore[no-any-return]
 
     def gather(self, value: object) -> list[Any]:
         return [value]
@@ -193,6 +193,10 @@ class _Probe(Run):
         if self._spec.compile and problem is None:
             problem = problem_of_compilation(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
+
+    def _enter_meta_device(self) -> None:
+        """From now on, tensors are made without memory."""
+        self._stack.enter_context(torch.device("meta"))
 
     def require_data(self, error: BaseException | None) -> None:
         """Check that the data are known.

@@ -89,8 +89,8 @@ def members(one: object) -> set[str]:
     return {name for name in dir(one) if not name.startswith("_")}
 
 
-def signatures(one: object, names: set[str]) -> dict[str, inspect.Signature]:
-    return {name: inspect.signature(getattr(one, name)) for name in names if callable(getattr(one, name))}
+def signatures(one: object, names: set[str]) -> dict[str, str]:
+    return {name: str(inspect.signature(getattr(one, name))) for name in names if callable(getattr(one, name))}
 
 
 def values(one: object, names: set[str]) -> dict[str, Any]:
