@@ -9,20 +9,18 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import boto3
 import pytest
-from forking.drivers import with_forked_drivers
-from forking.interpreter import write_interpreter
 from hypothesis import settings
 from jobs_kit import Jobs
 from small_text import write_text
 
-from undula.cluster.local import LocalCluster, local_cluster
+from undula.cluster.local import LocalCluster
 from undula.storage.etags import forget_forms
 from undula.storage.s3 import forget_clients
 
+pytest_plugins = ["shared_clusters"]
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of processes would compile the same modules
 settings.register_profile("undula", deadline=None)  # a test on a busy machine must not fail for being slow
 settings.load_profile("undula")
@@ -112,19 +110,6 @@ def s3(s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     boto3.client("s3", region_name=env["AWS_REGION"]).create_bucket(Bucket=bucket)
     yield S3(bucket, env)
     _forget_server()
-
-
-@pytest.fixture(scope="session")
-def forking_python() -> Iterator[str]:
-    """Interpreter with which nodes start workers quickly."""
-    with TemporaryDirectory(prefix="undula-python-") as folder:
-        yield write_interpreter(Path(folder))
-
-
-@pytest.fixture(scope="session")
-def cluster(forking_python: str) -> Iterator[LocalCluster]:
-    with local_cluster(num_cpus=4, python=forking_python) as running:
-        yield with_forked_drivers(running)
 
 
 @pytest.fixture(scope="session")

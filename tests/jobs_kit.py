@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alone import train_alone
 from small_text import MODEL, PLAN
+from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
 from undula.state.commit import find_commits
@@ -99,11 +99,7 @@ class Jobs:
 
 def await_checkpoint(process: "subprocess.Popen[str]", store: Store, step: int) -> None:
     """Wait until a run has committed a checkpoint of `step` or a later one."""
-    deadline = time.monotonic() + 180
-    while max((commit.step for commit in find_commits(store)[0]), default=0) < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)  # limits the polling rate
+    wait_until(lambda: any(commit.step >= step for commit in find_commits(store)[0]), 180, process)
 
 
 def relative_difference(ours: list[float], theirs: list[float]) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from trackers_kit import wait_until
+from waiting import wait_until
 
 from undula.processes import signal_group
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from jobs_kit import LANGUAGE_MODEL
 from small_text import CONTEXT
+from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
 from undula.storage import Store, open_store
@@ -91,8 +91,4 @@ class Studies:
         }
 
     def await_outcomes(self, driver: "subprocess.Popen[str]", name: str, count: int) -> None:
-        deadline = time.monotonic() + 180
-        while len(self.outcomes(name)) < count:
-            assert driver.poll() is None, driver.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)  # limits the polling rate
+        wait_until(lambda: len(self.outcomes(name)) >= count, 180, driver)

@@ -2,8 +2,7 @@
 
 import json
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,13 +57,6 @@ class KeptTracker:
         if self.is_down:
             self.failures += 1
             raise ConnectionRefusedError("connection refused")
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met"
-        time.sleep(0.01)  # limits the polling rate
 
 
 def values_by_step(folder: Path) -> list[tuple[int, dict[str, object]]]:

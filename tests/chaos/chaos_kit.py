@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import psutil
 from alone import train_alone
 from small_text import ENDLESS, MODEL, PLAN
+from waiting import wait_until
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.goodput import goodput
@@ -104,13 +104,20 @@ def command(text: str, runs: str, name: str, *overrides: str, script: Path | Non
     return [sys.executable, str(script), f"name={name}", f"runs={runs}", *data, *JOB, *overrides]
 
 
+def have_nodes(spot: Nodes, count: int) -> None:
+    """Start or kill nodes until the cluster has `count` besides its head."""
+    while len(spot.nodes) > count:
+        spot.kill(spot.nodes[0])
+    while len(spot.nodes) < count:
+        spot.add()
+    spot.await_all()
+
+
 def run_through(
     faults: Sequence[Fault], spot: Nodes, job: Sequence[str], url: str, steps_after: int | None = None
 ) -> Chaos:
     """Run a job of two workers under faults, from its first step to its last or to `steps_after` steps after the last fault."""
-    while len(spot.nodes) < 2:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 2)
     driver = start_driver([spot.cluster.python, *job[1:], "workers.max=2"], spot.cluster, print)
     chaos = Chaos(spot, open_store(url), driver)
     try:
@@ -157,6 +164,11 @@ def origins_in(url: str) -> set[str | None]:
     return {start.origin for start in events_in(url, StartEvent)}
 
 
+def waits_for_one_worker(starts: Sequence[StartEvent], waits: Sequence[WaitingEvent]) -> bool:
+    """Return whether a job has lost a worker and waited for another one. A job also waits before its first start."""
+    return any(wait.needed - wait.ready == 1 for wait in waits if starts and wait.time > starts[0].time)
+
+
 @dataclass(frozen=True)
 class Running:
     """A running job, and the steps and events that it has recorded so far."""
@@ -174,18 +186,15 @@ class Running:
         return events_of(read_ledger(self.store).events, event_type) if self.store.exists("ledger") else []
 
     def waits_for_one_worker(self) -> bool:
-        return any(wait.needed - wait.ready == 1 for wait in self.of(WaitingEvent))
+        """Return whether the job has lost a worker and waits for another one."""
+        return waits_for_one_worker(self.of(StartEvent), self.of(WaitingEvent))
 
     def wait_for_group(self, size: int, after: int, steps: int) -> None:
         """Wait until a group of `size` workers, of a later attempt than `after`, has made `steps` steps."""
         self.wait_for(lambda: sum(row["attempt"] > after and row["world_size"] == size for row in self.rows()) > steps)
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float = 300) -> None:
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert self.driver.process.poll() is None, self.driver.lines[-5:]
-            assert time.monotonic() < deadline, self.driver.lines[-5:]
-            time.sleep(0.2)  # limits the polling rate
+        wait_until(condition, limit_s, self.driver.process, self.driver.last_lines, interval_s=0.2)
 
 
 @contextmanager
@@ -205,11 +214,7 @@ def running(
     Its script is below `folder`, and its run directory too unless `runs` is another URL.
     """
     runs = runs or str(folder)
-    while len(spot.nodes) > num_nodes:
-        spot.kill(spot.nodes[0])
-    while len(spot.nodes) < num_nodes:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, num_nodes)
     _, *script = command(text, runs, "run", *STEPS_ALONE, *settings, script=wrapped(folder, hook, pace_s))
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
     job = Running(driver, open_store(f"{runs}/run"))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
 from undula.data import stream
@@ -174,11 +174,7 @@ class Readers:
         self._thread.start()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            assert self._process.poll() is None, self._errors.read_text()[-3000:]
-            assert time.monotonic() < deadline, (self._progress, self._errors.read_text()[-3000:])
-            time.sleep(0.05)  # limits the polling rate
+        wait_until(condition, LIMIT_S, self._process, lambda: (self._progress, self._errors.read_text()[-3000:]))
 
     def wait_for_steps(self, rank: int, count: int) -> None:
         """Wait until a rank has made `count` steps."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from alone import train_alone
-from chaos_kit import Running, assert_certified, events_in
+from chaos_kit import Running, assert_certified, events_in, have_nodes
 
 from undula.processes import send_signal
 from undula.report.data.certificate import certify, data_of
@@ -43,11 +43,7 @@ def evaluations(job: Running) -> list[tuple[int, Any]]:
 
 
 def test_faults_change_no_bit_of_a_script_for_accelerate(spot: Nodes, tmp_path: Path) -> None:
-    while len(spot.nodes) > 1:
-        spot.kill(spot.nodes[0])
-    if not spot.nodes:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 1)
     _, *script = command(tmp_path, "run")
     driver = start_driver([spot.cluster.python, *script], spot.cluster, print)
     job = Running(driver, open_store(f"{tmp_path}/run"))

@@ -4,13 +4,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos_kit import SCHEDULED_STEPS, SCRIPT, assert_certified, command, events_in, origins_in, run_through, wrapped
+from chaos_kit import (
+    SCHEDULED_STEPS,
+    SCRIPT,
+    assert_certified,
+    command,
+    events_in,
+    have_nodes,
+    origins_in,
+    run_through,
+    waits_for_one_worker,
+    wrapped,
+)
 from jobs_kit import relative_difference
 
 from undula.data.corpora import stdlib_text
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
-from undula.state.events import CrashEvent, WaitingEvent
+from undula.state.events import CrashEvent, StartEvent, WaitingEvent
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.faults import parse_faults
@@ -85,7 +96,7 @@ def test_no_scenario_changes_the_run(spot: Nodes, text: str, alone: str, tmp_pat
     url = horovod_run(text, spot, tmp_path, SCENARIOS[scenario], f"workers.min={fewest}")
     assert_certified(url, alone, STEPS)
     if fewest == 2:
-        assert any(wait.needed - wait.ready == 1 for wait in events_in(url, WaitingEvent))
+        assert waits_for_one_worker(events_in(url, StartEvent), events_in(url, WaitingEvent))
 
 
 def test_a_failure_in_the_users_code_is_retried(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
@@ -97,9 +108,7 @@ def test_a_failure_in_the_users_code_is_retried(spot: Nodes, text: str, alone: s
 
 @pytest.mark.soak
 def test_a_job_that_exceeds_max_failures_ends_with_a_valid_ledger(spot: Nodes, text: str, tmp_path: Path) -> None:
-    while len(spot.nodes) < 2:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 2)
     settings = ("engine=horovod", "workers.max=2", "workers.max_failures=1", f"plan.max_steps={STEPS}")
     script = wrapped(tmp_path, ALWAYS_KILLED.format(ledger=f"{tmp_path}/run/ledger"))
     job = command(text, str(tmp_path), "run", *settings, script=script)

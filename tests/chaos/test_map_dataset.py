@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from alone import train_alone
-from chaos_kit import PACE_S, Running, assert_certified, events_in
+from chaos_kit import PACE_S, Running, assert_certified, events_in, have_nodes
 from small_text import ENDLESS
 
 from undula.processes import descendants, is_alive, send_signal
@@ -43,11 +43,7 @@ def command(job: str, folder: Path, name: str, *overrides: str) -> list[str]:
 @contextmanager
 def running(spot: Nodes, script: list[str]) -> Iterator[Running]:
     """Start the job on a cluster with one node, wait for its first steps, and stop it after the block."""
-    while len(spot.nodes) > 1:
-        spot.kill(spot.nodes[0])
-    if not spot.nodes:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 1)
     driver = start_driver([spot.cluster.python, *script[1:]], spot.cluster, print)
     (folder,) = (each.removeprefix("runs=") for each in script if each.startswith("runs="))
     job = Running(driver, open_store(f"{folder}/run"))

@@ -1,12 +1,13 @@
 """Tests of reading with Ray Data under stress: every rank has exactly its samples, its memory is bounded, and nothing blocks for ever."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos_kit import have_nodes
 from reading_kit import Place, RankFound, Reading, readers, write_rows
+from waiting import wait_until
 
 from undula.cluster.local import local_cluster
 from undula.testing.nodes import Nodes
@@ -25,11 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def two_nodes(spot: Nodes) -> tuple[str, str]:
     """Start or kill nodes until the cluster has two, and return their ids."""
-    while len(spot.nodes) > 2:
-        spot.kill(spot.nodes[0])
-    while len(spot.nodes) < 2:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 2)
     first, second = spot.nodes
     return first, second
 
@@ -41,9 +38,8 @@ def assert_exact(reading: Reading, found: Sequence[RankFound | None], lost: Sequ
 
 
 def head(spot: Nodes) -> str:
-    while len(found := set(spot.alive()) - set(spot.nodes)) > 1:
-        time.sleep(0.1)  # until Ray has noticed that a node was killed
-    return found.pop()
+    wait_until(lambda: len(set(spot.alive()) - set(spot.nodes)) == 1)  # until Ray has noticed that a node was killed
+    return (set(spot.alive()) - set(spot.nodes)).pop()
 
 
 def test_the_loss_of_another_node_does_not_concern_the_read_tasks_of_a_rank(

@@ -1,11 +1,12 @@
 """Test of a study on a cluster that loses a node: no trial fails, and every trial has the samples of its plan."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos_kit import have_nodes
 from study_kit import Studies
+from waiting import wait_until
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
@@ -37,17 +38,13 @@ def under_way(trials: Store) -> list[str]:
     ],
 )
 def test_a_lost_node_fails_no_trial(spot: Nodes, text: str, tmp_path: Path, keys: dict[str, Any]) -> None:
-    while len(spot.nodes) < 2:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 2)
     studies = Studies(spot.cluster, text, tmp_path)
     driver = studies.start(studies.file("lost", **{"samples": 4800, "measurements": 10, **keys}))
     studies.await_outcomes(driver, "lost", 1)
     trials = studies.store("lost") / TRIALS
     on_all_nodes = len(spot.nodes) if "packed" in keys else 1  # a trial with workers has them on both nodes
-    while len(under_way(trials)) < on_all_nodes:
-        assert driver.poll() is None, driver.communicate()
-        time.sleep(0.2)  # limits the polling rate
+    wait_until(lambda: len(under_way(trials)) >= on_all_nodes, 180, driver, interval_s=0.2)
     spot.kill(spot.nodes[-1])
     spot.add()
     out, _ = driver.communicate(timeout=300)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_kit import SLOW_S, Running, command, release, wrapped
+from chaos_kit import SLOW_S, Running, command, have_nodes, release, wrapped
 from mlflow_server import mlflow_server
 from trackers_kit import values_by_step
 
@@ -29,9 +29,7 @@ def test_mlflow_and_wandb_show_one_run_with_the_first_commit_of_every_step(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("wandb")
-    while len(spot.nodes) > 1:
-        spot.kill(spot.nodes[0])
-    spot.await_all()
+    have_nodes(spot, 1)
     with mlflow_server(tmp_path) as server:
         trackers = (f"trackers.mlflow.uri={server.url}", "trackers.wandb.mode=offline")
         # Without snapshots, the resubmission repeats the steps since the newest checkpoint.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from alone import train_alone
-from chaos_kit import PACE_S, Running, assert_certified, events_in
+from chaos_kit import PACE_S, Running, assert_certified, events_in, have_nodes
 
 from undula.processes import descendants, is_alive, send_signal
 from undula.report.data.certificate import certify, data_of
@@ -28,11 +28,7 @@ def test_faults_change_no_bit(spot: Nodes, tmp_path: Path, loaders: int) -> None
     script.parent.mkdir()
     shutil.copy(JOB, script)
     shutil.copy(JOB.with_suffix(".yaml"), script.with_suffix(".yaml"))
-    while len(spot.nodes) > 1:
-        spot.kill(spot.nodes[0])
-    if not spot.nodes:
-        spot.add()
-    spot.await_all()
+    have_nodes(spot, 1)
     arguments = f"config.arguments=--steps 100000 --pace {PACE_S} --loaders {loaders}"
     driver = start_driver(
         [spot.cluster.python, str(script), "name=run", f"runs={tmp_path}", arguments], spot.cluster, print

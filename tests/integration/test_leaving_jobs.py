@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 from jobs_kit import LANGUAGE_MODEL, SMALL, Jobs
+from waiting import wait_until
 
 from undula.cluster.local import _ray_start, free_ports, job_api_answers
 from undula.processes import kill_tree, send_signal
@@ -90,13 +90,6 @@ def await_line(process: "subprocess.Popen[str]", pattern: str) -> str:
     raise AssertionError("".join(seen))
 
 
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)  # limits the polling rate
-
-
 @pytest.fixture
 def user(session_jobs: Jobs, text: str, tmp_path: Path) -> Iterator[User]:
     cluster = session_jobs.cluster
@@ -113,7 +106,7 @@ def test_ctrl_c_leaves_a_job_of_a_running_cluster_alone_until_it_is_stopped(user
     assert "the job trains on the cluster without this command" in out
     assert f"undula stop {user.name} --address http://" in out
     before = user.steps
-    await_that(lambda: user.steps > before)
+    wait_until(lambda: user.steps > before)
     assert [(row["run"], row["state"]) for row in json.loads(user.does("ls", "--json"))] == [(user.name, "running")]
     (stopped,) = json.loads(user.does("stop", user.name, "--json"))["stopped"]
     assert stopped
@@ -139,7 +132,7 @@ def test_a_detached_job_is_followed_stopped_and_continued(user: User) -> None:
     user.run("--detach").communicate(timeout=LIMIT_S)
     follower = user.start("logs", user.name, "--follow")
     assert "resumed" in await_line(follower, r"Training (resumed|started)")
-    await_that(lambda: user.steps > done)
+    wait_until(lambda: user.steps > done)
     user.does("stop", user.name)
 
 
@@ -166,7 +159,7 @@ class Heads:
         log = subprocess.DEVNULL
         env = {**self.env(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        await_that(lambda: job_api_answers(f"http://127.0.0.1:{self.dashboard}"))
+        wait_until(lambda: job_api_answers(f"http://127.0.0.1:{self.dashboard}"))
 
     def kill(self) -> None:
         """Kill the head with all of its processes, as the loss of its machine does."""
@@ -197,14 +190,14 @@ def test_a_job_continues_on_another_head_if_it_is_kept_alive(heads: Heads, text:
     await_line(process, "waiting for the cluster at")
     heads.start()
     await_line(process, "^step ")
-    await_that(lambda: user.steps > 10)
+    wait_until(lambda: user.steps > 10)
     heads.kill()
     before = user.steps
     await_line(process, "lost the connection to the job, which continues; reconnecting")
     heads.start()
     await_line(process, "the cluster has lost the job, because its head was replaced; submitting the job again")
     assert "resumed" in await_line(process, r"Training (resumed|started)")
-    await_that(lambda: user.steps > before)
+    wait_until(lambda: user.steps > before)
     user.does("stop", "kept")
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130

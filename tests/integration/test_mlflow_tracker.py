@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ledger_rows import Rows
 from mlflow_server import MlflowServer, mlflow_server
-from trackers_kit import wait_until
+from waiting import wait_until
 
 from undula.errors import SpecError
 from undula.storage import Store

@@ -14,8 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from configparser import ConfigParser
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from urllib.parse import parse_qsl
 import boto3
 import pytest
 import yaml
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -162,7 +162,7 @@ def launch_and_set_up(head_ip: str) -> str:
     provider = _get_node_provider(config.get_provider_config(), config.get_config("cluster_name"))
     adapter = NodeProviderAdapter(provider, reader)
     adapter.launch(dict.fromkeys(WORKERS, 1), request_id="one of each")
-    until(lambda: len(adapter.get_non_terminated()) == 1 + len(WORKERS))
+    wait_until(lambda: len(adapter.get_non_terminated()) == 1 + len(WORKERS))
     assert not adapter.poll_errors()
     of_type = {each.node_type: name for name, each in adapter.get_non_terminated().items()}
     instance = Instance(instance_id="1", cloud_instance_id=of_type[INSTALLED], instance_type=INSTALLED)
@@ -376,7 +376,7 @@ def moto_server(requests: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: _listens(port))
+        wait_until(lambda: _listens(port))
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
@@ -386,13 +386,6 @@ def moto_server(requests: Path) -> Iterator[str]:
 def _listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)  # limits the polling rate
 
 
 def ray(*arguments: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from poller import polled
 from ranks import forks
 from strict_s3 import Takes, strict_s3
 from torch import nn
+from waiting import wait_until
 
 from undula.config.job import as_tree
 from undula.data.mixture import load_data
@@ -104,13 +105,6 @@ def server_for(s3_endpoint: str, takes: str) -> Iterator[str]:
     else:
         with strict_s3(s3_endpoint, cast(Takes, takes)) as server:
             yield server.url
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def merges(store: Store) -> int:

@@ -1,8 +1,6 @@
 """Tests of a job with its data and run directory on S3, over real HTTP."""
 
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from faulty_s3 import FaultyS3, faulty_s3
 from forking.drivers import with_forked_drivers
 from jobs_kit import STREAMED, Jobs
 from study_kit import Studies
+from waiting import wait_until
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data.corpora import stdlib_text
@@ -69,9 +68,9 @@ def test_a_run_waits_for_a_busy_store_and_says_so_once(
     store = open_store(s3.url("runs/busy"))
     process = jobs.start("busy", *STREAMED, "workers.max=2", "plan.max_steps=5")
     try:
-        until(lambda: store.exists(JOB_FILE), process)
+        wait_until(lambda: store.exists(JOB_FILE), 120, process)
         proxy.is_down = True
-        until(lambda: bool(events_of(read_ledger(store).events, StorageEvent)), process)
+        wait_until(lambda: events_of(read_ledger(store).events, StorageEvent), 120, process)
     finally:
         proxy.is_down = False
     done = jobs.finish(process, "busy")
@@ -81,14 +80,6 @@ def test_a_run_waits_for_a_busy_store_and_says_so_once(
     assert event.place == f"s3://{s3.bucket}"
     assert event.problem == "503 SlowDown (GetObject)"
     assert done.out.count(event.message) == 1
-
-
-def until(is_so: Callable[[], bool], process: "subprocess.Popen[str]", limit_s: float = 300) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)  # limits the polling rate
 
 
 def test_a_study_on_s3_is_conducted_by_one_driver_of_a_cluster(

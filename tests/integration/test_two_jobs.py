@@ -1,7 +1,6 @@
 """Test of two jobs that train one run on S3 at the same time: the newer one takes over, and the older one cannot add anything."""
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from numbers_job import numbers_job
 from ranks import forks
 from torch import nn
+from waiting import wait_until
 
 from undula.errors import SupersededError
 from undula.plan.plan import PlanSpec
@@ -25,13 +25,6 @@ LIMIT_S = 300.0
 STEPS = 40
 SEEN, HAS_BEGUN, HAS_ENDED = 6, "newer has begun", "older has ended"
 """Number of steps that the older job commits alone, and files with which the jobs show each other how far they are."""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def train(run: Run, before_step: Callable[[int], None]) -> None:

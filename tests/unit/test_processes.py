@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from undula.processes import (
     descendants,
@@ -48,13 +48,6 @@ def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
             yield process
         finally:
             process.kill()
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # limits the polling rate
 
 
 def test_an_identity_finds_its_process_until_that_has_ended() -> None:
@@ -119,7 +112,7 @@ def test_kill_tree_ends_a_process_and_all_its_descendants() -> None:
         assert grandchild in [each.pid for each in tree]
         kill_tree(root)
         assert root.wait(10) == -9
-    await_true(lambda: not any(map(is_alive, tree)))
+    wait_until(lambda: not any(map(is_alive, tree)))
     assert descendants(root) == []
 
 
@@ -131,11 +124,11 @@ def test_a_group_is_ended_with_the_processes_that_outlive_its_leader() -> None:
         assert leader.stdout is not None
         member = psutil.Process(int(leader.stdout.readline()))
         send_signal(leader, signal.SIGKILL)
-        await_true(lambda: not is_alive(leader))
+        wait_until(lambda: not is_alive(leader))
         assert is_alive(member)
         end_group(leader, patience_s=10)
         assert leader.returncode == -9
-    await_true(lambda: not is_alive(member))
+    wait_until(lambda: not is_alive(member))
 
 
 def test_a_leader_that_ignores_sigterm_is_killed() -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -52,6 +52,8 @@ class Nodes:
         """Held while a node's processes start or are killed, so that no process starts for a node that was killed."""
         self._notices: dict[str, float] = {}
         """Deadlines, in seconds since the epoch, of drained nodes that have not joined yet."""
+        self._joined: set[str] = set()
+        self._drained: set[str] = set()
         self._failures: list[str] = []
         """Descriptions of the nodes that did not join and that `await_all` has not reported."""
         self._memory = Path(tempfile.mkdtemp(prefix="undula-nodes-", dir=MEMORY))
@@ -68,19 +70,32 @@ class Nodes:
         self._to_start.put((node, num_cpus))
         return node
 
-    def await_all(self) -> None:
+    def await_all(self, limit_s: float = JOIN_LIMIT_S + ATTEMPT_LIMIT_S) -> None:
         """Wait until every node has joined.
 
+        Args:
+            limit_s: Maximum time in seconds.
+
         Raises:
-            ClusterError: A node did not join.
+            ClusterError: A node did not join, or has left the cluster without being killed.
         """
-        while self._failures or not set(self.nodes) <= set(self.alive()):
+        deadline = time.monotonic() + limit_s
+        while self._failures or (missing := set(self.nodes) - set(self.alive())):
             if self._failures:
                 failures, self._failures = self._failures, []
                 raise ClusterError("; ".join(failures))
+            if lost := missing & self._joined:
+                raise ClusterError(f"{_named(lost)} left the cluster and will not join it again; kill what has left")
             if not self._starter.is_alive():
                 raise ClusterError("not all nodes joined the cluster, and no more are started")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{_named(missing)} did not join the cluster within {limit_s:.0f} s")
             time.sleep(0.1)
+
+    def leaving(self) -> list[str]:
+        """Return the ids of the nodes that were drained, or that the head has lost, and that were not killed."""
+        alive = set(self.alive())
+        return [each for each in self.nodes if each in self._drained or each in self._joined - alive]
 
     def alive(self) -> list[str]:
         """Return the ids of the nodes that the head considers alive, including its own."""
@@ -95,6 +110,7 @@ class Nodes:
         starting gets the notice when it joins.
         """
         self._notices[node] = time.time() + deadline_s
+        self._drained.add(node)
         if node in self.alive():
             self._pass_on_notice(node)
 
@@ -183,6 +199,7 @@ class Nodes:
         while node in self.nodes and process.poll() is None and time.monotonic() < deadline:
             with suppress(ClusterError, OSError, ValueError):
                 if node in self.alive():
+                    self._joined.add(node)
                     self._pass_on_notice(node)
                     return True
             time.sleep(0.1)
@@ -219,6 +236,10 @@ def nodes(
             yield found
         finally:
             found.close()
+
+
+def _named(nodes: Collection[str]) -> str:
+    return "nodes " + ", ".join(sorted(node[:8] for node in nodes))
 
 
 def _ray_start(cluster: LocalCluster, num_cpus: int, agents: Mapping[str, int]) -> list[str]:

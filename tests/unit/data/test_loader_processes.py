@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from drawn_data import ROWS, Drawn, with_noise
 from torch.utils.data import Dataset
+from waiting import wait_until
 
 from undula.data.items import Items, requests
 from undula.data.loader_processes import MOST_LOSSES, Loader
@@ -44,13 +44,6 @@ def from_step(loader: Loader, step: int = 0, dataset: Any = None, collate: Any =
     items = Items(dataset or Drawn(), collate)
     loader.begin(items, requests(PLAN, range(4), step, "training"))
     return [request.collate_key for request in requests(PLAN, range(4), step, "training")]
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # limits the polling rate
 
 
 def test_the_same_processes_serve_the_next_group(loader: Loader) -> None:
@@ -100,7 +93,7 @@ def test_closing_ends_the_processes(loader: Loader) -> None:
     loader.next()
     before = processes_of(loader)
     loader.close()
-    await_that(lambda: not any(is_alive(process) for process in before))
+    wait_until(lambda: not any(is_alive(process) for process in before))
 
 
 def test_classes_and_functions_of_the_script_itself_reach_the_processes() -> None:
@@ -155,4 +148,4 @@ def test_the_processes_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
         processes = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
         assert len(processes) == 2
         rank.kill()
-    await_that(lambda: not any(is_alive(process) for process in processes))
+    wait_until(lambda: not any(is_alive(process) for process in processes))

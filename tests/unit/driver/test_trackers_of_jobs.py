@@ -9,7 +9,8 @@ import pytest
 from numbers_job import write_numbers
 from priced_run import write_priced_run
 from torch import nn
-from trackers_kit import KeptTracker, wait_until
+from trackers_kit import KeptTracker
+from waiting import wait_until
 
 from undula.config.job import LoadedSpec, load_spec
 from undula.driver import trackers

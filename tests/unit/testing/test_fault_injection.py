@@ -11,6 +11,7 @@ from typing import assert_never
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from undula.errors import ClusterError
 from undula.processes import is_alive
@@ -99,13 +100,6 @@ def status_of(nodes: LocalNodes, node: str) -> str:
     return str(psutil.Process(nodes._workers[node].pid).status())
 
 
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # limits the polling rate
-
-
 @pytest.mark.parametrize("action", Action)
 def test_each_action_does_what_its_name_says(
     chaos: Chaos, two_nodes: LocalNodes, tmp_path: Path, action: Action
@@ -118,7 +112,7 @@ def test_each_action_does_what_its_name_says(
         case Action.SIGKILL:
             assert two_nodes._workers[first].wait(10) == -signal.SIGKILL
         case Action.SIGSTOP:
-            await_true(lambda: status_of(two_nodes, first) == psutil.STATUS_STOPPED)
+            wait_until(lambda: status_of(two_nodes, first) == psutil.STATUS_STOPPED)
         case Action.KILL:
             assert two_nodes.nodes == [first]
         case Action.DRAIN:
@@ -166,7 +160,7 @@ def test_a_process_that_has_the_id_of_a_lost_rank_gets_no_signal(
         stranger.kill()
     write_group(store, two_nodes, second)
     two_nodes._workers[second].kill()
-    await_true(lambda: not is_alive(two_nodes._workers[second]))
+    wait_until(lambda: not is_alive(two_nodes._workers[second]))
     assert not chaos.inject(Fault(Action.SIGKILL, at_step=1)), "the process has ended, but was not waited for"
 
 
@@ -268,7 +262,7 @@ def test_a_run_ends_some_steps_after_its_last_fault_however_long_its_plan_is(
 
 def test_a_job_that_does_not_end_is_reported_with_its_last_lines(two_nodes: LocalNodes, tmp_path: Path) -> None:
     driver = driver_of(1, "time.sleep(600)")
-    await_true(lambda: driver.step == 0)
+    wait_until(lambda: driver.step == 0)
     chaos = Chaos(two_nodes, Store(str(tmp_path)), driver)
     with pytest.raises(
         ClusterError, match="the job did not end within 0 s; the last lines of its output are: step 0/1"

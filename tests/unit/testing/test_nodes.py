@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
 from undula.errors import ClusterError
@@ -13,13 +14,16 @@ from undula.testing.nodes import Nodes, _ray_start
 
 
 class SilentHead:
-    """Head that no node joins."""
+    """Head that no node joins by itself."""
 
     def __init__(self, *arguments: object):
-        pass
+        self.joined: list[str] = []
 
     def ask(self, command: str) -> list[str]:
-        return []
+        return self.joined
+
+    def drain(self, node: str, deadline: float) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -75,3 +79,30 @@ def test_a_node_that_does_not_join_is_not_kept(cluster: Nodes, tmp_path: Path, m
     cluster.await_all()  # the next test is not concerned
     cluster.kill(node)
     assert list(cluster._memory.iterdir()) == []
+
+
+def join(cluster: Nodes) -> str:
+    """Add a node and let it join."""
+    cluster._head.joined.append(node := cluster.add())  # type: ignore[attr-defined]
+    wait_until(lambda: node in cluster._joined)
+    cluster.await_all()
+    return node
+
+
+def test_a_node_that_has_left_is_named_instead_of_awaited(cluster: Nodes) -> None:
+    kept, lost = join(cluster), join(cluster)
+    cluster._head.joined.remove(lost)  # type: ignore[attr-defined]
+    assert cluster.leaving() == [lost]
+    with pytest.raises(ClusterError, match=f"^nodes {lost[:8]} left the cluster .*; kill what has left$"):
+        cluster.await_all()
+    cluster.kill(lost)
+    cluster.await_all()
+    assert cluster.leaving() == []
+    cluster.drain(kept, deadline_s=600)
+    assert cluster.leaving() == [kept]
+
+
+def test_a_wait_for_nodes_has_a_limit_and_names_them(cluster: Nodes) -> None:
+    node = cluster.add()
+    with pytest.raises(ClusterError, match=f"^nodes {node[:8]} did not join the cluster within 0 s$"):
+        cluster.await_all(limit_s=0.0)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from ledger_rows import Rows
-from trackers_kit import KeptTracker, wait_until
+from trackers_kit import KeptTracker
+from waiting import wait_until
 
 import undula
 from undula.state.events import EndEvent, Event, FailEvent, StartEvent, StopEvent
