@@ -156,7 +156,7 @@ class Buffers(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.seen += 1
+            self.seen += (x[:, :2] > 0).sum(0)
             if self.late is None:
                 self.late = torch.ones(3)
         return super().forward(x + self.table) + (0 if self.late is None else self.late)

@@ -1,12 +1,14 @@
 """Buffers that a forward pass changes, such as BatchNorm's running statistics, with a result that does not depend on the ranks.
 
-Every micro-batch starts from the buffers that the step began with. The step then changes floating-point and complex buffers by the mean
-of the micro-batches' changes, weighted by samples, and increases counters by one. A forward pass may change a buffer in place or replace
-it by another tensor. A buffer that is None when the step begins gets the value of the step's first micro-batch.
+Every micro-batch starts from the buffers that the step began with. After the step, floating-point and complex buffers have moved by the
+mean of the micro-batches' changes, weighted by samples; integers by the sum of the changes, and counters of steps by one; and a Boolean
+has changed if any micro-batch has changed it. A forward pass may change a buffer in place or replace it by another tensor. A buffer that
+is None when the step begins gets the value of the step's first micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,33 @@ from undula.errors import UsageError
 from undula.parallel.collectives import AllReduce
 from undula.parallel.reduce.exact import ExactSum
 
+STEP_COUNTER = "num_batches_tracked"
+"""Name of BatchNorm's buffer, which counts steps."""
+POSITIONS = ("ptr", "pointer")
+"""Parts of the names of integer buffers that hold a position, such as that of the next free place in a queue."""
+INTEGERS = {
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
+
+
+class _Group(Protocol):
+    """Buffers that are combined by the same rule and processed as one tensor, because a model has many small buffers."""
+
+    def begin_step(self) -> None: ...
+
+    def end_micro_batch(self, samples: int) -> None: ...
+
+    def end_step(self, step_samples: int) -> None:
+        """Set the buffers to their values after the step.
+
+        Raises:
+            UsageError: The changes of a buffer cannot be combined. All ranks raise it.
+        """
+
 
 class BufferMean:
-    """Averages the changes of a module's buffers over the virtual workers of a step.
+    """Combines the changes of a module's buffers over the virtual workers of a step.
 
     Args:
         module: Module that has the buffers.
@@ -27,7 +53,9 @@ class BufferMean:
     """
 
     def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False, is_first: bool = True):
-        self._places = [(each._buffers, key) for each in module.modules() for key in each._buffers]
+        found = [(path, each, key) for path, each in module.named_modules() for key in each._buffers]
+        self._places = [(each._buffers, key) for _, each, key in found]
+        self._names = [f"{path}.{key}".removeprefix(".") for path, _, key in found]
         self._all_reduce = all_reduce
         self._is_first = is_first
         self._device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -40,8 +68,8 @@ class BufferMean:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the module has buffers to average, or may get some."""
-        return bool(self._groups) or None in self._in_places
+        """Whether the module has buffers, or may get some."""
+        return bool(self._places)
 
     def begin_step(self) -> None:
         if any(buffers[key] is not known for (buffers, key), known in zip(self._places, self._in_places, strict=True)):
@@ -80,7 +108,8 @@ class BufferMean:
         """Set the buffers to their values after the step.
 
         Raises:
-            UsageError: The forward pass has set a buffer that was None on some ranks only, or to tensors of different sizes.
+            UsageError: The changes of a buffer cannot be combined, or the forward pass has set a buffer that was None on some ranks only,
+                or to tensors of different sizes.
         """
         self._put_back()
         for group in self._groups:
@@ -90,12 +119,23 @@ class BufferMean:
     def _lay_out(self) -> None:
         """Find the buffers that the module has now, and group them by dtype."""
         self._in_places = [buffers[key] for buffers, key in self._places]
-        self._buffers = list({id(buffer): buffer for buffer in self._in_places if buffer is not None}.values())
-        moving = [buffer for buffer in self._buffers if buffer.is_floating_point() or buffer.is_complex()]
-        by_type = sorted(moving, key=lambda buffer: str(buffer.dtype))
-        self._groups = [
-            _Group(list(group), self._all_reduce, self._exact) for _, group in groupby(by_type, lambda each: each.dtype)
-        ]
+        named = {
+            id(buffer): (name, buffer)
+            for name, buffer in zip(self._names, self._in_places, strict=True)
+            if buffer is not None
+        }
+        self._buffers = [buffer for _, buffer in named.values()]
+        by_type = sorted(named.values(), key=lambda each: str(each[1].dtype))
+        found = [self._group(dtype, dict(group)) for dtype, group in groupby(by_type, lambda each: each[1].dtype)]
+        self._groups = [group for group in found if group]
+
+    def _group(self, dtype: torch.dtype, buffers: Mapping[str, Tensor]) -> _Group | None:
+        """Return a group of buffers of one dtype; None if the dtype has no arithmetic."""
+        if dtype == torch.bool:
+            return _Flags(buffers, self._all_reduce)
+        if dtype.is_floating_point or dtype.is_complex:
+            return _Means(list(buffers.values()), self._all_reduce, self._exact)
+        return _Integers(buffers, self._all_reduce) if dtype in INTEGERS else None
 
     def _put_back(self) -> None:
         """Undo the replacement of buffers by the forward pass: the module gets back the tensors that it had when the step began."""
@@ -115,7 +155,7 @@ class BufferMean:
         for place, size, total in zip(absent, sizes, totals, strict=True):
             if total != num_ranks * size:
                 raise UsageError(
-                    f"the forward pass set the buffer {self._places[place][1]!r}, which was None, on some workers only or to tensors of "
+                    f"the forward pass set the buffer {self._names[place]!r}, which was None, on some workers only or to tensors of "
                     "different sizes; give the buffer a value when you make the model"
                 )
         for place, value in self._new.items():
@@ -132,15 +172,20 @@ class BufferMean:
 
     def _take_over(self) -> None:
         """Copy each tensor that has replaced a buffer into the buffer. A new buffer keeps its tensor until the next micro-batch."""
-        for (buffers, key), known in zip(self._places, self._in_places, strict=True):
+        for name, (buffers, key), known in zip(self._names, self._places, self._in_places, strict=True):
             found = buffers[key]
             if known is not None and found is not None and found is not known:
+                if found.shape != known.shape:
+                    raise UsageError(
+                        f"the forward pass replaced the buffer {name!r} of shape {tuple(known.shape)} by a tensor of shape "
+                        f"{tuple(found.shape)}; keep its shape, or hold the tensor in an attribute that is not a buffer"
+                    )
                 known.copy_(found.detach())
                 buffers[key] = known
 
 
-class _Group:
-    """Buffers of one dtype, which are processed as one tensor because a model has many small buffers."""
+class _Means:
+    """Floating-point or complex buffers of one dtype, which move by the mean of the changes."""
 
     def __init__(self, buffers: Sequence[Tensor], all_reduce: AllReduce, exact: bool):
         self._all_reduce = all_reduce
@@ -151,6 +196,8 @@ class _Group:
 
     def begin_step(self) -> None:
         self._begin = self._values()
+        # A minimum may begin at infinity, from where no change is finite; such an element moves as if it began at 0.
+        self._base = self._begin.nan_to_num(0.0, 0.0, 0.0)
         self._moved = torch.zeros_like(self._begin)
         if self._sums:
             self._sums.clear()
@@ -158,7 +205,7 @@ class _Group:
     def end_micro_batch(self, samples: int) -> None:
         values = self._values()
         # An element that has not changed must keep its value, even if it is infinite.
-        moved = (values - self._begin).masked_fill_(values == self._begin, 0)
+        moved = (values - self._base).masked_fill_(values == self._begin, 0)
         if self._sums:
             for place, part in enumerate(torch.split(moved * samples, self._sizes)):
                 self._sums.add(place, part)
@@ -173,10 +220,126 @@ class _Group:
         else:
             moved = self._moved
             self._all_reduce(moved)
-        ended = (self._begin + moved / step_samples).to(self._begin.dtype)
+        base = torch.where(moved != 0, self._base, self._begin)
+        ended = (base + moved / step_samples).to(self._begin.dtype)
         parts = torch.split(ended, self._sizes)
         shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._reals, strict=True)]
         torch._foreach_copy_(self._reals, shaped)
 
     def _values(self) -> Tensor:
         return torch.cat([buffer.flatten() for buffer in self._reals])
+
+
+class _Integers:
+    """Integer buffers of one dtype. Their increments are added up, like those of a count.
+
+    A buffer of one element that every micro-batch of the step increases by one counts steps, and so does one with BatchNorm's name.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], all_reduce: AllReduce):
+        self._names, self._buffers = list(buffers), list(buffers.values())
+        self._all_reduce = all_reduce
+        self._sizes = [buffer.numel() for buffer in self._buffers]
+        self._counts_steps = self._where(lambda name, buffer: name.endswith(STEP_COUNTER))
+        self._may_count_steps = self._where(lambda name, buffer: buffer.numel() == 1)
+        self._is_position = self._where(
+            lambda name, buffer: any(part in name.rpartition(".")[2].lower() for part in POSITIONS)
+        )
+        self._can_fail = not all(name.endswith(STEP_COUNTER) for name in buffers)
+
+    def begin_step(self) -> None:
+        self._begin = self._values()
+        self._sums = self._begin.new_zeros(4, self._begin.numel())
+        self._num_micro_batches = 0
+
+    def end_micro_batch(self, samples: int) -> None:
+        moved = (self._values() - self._begin).to(self._buffers[0].dtype).long()  # wraps like the dtype
+        self._sums += torch.stack([moved, moved != 0, moved == 1, moved < 0])
+        self._num_micro_batches += 1
+
+    def end_step(self, step_samples: int) -> None:
+        sums = torch.cat([self._sums.flatten(), self._sums.new_full((1,), self._num_micro_batches)])
+        self._all_reduce(sums)
+        (moved, movers, ones, falls), micro_batches = sums[:-1].view(4, -1), sums[-1]
+        if self._can_fail:
+            is_wrong = (falls > 0) | (self._is_position & (movers > 0))
+            self._refuse(is_wrong & ~self._counts_steps & (micro_batches > 1))
+        counts_steps = self._counts_steps | (self._may_count_steps & (ones == micro_batches))
+        ended = self._begin + torch.where(counts_steps, moved // movers.clamp(min=1), moved)
+        parts = torch.split(ended, self._sizes)
+        torch._foreach_copy_(
+            self._buffers, [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
+        )
+
+    def _refuse(self, is_wrong: Tensor) -> None:
+        for name, part in zip(self._names, torch.split(is_wrong.cpu(), self._sizes), strict=True):
+            if part.any():
+                raise UsageError(
+                    f"the forward pass set the integer buffer {name!r} to a position or a smaller value, which cannot be combined over the "
+                    "micro-batches of a step; change the buffer after step.update()"
+                )
+
+    def _values(self) -> Tensor:
+        return torch.cat([buffer.flatten().long() for buffer in self._buffers])
+
+    def _where(self, condition: Callable[[str, Tensor], bool]) -> Tensor:
+        """Return for each element whether its buffer meets a condition."""
+        met = [condition(name, buffer) for name, buffer in zip(self._names, self._buffers, strict=True)]
+        parts = [
+            torch.full((size,), each, device=self._buffers[0].device)
+            for size, each in zip(self._sizes, met, strict=True)
+        ]
+        return torch.cat(parts)
+
+
+class _Flags:
+    """Boolean buffers. A flag changes if any micro-batch changes it, provided that this is always in the same direction."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], all_reduce: AllReduce):
+        self._buffers = list(buffers.values())
+        self._all_reduce = all_reduce
+        self._sizes = [buffer.numel() for buffer in self._buffers]
+        self._directions: dict[str, set[str]] = {name: set() for name in buffers}
+        """Directions in which some micro-batches, but not all of a step, have changed a buffer's flags."""
+
+    def begin_step(self) -> None:
+        self._begin = self._values()
+        self._changed = torch.zeros_like(self._begin)
+        self._kept = torch.zeros_like(self._begin)
+
+    def end_micro_batch(self, samples: int) -> None:
+        changed = self._values() ^ self._begin
+        self._changed |= changed
+        self._kept |= ~changed
+
+    def end_step(self, step_samples: int) -> None:
+        ranks = self._changed.any().int()
+        self._all_reduce(ranks)
+        if not ranks.item():  # masks are often large and hardly ever change
+            return
+        sums = torch.stack([self._changed, self._kept]).int()
+        self._all_reduce(sums)
+        changed, kept = sums > 0
+        self._check(changed, kept)
+        parts = torch.split(self._begin ^ changed, self._sizes)
+        torch._foreach_copy_(
+            self._buffers, [part.view_as(buffer) for part, buffer in zip(parts, self._buffers, strict=True)]
+        )
+
+    def _check(self, changed: Tensor, kept: Tensor) -> None:
+        """Raise UsageError if micro-batches that differ have changed flags of a buffer in both directions."""
+        kinds = torch.stack([changed & ~self._begin, changed & self._begin, changed & kept])
+        found = [part.any(1) for part in torch.split(kinds, self._sizes, 1)]
+        for (name, directions), (on, off, differs) in zip(
+            self._directions.items(), torch.stack(found).tolist(), strict=True
+        ):
+            if differs:
+                directions.update({"on"} if on else (), {"off"} if off else ())
+            if len(directions) > 1:
+                raise UsageError(
+                    f"the forward pass switched flags of the Boolean buffer {name!r} both on and off, which cannot be combined over the "
+                    "micro-batches of a step; change the buffer after step.update()"
+                )
+
+    def _values(self) -> Tensor:
+        return torch.cat([buffer.flatten() for buffer in self._buffers])

@@ -34,6 +34,7 @@ from undula.train.job import Job
 from undula.train.learning_rate import OptimizerRates, Rate, rate_for
 from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
+from undula.train.parameter_guard import ParameterGuard
 from undula.train.samples import AnyStream, SampleSource
 from undula.train.script_state import ScriptState
 from undula.train.step_reduction import StepReducer, Wants
@@ -113,6 +114,7 @@ class TrainContext:
     optimizer: torch.optim.Optimizer
     buffers: BufferMean
     baseline: Baseline
+    guard: ParameterGuard
     noise: NoiseScaleMeter
     loss_scale: LossScale
     rates: OptimizerRates
@@ -197,6 +199,7 @@ class TrainContext:
             optimizer,
             BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
             Baseline(engine.module, optimizer),
+            ParameterGuard(engine.module),
             noise,
             loss_scale,
             rates,

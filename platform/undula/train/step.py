@@ -156,6 +156,7 @@ class Step:
         self._work = self._planned_work()
         context.buffers.begin_step()
         context.engine.begin_step(len(self._work))
+        context.guard.begin_step(context.engine.parameters)
         self._following = chain(self._work[1:], self._first_of_next())
         context.noise.begin_step(self.index, self.merged_steps, context.engine.trainable)
 
@@ -271,6 +272,7 @@ class Step:
                 "run all batches before calling it"
             )
         self._enter(REDUCE)
+        context.guard.end_step()
         begin = mark_on(context.setup.layout.device)
         limit = job.gradient.max_norm if max_norm is None else max_norm
         self._reduced_gradient = context.engine.finish_gradients(self.samples, limit, context.loss_scale.factor)

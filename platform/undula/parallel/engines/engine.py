@@ -64,7 +64,8 @@ class Engine:
 
     def begin_step(self, micro_batches: int) -> None:
         """Begin a step in which this rank runs `micro_batches` micro-batches."""
-        found = trainable(self.module)
+        self.parameters = list(self.module.parameters())
+        found = [parameter for parameter in self.parameters if parameter.requires_grad]
         if len(found) != len(self.trainable) or any(a is not b for a, b in zip(found, self.trainable, strict=True)):
             self.trainable = found
             self.lay_out()

@@ -1,0 +1,255 @@
+"""Tests of buffers and parameters that a forward pass changes: they end as on one rank with any division of the step, or are refused."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numbers_job import cpu_run, network, numbers_job
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from undula.errors import UsageError
+from undula.train.job import Job
+
+ROWS = 48
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.move(x)
+        return self.net(x / ROWS)  # type: ignore[no-any-return]
+
+    def move(self, x: Tensor) -> None:
+        """Change what the test is about."""
+
+
+class Counting(Base):
+    """Counts of the data and of the steps, in every kind of integers, and flags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+        self.register_buffer("residues", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("wrapping", torch.full((4,), 250, dtype=torch.uint8))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(ROWS, dtype=torch.bool))
+        self.register_buffer("unseen", torch.ones(ROWS, dtype=torch.bool))
+        self.register_buffer("toggled", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("mask", torch.eye(3) > 0)
+        self.register_buffer("least", torch.tensor(torch.inf))
+
+    def move(self, x: Tensor) -> None:
+        index = x.long().flatten()
+        found = torch.bincount(index % 4, minlength=4)
+        self.norm(x)
+        self.residues += found
+        self.wrapping.data.add_(found.to(torch.uint8))
+        self.samples = self.samples + len(x)
+        self.steps += 1
+        self.seen[index] = True
+        self.unseen[index] = False
+        self.toggled.logical_not_()
+        self.least = torch.minimum(self.least, x.min())
+
+
+class Queue(Base):
+    """A ring of features that the forward pass writes, as MoCo has it."""
+
+    name = "queue_ptr"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(24))
+        self.register_buffer(self.name, torch.zeros(1, dtype=torch.long))
+
+    def move(self, x: Tensor) -> None:
+        place = self.get_buffer(self.name)
+        self.queue[(torch.arange(len(x)) + place) % len(self.queue)] = x.flatten()
+        place[0] = (int(place) + len(x)) % len(self.queue)
+
+
+class UnnamedQueue(Queue):
+    name = "place"
+
+
+class LastMask(Base):
+    """Flags that the last micro-batch sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(ROWS, dtype=torch.bool))
+
+    def move(self, x: Tensor) -> None:
+        self.last = torch.zeros(ROWS, dtype=torch.bool).index_fill(0, x.long().flatten(), True)
+
+
+class LastFlag(Base):
+    """One flag that the last micro-batch sets, on in some steps and off in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros((), dtype=torch.bool))
+
+    def move(self, x: Tensor) -> None:
+        self.last.fill_((x < ROWS / 4).any())
+
+
+class Resized(Base):
+    """A buffer that the forward pass replaces by one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(5))
+
+    def move(self, x: Tensor) -> None:
+        self.last = torch.zeros(1)
+
+
+class Moving(Base):
+    """A frozen network, and a function that the forward pass calls."""
+
+    def __init__(self, change: Callable[["Moving"], Any]) -> None:
+        super().__init__()
+        self.other = network().requires_grad_(False)
+        self.words = nn.Embedding(ROWS, 2, max_norm=0.1)
+        self.change = change
+
+    def move(self, x: Tensor) -> None:
+        self.change(self)
+
+
+def trained(rank: int, world_size: int, job: Job, make: Callable[[], nn.Module]) -> dict[str, Any] | str:
+    """Train, and return the model's state or the message of a refusal."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(make())
+    run.optimizer(torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))
+    try:
+        for step in run.steps():
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None]).square().mean())
+            step.update()
+    except UsageError as error:
+        return str(error)
+    finally:
+        run.free()
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_counts_and_flags_are_those_of_all_micro_batches_at_any_world_size(tmp_path: Path) -> None:
+    """With one virtual worker, a step has one micro-batch, so that its buffers are those of the script's own forward pass."""
+    alone = {v: trained(0, 1, numbers_job(tmp_path / f"{v}", virtual_workers=v), Counting) for v in (1, 2, 4)}
+    expected = {
+        "norm.num_batches_tracked": 4,
+        "residues": [12] * 4,
+        "wrapping": [(250 + 12) % 256] * 4,
+        "samples": 48,
+        "steps": [4],
+        "seen": [True] * ROWS,
+        "unseen": [False] * ROWS,
+        "toggled": False,
+        "mask": (torch.eye(3) > 0).tolist(),
+    }
+    for virtual_workers, state in alone.items():
+        assert isinstance(state, dict)
+        assert {name: state[name] for name in expected} == expected, virtual_workers
+        assert 0 <= state["least"] < ROWS / 4
+    for world_size in (2, 3):
+        job = numbers_job(tmp_path / f"on {world_size}", virtual_workers=4)
+        for state in on_ranks(world_size, trained, job, Counting):
+            assert {name: state[name] for name in expected} == expected
+
+
+REFUSED: dict[Callable[[], nn.Module], str] = {
+    Queue: "the integer buffer 'queue_ptr'",
+    UnnamedQueue: "the integer buffer 'place'",
+    LastMask: "the Boolean buffer 'last' both on and off",
+    LastFlag: "the Boolean buffer 'last' both on and off",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_changes_that_cannot_be_combined_are_refused_by_every_rank(
+    tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    for found in on_ranks(2, trained, numbers_job(tmp_path), make):
+        assert REFUSED[make] in found
+        assert "change the buffer after step.update()" in found
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_the_only_micro_batch_of_a_step_may_change_its_buffers_at_will(
+    tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    state = trained(0, 1, numbers_job(tmp_path, virtual_workers=1), make)
+    assert isinstance(state, dict)
+    if make is Queue:
+        assert (len(set(state["queue"])), state["queue_ptr"]) == (24, [0])
+
+
+def test_a_buffer_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
+    assert "replaced the buffer 'last' of shape (5,) by a tensor of shape (1,)" in trained(
+        0, 1, numbers_job(tmp_path), Resized
+    )
+
+
+def _new_tensors(model: Moving) -> None:
+    for own, other in zip(model.net.parameters(), model.other.parameters(), strict=True):
+        other.data = 0.9 * other.data + 0.1 * own.data
+
+
+def _in_place(model: Moving) -> None:
+    torch._foreach_lerp_(list(model.other.parameters()), list(model.net.parameters()), 0.1)
+
+
+def _without_a_trace(model: Moving) -> None:
+    for own, other in zip(model.net.parameters(), model.other.parameters(), strict=True):
+        other.data.mul_(0.9).add_(own.data, alpha=0.1)
+
+
+def _normalized(model: Moving) -> None:
+    model.words(torch.tensor([1, 2]))
+
+
+def _initialized(model: Moving) -> None:
+    model.net[0].bias.data.fill_(1.0)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_new_tensors, "other.0.weight"),
+        (_in_place, "other.0.weight"),
+        (_without_a_trace, "other.0.weight"),
+        (_normalized, "words.weight"),
+        (_initialized, "net.0.bias"),
+    ],
+)
+def test_a_forward_pass_that_changes_parameters_is_refused_by_every_rank(
+    tmp_path: Path, change: Callable[[Moving], Any], name: str
+) -> None:
+    job = numbers_job(tmp_path)
+    for found in (trained(0, 1, job, partial(Moving, change)), *on_ranks(2, trained, job, partial(Moving, change))):
+        assert f"the parameter '{name}' changed between the first batch" in found
+
+
+def test_weights_that_move_to_other_addresses_are_no_change(tmp_path: Path) -> None:
+    def move(model: Moving) -> None:
+        for each in model.recurrent.parameters():  # type: ignore[union-attr]
+            each.data = each.data.clone()  # as flatten_parameters() does on a GPU
+
+    def make() -> nn.Module:
+        module = Moving(move)
+        module.recurrent = nn.LSTM(1, 2)
+        return module
+
+    assert isinstance(trained(0, 1, numbers_job(tmp_path), make), dict)
