@@ -4,13 +4,13 @@
     python -m tests.baselines.bench_host --width 768 --context 256 --samples 32      # on a GPU
 
 Every step of the run is followed by a step of the plain loop in the same process, with the same optimizer, clipping and micro-batches, so
-that both meet the same machine. The processor time of the training thread is less noisy on a machine that does other work. `--profile` lists the functions in which the run's steps spend their time, without the plain loop.
+that both meet the same machine. The processor time of the training thread is less noisy on a machine that does other work. `--profile`
+lists the functions in which the run's steps spend their time, without the plain loop.
 """
 
 import argparse
 import cProfile
 import pstats
-import statistics
 import tempfile
 import time
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""Timestamps on a device, which measure the parts of a step. Recording a timestamp does not wait for the device."""
+"""Timestamps on a device, which measure the parts of a step, and scalars from it. Only reading either waits for the device."""
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 
 class Mark(Protocol):
@@ -39,3 +41,10 @@ class CudaMark:
 def mark_on(device: torch.device) -> Mark:
     """Record a timestamp at the current point of the device's work."""
     return CudaMark() if device.type == "cuda" else HostMark()
+
+
+def on_host(scalars: Sequence[Tensor]) -> list[float]:
+    """Return the values of scalars. Those on a GPU are copied together, so that this waits once."""
+    there = [each for each in scalars if each.device.type != "cpu"]
+    copied = iter(torch.stack([each.detach().double() for each in there]).tolist() if there else ())
+    return [float(each) if each.device.type == "cpu" else next(copied) for each in scalars]

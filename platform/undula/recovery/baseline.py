@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undula.state.pieces import dense_strides
+from undula.state.pieces import dense_strides, is_sharded_tensor
 
 SAMPLES = 64
 """Number of elements of each parameter that are compared."""
@@ -33,6 +33,7 @@ class Baseline:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         self._parameters = list(module.parameters())
+        self._is_sharded = any(is_sharded_tensor(each) for each in self._parameters)
         self._places = [each._buffers for each in module.modules() if each._buffers]
         self._optimizer = optimizer
         self._elements: dict[int, tuple[int, Tensor]] = {}
@@ -105,7 +106,9 @@ class Baseline:
 
     def _views(self) -> Iterator[Tensor]:
         for place, parameter in enumerate(self._parameters):
-            own: Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, without recording an operation
+            own: Tensor = parameter
+            if self._is_sharded:
+                own = getattr(parameter, "_local_tensor", parameter)  # without recording an operation
             address, view = self._elements.get(place, (0, None))
             if view is None or address != own.data_ptr() or view.dtype != own.dtype:
                 view = _sample_of(own.detach())

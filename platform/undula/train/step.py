@@ -13,7 +13,7 @@ from torch import Tensor
 
 from undula.data.nested import tensors_of
 from undula.errors import UsageError
-from undula.parallel.device_clock import Mark, mark_on
+from undula.parallel.device_clock import Mark, mark_on, on_host
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, COMPUTE, DATA, REDUCE, SHARDED_COMPUTE, Phase
@@ -24,6 +24,7 @@ from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
 from undula.train.context import Kind, TrainContext
 from undula.train.loss_scale import LONG_SKIPPED_STEPS
+from undula.train.parameter_guard import changed_in_step
 from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
@@ -71,8 +72,8 @@ class Step:
         """Micro-batches that `load` has read and `batches` has not yielded yet."""
         self._reduced_gradient: tuple[Tensor, Tensor] | None = None
         """Norm of the step's gradient, and whether it overflows on this rank; None before it is reduced."""
-        self._moved: Tensor | None = None
-        """Whether the script has changed parameters before the first batch, a scalar on the device."""
+        self._moved = self._moved_within = torch.tensor(False, device="cpu")
+        """Whether parameters changed before the first batch, and whether they changed before the update, scalars on the device."""
         self._has_begun = self._has_ended = self.is_last = False
         plan = context.setup.plan
         self.index = index
@@ -273,6 +274,7 @@ class Step:
             )
         self._enter(REDUCE)
         context.guard.end_step()
+        self._moved_within = context.baseline.moved()
         begin = mark_on(context.setup.layout.device)
         limit = job.gradient.max_norm if max_norm is None else max_norm
         self._reduced_gradient = context.engine.finish_gradients(self.samples, limit, context.loss_scale.factor)
@@ -289,11 +291,9 @@ class Step:
         if self._reduced_gradient is None:
             self._reduce("update", None)
         assert self._reduced_gradient is not None
-        norm, overflows = self._reduced_gradient
         context.rates.set(context.optimizer, self._rate)
-        self._refuse_moved()
         # This commits the step. If a rank is lost before it returns, the other ranks keep the state before the step.
-        totals = self._reduced(norm, overflows)
+        totals = self._reduced(*self._reduced_gradient)
         with self._boundary.changing_state(self.merged_steps):
             seed_update(job.plan.seed, self.index)
             context.engine.step(applies=not totals.overflows)
@@ -309,18 +309,22 @@ class Step:
         self.updated = True
         seed_between_steps(job.plan.seed, "after the update", self.index + self.merged_steps)
 
-    def _refuse_moved(self) -> None:
-        """Raise UsageError if the script has changed parameters before the first batch. On a GPU this waits for the backward pass.
+    def _refuse_moved(self, before: bool, within: bool) -> None:
+        """Raise UsageError if parameters changed before the first batch, or between that and the update.
 
-        A group that ends in the step hands over these parameters, and the next group would change them once more.
+        A group that ends in the step hands over parameters that the script has changed before the first batch, and the next group would
+        change them once more.
         """
-        if self._moved is not None and bool(self._moved):
-            if self._context.snapshots:  # the last one may have been taken while they changed
-                self._context.snapshots.discard()
-            raise UsageError(
-                f"the script changed parameters of the model before step.batches() of step {self.index}, where a run that resumes would "
-                "change them again; do this after step.update()"
-            )
+        if not (before or within):
+            return
+        if self._context.snapshots:  # the last one may have been taken while they changed
+            self._context.snapshots.discard()
+        if not before:
+            raise changed_in_step("a parameter")
+        raise UsageError(
+            f"the script changed parameters of the model before step.batches() of step {self.index}, where a run that resumes would change "
+            "them again; do this after step.update()"
+        )
 
     def _enter(self, phase: Phase) -> None:
         """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""
@@ -339,9 +343,15 @@ class Step:
         return placed.batch
 
     def _reduced(self, norm: Tensor, overflows: Tensor) -> StepTotals:
-        """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass."""
+        """Return the measurements of the step, reduced over all ranks. On a GPU this waits for the backward pass.
+
+        Raises:
+            UsageError: Parameters changed before the update.
+        """
         context, local, layout = self._context, self._local, self._context.setup.layout
-        losses = torch.stack([loss.double() * size for loss, size in self._losses]).tolist() if self._losses else []
+        scalars = [norm, overflows, self._moved, self._moved_within, *(loss for loss, _ in self._losses)]
+        grad_norm, has_overflowed, moved, moved_within, *losses = on_host(scalars)
+        self._refuse_moved(bool(moved), bool(moved_within))
         local.wants = self._boundary.wants()
         self._enter(REDUCE)
         local.seconds["data_s"] = self._data_s
@@ -351,12 +361,12 @@ class Step:
         known_s = sum(local.seconds[name] for name in STEP_SECONDS)
         local.seconds["other_s"] = max(time.perf_counter() - self._began - known_s, 0.0)
         if layout.leads_cell:
-            local.losses = losses
+            local.losses = [loss * size for loss, (_, size) in zip(losses, self._losses, strict=True)]
             local.small_squares = context.noise.small_squares(self.samples, self._loss_scale)
             local.micro_batches = len(local.small_squares)
-        local.overflows = bool(overflows)
+        local.overflows = bool(has_overflowed)
         if layout.is_first:
-            local.grad_norm = float(norm)
+            local.grad_norm = grad_norm
             local.stored_steps = context.telemetry.stored_steps if context.telemetry else 0
         return context.reducer.reduce(local)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from undula.errors import UsageError
+from undula.parallel.collectives import all_reduce_over
 from undula.parallel.reduce.exact import exact_total, total_value
 from undula.plan.noise import StepNorms
 
@@ -113,13 +114,16 @@ def _fields_of(kind: type) -> tuple[tuple[str, Reduction[Any, Any]], ...]:
     return tuple((each.name, each.metadata["reduction"]) for each in fields(kind) if "reduction" in each.metadata)
 
 
+_WANTED = _fields_of(Wants)
+
+
 def _decode_wants(sums: Sequence[float], ranks: int) -> Wants:
-    values = zip(_fields_of(Wants), sums, strict=True)
+    values = zip(_WANTED, sums, strict=True)
     return Wants(**{name: reduction.decode([total], ranks) for (name, reduction), total in values})
 
 
 WANTS = Reduction[Wants, Wants](
-    len(fields(Wants)), lambda wants: [float(getattr(wants, name)) for name, _ in _fields_of(Wants)], _decode_wants
+    len(_WANTED), lambda wants: [float(getattr(wants, name)) for name, _ in _WANTED], _decode_wants
 )
 
 
@@ -217,7 +221,7 @@ class StepReducer:
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
         terms += [[part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]]
         vector = torch.tensor([value for values in terms for value in values], dtype=torch.float64, device="cpu")
-        dist.all_reduce(vector, group=self._group)
+        all_reduce_over(self._group)(vector)
         return (part.tolist() for part in torch.split(vector, [len(values) for values in terms]))
 
     def _agree_on_names(self, local: LocalStep) -> None:

@@ -227,11 +227,11 @@ def _initialized(model: Moving) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (_new_tensors, "other.0.weight"),
-        (_in_place, "other.0.weight"),
-        (_without_a_trace, "other.0.weight"),
-        (_normalized, "words.weight"),
-        (_initialized, "net.0.bias"),
+        (_new_tensors, "a parameter"),
+        (_in_place, "the parameter 'other.0.weight'"),
+        (_without_a_trace, "a parameter"),
+        (_normalized, "the parameter 'words.weight'"),
+        (_initialized, "a parameter"),
     ],
 )
 def test_a_forward_pass_that_changes_parameters_is_refused_by_every_rank(
@@ -239,7 +239,7 @@ def test_a_forward_pass_that_changes_parameters_is_refused_by_every_rank(
 ) -> None:
     job = numbers_job(tmp_path)
     for found in (trained(0, 1, job, partial(Moving, change)), *on_ranks(2, trained, job, partial(Moving, change))):
-        assert f"the parameter '{name}' changed between the first batch" in found
+        assert f"{name} changed between the first batch" in found
 
 
 def test_weights_that_move_to_other_addresses_are_no_change(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Base class of all engines."""
 
+from operator import is_not
 from typing import ClassVar
 
 import torch
@@ -64,9 +65,9 @@ class Engine:
 
     def begin_step(self, micro_batches: int) -> None:
         """Begin a step in which this rank runs `micro_batches` micro-batches."""
-        self.parameters = list(self.module.parameters())
+        self.parameters = parameters_of(self.module)
         found = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if len(found) != len(self.trainable) or any(a is not b for a, b in zip(found, self.trainable, strict=True)):
+        if len(found) != len(self.trainable) or any(map(is_not, found, self.trainable)):
             self.trainable = found
             self.lay_out()
 
@@ -102,7 +103,7 @@ class Engine:
             Both are scalars on the device.
         """
         self.reduce_gradients(samples)
-        parameters = list(self.module.parameters())
+        parameters = parameters_of(self.module)
         overflows = torch.zeros((), device="cpu") if loss_scale is None else unscale(parameters, loss_scale)
         norm = gradient_norm(parameters)
         if max_norm is not None:
@@ -120,7 +121,8 @@ class Engine:
 
     def free_gradients(self) -> None:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""
-        nn.Module.zero_grad(self.module)  # a script's model may have another zero_grad
+        for parameter in parameters_of(self.module):
+            parameter.grad = None
 
     def close(self) -> None:
         """Remove what the engine has attached to the model. Without this, the model can stay in memory although nothing uses it."""
@@ -134,4 +136,17 @@ class Engine:
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that require a gradient."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [parameter for parameter in parameters_of(module) if parameter.requires_grad]
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return all parameters in the order of `module.parameters()`, which is slow because it makes their names."""
+    modules: dict[nn.Module, None] = {}
+    ahead: list[nn.Module | None] = [module]
+    while ahead:
+        each = ahead.pop()
+        if each is not None and each not in modules:
+            modules[each] = None
+            ahead.extend(reversed(each._modules.values()))
+    found = (parameter for each in modules for parameter in each._parameters.values() if parameter is not None)
+    return list({id(parameter): parameter for parameter in found}.values())
