@@ -24,7 +24,6 @@ from undula.adapters.accelerate_launch import launch
 from undula.adapters.accelerate_loaders import EvaluationLoader, PreparedLoader, TrainingLoader, merged, padded
 from undula.adapters.accelerate_refusals import refuse_arguments, refused_attribute, require_first
 from undula.adapters.accelerate_steps import AdvancedByRun, PreparedOptimizer, PreparedScheduler, Steps
-from undula.adapters.gradients import keep_gradients
 from undula.adapters.script import Offer, place
 from undula.config.yaml_file import Setting
 from undula.data.nested import with_tensors
@@ -230,7 +229,6 @@ class Accelerator:
         # The run uses only the methods of a scheduler that this object has.
         run.optimizer(optimizer.optimizer, cast(LRScheduler, AdvancedByRun(scheduler)) if scheduler else None)
         run.state("accelerate", lambda: [each.state_dict() for each in self._registered], self._restore)
-        keep_gradients(model)
         accumulates = self.gradient_accumulation_steps > 1
         steps = self._steps = optimizer.steps = Steps(run, model, accumulates, scheduler is not None)
         if scheduler:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from undula.adapters.gradients import free_gradients
 from undula.errors import UsageError
 from undula.train.run import Run
 from undula.train.step import Step
@@ -85,12 +84,12 @@ class Steps:
         while self.done < self._end_of(epoch):
             self.step = step = next(self._steps)
             self.has_advanced = False
-            free_gradients(self._model)
             self._batches = step.batches()
             for batch in self._batches:
                 assert step.micro_batch is not None
                 self._samples, self._is_after = step.micro_batch.samples, False
                 yield batch
+                step.keep_gradients()  # a loop may call model.zero_grad() after optimizer.step() of each batch
             if not step.updated:
                 raise UsageError(
                     f"step {step.index} ended without optimizer.step(); call it for each batch, and leave accumulation "

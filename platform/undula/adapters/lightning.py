@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from undula.adapters.gradients import free_gradients, keep_gradients
 from undula.adapters.lightning_checks import (
     check_callbacks,
     check_collate,
@@ -144,7 +143,6 @@ class _Fit:
         self._trainer.optimizers = self._trainer.strategy._lightning_optimizers = [optimizer]
         self._schedulers = schedulers
         run.optimizer(optimizer, schedulers)
-        keep_gradients(module, optimizer)
 
     def _prepare_data(self) -> bool:
         """Call prepare_data in one process of this machine after the other, because several may download the same files."""
@@ -220,7 +218,6 @@ class _Fit:
         self._epoch_is_open = True
         self._recorder.step = step
         is_first, last = True, None
-        free_gradients(self._module)
         for received in step.batches():
             assert step.micro_batch is not None
             place = run.plan.step(step.micro_batch.step).step_in_epoch
@@ -232,6 +229,7 @@ class _Fit:
                 last = outputs, batch, index
             else:
                 self._end_batch(outputs, batch, index)
+                step.keep_gradients()  # in Lightning, a batch can be a step, after which hooks may free gradients
         step.reduce()
         self._call("on_before_optimizer_step", optimizer)
         if self._schedulers:

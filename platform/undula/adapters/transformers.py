@@ -30,7 +30,6 @@ with one_sentence(), needs_extra("transformers"):
     from transformers.trainer_utils import TrainOutput
 
     from undula.adapters.arguments import job_settings, refuse_unsupported
-    from undula.adapters.gradients import keep_gradients
 from undula.adapters.hugging_face import (
     PlannedBatches,
     explained_devices,
@@ -180,7 +179,6 @@ class ElasticMixin(_Base):  # type: ignore[misc]
         dataset, collate = self._data(self.train_dataset, "training")
         run.dataset(dataset, collate_fn=collate, num_workers=self.args.dataloader_num_workers)
         self.model_wrapped = run.model(self.model)
-        keep_gradients(self.model_wrapped)
 
     def _data(self, dataset: Any, description: str) -> tuple[Any, Any]:
         """Return a dataset and a collate function without the columns that the model does not take."""

@@ -307,12 +307,13 @@ class StepBoundary:
         context.report(EndEvent(reason, step=done))
 
     def close(self, wait: bool = True) -> None:
-        """End the threads that run beside the training loop.
+        """End what watches optimizers, and the threads that run beside the training loop.
 
         Args:
             wait: Whether to wait until all reports are stored.
         """
         context = self._context
+        context.optimizer_steps.close()
         if context.stream:
             # Closing may wait for Ray Data's first block, which must not delay the next worker group.
             _in_thread(context.stream.close)

@@ -34,6 +34,8 @@ from undula.train.job import Job
 from undula.train.learning_rate import OptimizerRates, Rate, rate_for
 from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
+from undula.train.open_gradients import OpenGradients
+from undula.train.optimizer_steps import OptimizerSteps
 from undula.train.parameter_guard import ParameterGuard
 from undula.train.samples import AnyStream, SampleSource
 from undula.train.script_state import ScriptState
@@ -112,6 +114,8 @@ class TrainContext:
     model: nn.Module
     """Module that the script calls."""
     optimizer: torch.optim.Optimizer
+    gradients: OpenGradients
+    optimizer_steps: OptimizerSteps
     buffers: BufferMean
     baseline: Baseline
     guard: ParameterGuard
@@ -197,6 +201,8 @@ class TrainContext:
             engine,
             model,
             optimizer,
+            OpenGradients(engine, optimizer),
+            OptimizerSteps(model),
             BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
             Baseline(engine.module, optimizer),
             ParameterGuard(engine.module),

@@ -162,15 +162,30 @@ class SchedulerRates:
                 "remove the other keys below schedule, or the scheduler"
             )
         self.values()  # refuses what no checkpoint can hold
+        self._position = self._last_epoch()
 
     def lr(self, rate: StepRate) -> float:
         return float(self._scheduler.optimizer.param_groups[0]["lr"])
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
-        """Do nothing: the scheduler has set the rates when it was made or when it advanced."""
+        """Do nothing: the scheduler has set the rates when it was made or when it advanced.
+
+        Raises:
+            UsageError: The script has advanced the scheduler itself.
+        """
+        if self._last_epoch() != self._position:
+            raise UsageError(
+                "scheduler.step() was called by the script, but step.update() advances the scheduler that run.optimizer() got; remove the "
+                "call"
+            )
 
     def advance(self) -> None:
         self._scheduler.step()
+        self._position = self._last_epoch()
+
+    def _last_epoch(self) -> int | None:
+        """Return the number of the scheduler's steps; None for an object that only acts as a scheduler."""
+        return getattr(self._scheduler, "last_epoch", None)
 
     def values(self) -> Mapping[str, Any]:
         tensors: dict[str, torch.Tensor] = {}
@@ -182,6 +197,7 @@ class SchedulerRates:
     def restore(self, values: Mapping[str, Any]) -> None:
         if SCHEDULER in values:
             self._scheduler.load_state_dict(decode(values[SCHEDULER], {}))
+            self._position = self._last_epoch()
 
 
 class GroupRates:

@@ -86,6 +86,8 @@ class Step:
         self.lr = context.rates.lr(self._rate)
         self._loss_scale = context.loss_scale.factor or 1.0
         self.updated = False
+        context.optimizer_steps.begin_step(index)
+        context.gradients.free_former()
 
     def batches(self) -> Iterator[Any]:
         """Yield the micro-batches of this rank's virtual workers. Call `backward` once for each of them."""
@@ -100,8 +102,11 @@ class Step:
         engine = context.engine
         for place, each in enumerate(work):
             batch = self._loaded.pop(0) if self._loaded else self._next_batch(each.virtual_worker, each.samples)
+            if place:
+                context.gradients.release(after_backward=True)
             self.is_last = place == len(work) - 1
             engine.before_forward(self.is_last)
+            context.gradients.hold()
             context.buffers.begin_micro_batch()
             seed_micro_batch(context.setup.job.plan.seed, each.step, each.virtual_worker, each.number)
             self.micro_batch = each
@@ -158,6 +163,7 @@ class Step:
         context.buffers.begin_step()
         context.engine.begin_step(len(self._work))
         context.guard.begin_step(context.engine.parameters)
+        context.gradients.begin_step(self.index)
         self._following = chain(self._work[1:], self._first_of_next())
         context.noise.begin_step(self.index, self.merged_steps, context.engine.trainable)
 
@@ -216,7 +222,9 @@ class Step:
         context.noise.begin_backward()
         part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)
         weight = context.setup.job.gradient_scale * part * self._loss_scale
+        context.gradients.release(after_backward=False)
         context.engine.backward(loss, weight, micro_batch, self.is_last)
+        context.gradients.hold()
         context.noise.end_backward(micro_batch.samples)
         if self.is_last:
             self._enter(REDUCE)
@@ -224,12 +232,16 @@ class Step:
         ready = context.engine.gradients_ready if self.is_last else None
         self._intervals += [("compute_s", begin, ready or end), ("communication_s", ready or end, end)]
         if micro_batch.samples:  # the loss of no samples may be NaN, even if it is multiplied by 0
-            self._losses.append((loss.detach().reshape(()), samples))
+            self._losses.append((loss.detach().reshape(()).to(torch.float64, copy=True), samples))
         context.buffers.end_micro_batch(micro_batch.samples)
         following = next(self._following, None)
         if following and context.batches and context.batches.reads_ahead:
             context.setup.worker.enter(DATA)
             context.batches.begin_next(following.virtual_worker, following.samples)
+
+    def keep_gradients(self) -> None:
+        """Undo `zero_grad` of the script after `backward`, for adapters of loops that step their optimizer in each batch."""
+        self._context.gradients.keep()
 
     def log(self, **values: float | Tensor) -> None:
         """Record values in the ledger, averaged over the step's samples.
@@ -263,7 +275,7 @@ class Step:
             raise UsageError(
                 f"step.reduce() was called twice or after step.update() in step {self.index}; call it once, after the last batch"
             )
-        return self._reduce("reduce", max_norm)
+        return self._reduce("reduce", max_norm).clone()  # what the script does to it must not change the row of the step
 
     def _reduce(self, caller: str, max_norm: float | None) -> Tensor:
         context, job = self._context, self._context.setup.job
@@ -272,6 +284,7 @@ class Step:
                 f"step.{caller}() was called before the loop over step.batches() of step {self.index} had ended; "
                 "run all batches before calling it"
             )
+        context.gradients.release(after_backward=True)
         self._enter(REDUCE)
         context.guard.end_step()
         self._moved_within = context.baseline.moved()
@@ -296,7 +309,8 @@ class Step:
         totals = self._reduced(*self._reduced_gradient)
         with self._boundary.changing_state(self.merged_steps):
             seed_update(job.plan.seed, self.index)
-            context.engine.step(applies=not totals.overflows)
+            with context.optimizer_steps.own():
+                context.engine.step(applies=not totals.overflows)
             if not totals.overflows:
                 context.rates.advance()
             context.loss_scale.update(totals.overflows)

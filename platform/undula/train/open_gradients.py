@@ -1,0 +1,214 @@
+"""Gradients of an open step, which only the run's own backward passes may change until they are reduced.
+
+On a rank, the gradients of its virtual workers add up in the model. What a script did to them in between, such as clipping, would count for
+the virtual workers of one rank and not for the step, and the ranks' weights would drift apart.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from undula.errors import UsageError
+from undula.parallel.engines.engine import Engine
+
+_HOOKED_BY = ("undula", "horovod")
+"""Packages whose hooks at the accumulation of a gradient belong to the run."""
+_WRAPPERS = ("decorate_context", "_no_grad_wrapper", "wrapper")
+"""Names of torch's functions that wrap others."""
+_grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
+
+
+class OpenGradients:
+    """Notices changes of the gradients of an open step, and refuses them.
+
+    Gradients are compared by identity and by the version that torch counts with every change, so their elements are never read. While they
+    are held, they also refuse by themselves a call that changes them, with the name of the call.
+
+    Args:
+        engine: Engine of the model.
+        optimizer: Optimizer of the run.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer):
+        self._engine = engine
+        self._optimizer = optimizer
+        self._known = set(engine.module.parameters())
+        self._parameters: list[nn.Parameter] = []
+        self._gradients: list[Tensor | None] = []
+        self._versions: list[int] = []
+        self._step = 0
+
+    def free_former(self) -> None:
+        """Free gradients that the script has computed for itself since the last step."""
+        for parameter in self._engine.trainable:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def begin_step(self, index: int) -> None:
+        """Begin a step, after the engine has found out which parameters train.
+
+        Raises:
+            UsageError: Gradients exist already, a parameter is new, or it has a hook that would see sums of gradients.
+        """
+        self._step = index
+        trainable = self._engine.trainable
+        for parameter, gradient in zip(trainable, map(_grad_of, trainable), strict=True):
+            if gradient is not None:
+                raise UsageError(
+                    f"a backward() of the script left a gradient of {self._name(parameter)!r} before the first batch of step {index}; add "
+                    "the loss to that of a batch, or call model.zero_grad() if the gradient is no part of the step"
+                )
+        if self._parameters is not trainable:
+            self._require_known(trainable)
+            self._parameters = trainable
+        for parameter in trainable:
+            if (hooks := parameter._post_accumulate_grad_hooks) and any(map(_is_of_script, hooks.values())):
+                raise UsageError(
+                    f"{self._name(parameter)!r} has a hook of register_post_accumulate_grad_hook(), which would see the sum over some "
+                    "virtual workers; use register_hook(), which sees the gradient of one batch, or change gradients between "
+                    "step.reduce() and step.update()"
+                )
+
+    def hold(self) -> None:
+        """Remember the gradients, and let them refuse changes, until `release`."""
+        self._gradients = list(map(_grad_of, self._parameters))
+        present = [each for each in self._gradients if each is not None]
+        self._versions = list(map(_version_of, present))
+        for each in present:
+            if type(each) is Tensor:  # a sharded gradient has a class of its own
+                each.__class__ = _HeldGradient
+
+    def keep(self) -> None:
+        """Undo `zero_grad` of the script. Adapters call this where a loop of their library frees gradients."""
+        if self._are_zeroed(list(map(_grad_of, self._parameters))):
+            self._restore()
+
+    def release(self, after_backward: bool) -> None:
+        """Check that the gradients are those that are held, and let the run change them.
+
+        Args:
+            after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is undone, because a loop that calls it for
+                each batch means the gradients of former steps, which are freed.
+
+        Raises:
+            UsageError: The script has changed a gradient.
+        """
+        held = [each for each in self._gradients if each is not None]
+        for each in held:
+            if type(each) is _HeldGradient:
+                each.__class__ = Tensor
+        found = list(map(_grad_of, self._parameters))
+        if not after_backward and self._are_zeroed(found):
+            self._restore()
+        elif not all(map(is_, found, self._gradients)):
+            self._refuse(found)
+        if list(map(_version_of, held)) != self._versions:
+            raise UsageError(self._added(next(each for each in self._parameters if each.grad is not None)))
+        self._gradients, self._versions = [], []
+
+    def _require_known(self, trainable: Sequence[nn.Parameter]) -> None:
+        for parameter in trainable:
+            if parameter not in self._known:
+                raise UsageError(
+                    f"the parameter {self._name(parameter)!r} was added to the model or replaced after run.steps() had begun, so a resumed "
+                    "run would lack it; make it before run.model(), and freeze it with requires_grad_(False) until it trains"
+                )
+
+    def _are_zeroed(self, found: Sequence[Tensor | None]) -> bool:
+        """Return whether the optimizer's parameters have lost all gradients that are held."""
+        had = {
+            parameter: now is None
+            for parameter, before, now in zip(self._parameters, self._gradients, found, strict=False)
+            if before is not None
+        }
+        if not any(had.values()):
+            return False
+        optimized = {each for group in self._optimizer.param_groups for each in group["params"]}
+        return all(is_gone for parameter, is_gone in had.items() if parameter in optimized)
+
+    def _restore(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _refuse(self, found: Sequence[Tensor | None]) -> None:
+        """Raise UsageError about gradients that are others than those that are held."""
+        if self._are_zeroed(found):
+            raise UsageError(
+                f"zero_grad() was called after step.backward() in step {self._step}, and would delete gradients of the step; remove it, "
+                "because step.update() frees them"
+            )
+        changed = zip(self._parameters, self._gradients, found, strict=True)
+        parameter, before = next((each, before) for each, before, now in changed if before is not now)
+        if before is None:
+            raise UsageError(self._added(parameter))
+        name = self._name(parameter)
+        raise UsageError(
+            f"the script set the gradient of {name!r} in step {self._step} before it was reduced (p.grad = ...); set it between "
+            "step.reduce() and step.update(), or use requires_grad_(False) between two steps"
+        )
+
+    def _added(self, parameter: nn.Parameter) -> str:
+        return (
+            f"loss.backward() was called in step {self._step}, or another change was made to the gradient of {self._name(parameter)!r}; "
+            "call step.backward(loss) once for each batch with the sum of its losses, torch.autograd.grad() for gradients that are no "
+            "part of the step, and change gradients between step.reduce() and step.update()"
+        )
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next(name for name, each in self._engine.module.named_parameters() if each is parameter)
+
+
+class _HeldGradient(Tensor):
+    """Gradient of an open step, which refuses a call that changes it."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: object,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = keywords or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            held = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, cls)]
+            before = list(map(_version_of, held))
+            found = function(*arguments, **keywords)
+            if list(map(_version_of, held)) == before:
+                return found
+        name = _called(function, sys._getframe(1))
+        if name == "zero_grad":
+            raise UsageError(
+                "zero_grad(set_to_none=False) deleted gradients of an open step; remove it, because step.update() frees them"
+            )
+        raise UsageError(
+            f"{name}() changed a gradient of an open step, before it was reduced over all virtual workers; call it between step.reduce() "
+            "and step.update(), or clip with gradient.max_norm in the job's YAML"
+        )
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The gradient itself, because torch does not count changes of what `data` usually is."""
+        found = self.detach()
+        found.__class__ = _HeldGradient
+        return found
+
+
+def _is_of_script(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _HOOKED_BY
+
+
+def _called(function: Callable[..., Any], frame: FrameType | None) -> str:
+    """Return the name of the function of torch that the script called, which has called `function`."""
+    name = function.__name__
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+        if frame.f_code.co_name not in _WRAPPERS:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
