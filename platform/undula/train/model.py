@@ -2,9 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from weakref import WeakSet
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from undula.errors import UsageError
 from undula.parallel.activations import keep_activations
 from undula.parallel.compile import compile_forward, watch_compilation
 from undula.parallel.engines.engine import Engine
@@ -14,6 +18,9 @@ from undula.parallel.precision import dtype_of
 from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
 from undula.train.job import Job
+
+_WRAPPERS = (DataParallel, DistributedDataParallel)
+"""Modules of torch that divide batches or reduce gradients, as the run does."""
 
 
 def engine_of(job: Job, module: nn.Module, layout: Layout) -> Engine:
@@ -36,20 +43,44 @@ def place_model(module: nn.Module, engine: Engine, job: Job, plan: Plan) -> tupl
     Returns:
         The module that the script calls, and a function that undoes the changes. Without it, the module can stay in memory although
         nothing uses it.
+
+    Raises:
+        UsageError: The module is, or contains, one that divides batches or reduces gradients as well.
     """
+    for each in module.modules():
+        if isinstance(each, _WRAPPERS):
+            raise UsageError(
+                f"run.model() got a {type(each).__name__} module; pass the module that it wraps, because the run divides the samples and "
+                "reduces the gradients"
+            )
     model = engine.place(module)
     # Training and validation have graphs of their own; a micro-batch without samples and one of a validation may have other sizes.
     forget_compiled = compile_forward(module, job.activations, 4 * (len(plan.sizes()) + 1)) if job.compile else None
     keep_all = keep_activations(module, job.activations)
     if dtype := dtype_of(job.precision.compute):
         engine.compute_in(dtype)
+    wrapping = register_module_module_registration_hook(_refuse_wrapping(WeakSet(module.modules())))
 
     def undo() -> None:
+        wrapping.remove()
         keep_all()
         if forget_compiled:
             forget_compiled()
 
     return model, undo
+
+
+def _refuse_wrapping(modules: WeakSet[nn.Module]) -> Callable[[nn.Module, str, nn.Module | None], None]:
+    """Return a hook that refuses a wrapper around one of the modules, when the wrapper is made."""
+
+    def refuse(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if isinstance(owner, _WRAPPERS) and module in modules:
+            raise UsageError(
+                f"{type(owner).__name__}(model) was called with the model of the run, which divides the samples and reduces the gradients "
+                "itself; use the model as run.model() returns it"
+            )
+
+    return refuse
 
 
 def watch_compilation_of(progress: Progress) -> Callable[[], None] | None:

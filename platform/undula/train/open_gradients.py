@@ -19,8 +19,10 @@ from undula.parallel.engines.engine import Engine
 
 _HOOKED_BY = ("undula", "horovod")
 """Packages whose hooks at the accumulation of a gradient belong to the run."""
-_WRAPPERS = ("decorate_context", "_no_grad_wrapper", "wrapper")
-"""Names of torch's functions that wrap others."""
+_WRAPPERS = ("decorate_context", "wrapper", "inner")
+"""Names of torch's functions that wrap others, beside those that begin with an underscore."""
+_UNCOUNTED = "_amp_foreach_non_finite_check_and_unscale_"
+"""Function with which torch's GradScaler changes gradients; torch does not count these changes."""
 _grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
@@ -180,7 +182,7 @@ class _HeldGradient(Tensor):
             held = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, cls)]
             before = list(map(_version_of, held))
             found = function(*arguments, **keywords)
-            if list(map(_version_of, held)) == before:
+            if list(map(_version_of, held)) == before and function.__name__ != _UNCOUNTED:
                 return found
         name = _called(function, sys._getframe(1))
         if name == "zero_grad":
@@ -208,7 +210,8 @@ def _called(function: Callable[..., Any], frame: FrameType | None) -> str:
     """Return the name of the function of torch that the script called, which has called `function`."""
     name = function.__name__
     while frame and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
-        if frame.f_code.co_name not in _WRAPPERS:
-            name = frame.f_code.co_name
+        caller = frame.f_code.co_name
+        if caller not in _WRAPPERS and not caller.startswith("_"):
+            name = caller
         frame = frame.f_back
     return name

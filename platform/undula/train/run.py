@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from undula.data.indexed import IndexedData
@@ -49,10 +48,6 @@ from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, req
 from undula.train.script_state import AfterStep, Capture, Restore, ScriptState
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
-
-_WRAPPERS = (DataParallel, DistributedDataParallel)
-"""Modules of torch that divide batches or reduce gradients, as the run does."""
-
 
 class Run:
     """A run on one rank, as the script uses it.
@@ -187,11 +182,6 @@ class Run:
             raise UsageError("run.model() was called before run.dataset(); call run.dataset() first")
         if self._model is not None:
             raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
-        if wrapper := next((each for each in module.modules() if isinstance(each, _WRAPPERS)), None):
-            raise UsageError(
-                f"run.model() got a {type(wrapper).__name__} module; pass the module that it wraps, because the run divides the samples and "
-                "reduces the gradients"
-            )
         if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
             raise UsageError(
                 f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"

@@ -1,0 +1,211 @@
+"""Habits of torch scripts that a run refuses, with what the sentence of the refusal names."""
+
+from typing import Any
+
+import torch
+from habits import Habit
+from numbers_job import network
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+REFUSED: dict[str, tuple[type[Habit], str]] = {}
+"""Habit and a part of the sentence, by the name of the habit's row in the table."""
+
+
+def refused(row: str, names: str) -> Any:
+    def add(habit: type[Habit]) -> type[Habit]:
+        REFUSED[row] = habit, names
+        return habit
+
+    return add
+
+
+@refused("`zero_grad()` after `step.backward(loss)`", "zero_grad() was called after step.backward()")
+class ZeroesAfter(Habit):
+    def after_backward(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+
+
+@refused("`zero_grad()` before `step.update()`", "zero_grad() was called after step.backward()")
+class ZeroesBeforeUpdate(Habit):
+    def before_update(self) -> None:
+        self.model.zero_grad()
+
+
+@refused("`zero_grad(set_to_none=False)`, `p.grad.zero_()`", "zero_grad(set_to_none=False) deleted")
+class ZeroesInPlace(Habit):
+    def after_backward(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+@refused("`loss.backward()` of another loss in a batch", "loss.backward() was called in step 0")
+class Auxiliary(Habit):
+    def before_backward(self, loss: Tensor) -> None:
+        self.model(torch.ones(1, 1)).sum().backward()
+
+
+@refused("`loss.backward()` before the batches", "a backward() of the script left a gradient of '0.weight' before")
+class Penalty(Habit):
+    def before_step(self) -> None:
+        sum(each.square().sum() for each in self.model.parameters()).backward()  # type: ignore[union-attr]
+
+
+@refused("two calls of `step.backward()` in a batch", "step.backward(loss) was called outside of a batch; call it once")
+class BackwardTwice(Habit):
+    def before_backward(self, loss: Tensor) -> None:
+        assert self.step is not None
+        self.step.backward(loss, share=None)
+
+
+@refused("`scaler.scale(loss).backward()`", "loss.backward() was called in step 0")
+class Scales(Habit):
+    def before_backward(self, loss: Tensor) -> None:
+        torch.amp.GradScaler("cpu").scale(loss).backward(retain_graph=True)
+
+
+@refused("`scaler.unscale_(optimizer)`, `scaler.step(optimizer)`", "unscale_() changed a gradient of an open step")
+class Unscales(Habit):
+    def before_update(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(self.optimizer)
+        scaler.step(self.optimizer)
+
+
+@refused("`clip_grad_norm_` before `step.update()`", "clip_grad_norm_() changed a gradient of an open step")
+class Clips(Habit):
+    def before_update(self) -> None:
+        clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+@refused("`clip_grad_value_` before `step.update()`", "clip_grad_value_() changed a gradient of an open step")
+class ClipsValues(Habit):
+    def after_backward(self, loss: Tensor) -> None:
+        clip_grad_value_(self.model.parameters(), 100.0)
+
+
+@refused("`p.grad.mul_()`, gradient noise, before `step.update()`", "add_() changed a gradient of an open step")
+class Noisy(Habit):
+    def before_update(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad.add_(torch.randn_like(parameter))
+
+
+@refused("`p.grad.data.clamp_()` before `step.update()`", "clamp_() changed a gradient of an open step")
+class ClampsData(Habit):
+    def before_update(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad.data.clamp_(-1, 1)
+
+
+@refused("`p.grad = None` of some parameters before `step.update()`", "the script set the gradient of '0.weight'")
+class Cancels(Habit):
+    def before_update(self) -> None:
+        self.model[0].weight.grad = None
+
+
+@refused("`register_post_accumulate_grad_hook`", "hook of register_post_accumulate_grad_hook()")
+class Accumulates(Habit):
+    def begin(self) -> None:
+        self.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+
+
+@refused("`optimizer.step()` in the script", "optimizer.step() of SGD was called by the script in step 0")
+class StepsItself(Habit):
+    def after_update(self) -> None:
+        self.optimizer.step()
+
+
+@refused("an optimizer of its own for a part of the model", "optimizer.step() of Adam was called by the script in step 0")
+class TwoOptimizers(Habit):
+    def begin(self) -> None:
+        self.other = torch.optim.Adam(self.model[2].parameters())
+
+    def before_update(self) -> None:
+        self.other.step()
+
+
+@refused("a discriminator or probe with an optimizer of its own, outside of the model", "was called in steps 0 and 1, but")
+class Adversary(Habit):
+    def begin(self) -> None:
+        self.judge = nn.Linear(1, 1)
+        self.other = torch.optim.Adam(self.judge.parameters())
+
+    def before_backward(self, loss: Tensor) -> None:
+        self.judge(loss.detach()[None]).sum().backward()
+        self.other.step()
+        self.other.zero_grad()
+
+
+@refused("`scheduler.step()` of a scheduler that `run.optimizer()` got", "scheduler.step() was called by the script")
+class StepsScheduler(Habit):
+    def schedule(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+        self.scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return self.scheduler
+
+    def after_update(self) -> None:
+        self.scheduler.step()
+
+
+@refused("`scheduler.step()` of another scheduler", "the script changed the learning rate of parameter group 0")
+class OwnScheduler(Habit):
+    def begin(self) -> None:
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def after_update(self) -> None:
+        self.scheduler.step()
+
+
+@refused('`param_groups[0]["lr"] = ...`', "the script changed the learning rate of parameter group 0")
+class SetsRate(Habit):
+    def before_step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.number)
+
+
+@refused("`optimizer.step(closure)` of `LBFGS`", "LBFGS needs a closure that runs the model several times")
+class Closure(Habit):
+    def optimize(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters())
+
+
+@refused("parameters added or replaced in the loop", "the parameter '3.weight' was added to the model or replaced")
+class Grows(Habit):
+    def before_step(self) -> None:
+        if self.number == 1:
+            self.model.append(nn.Linear(1, 1))
+            self.optimizer.add_param_group({"params": self.model[3].parameters()})
+
+
+@refused("parametrizations added or removed in the loop", "was added to the model or replaced after run.steps()")
+class Reparametrizes(Habit):
+    def before_step(self) -> None:
+        if self.number == 1:
+            parametrizations.weight_norm(self.model[0])
+
+
+@refused("`DataParallel(model)`", "DataParallel(model) was called with the model of the run")
+class Divides(Habit):
+    def begin(self) -> None:
+        self.model = DataParallel(self.model)
+
+
+@refused("`DistributedDataParallel(model)`, `model.no_sync()`, `model.module`", "run.model() got a DistributedDataParallel")
+class Distributes(Habit):
+    def make(self) -> nn.Module:
+        return nn.Sequential(DistributedDataParallel(network()))
+
+
+@refused("`break` out of `step.batches()`", "step.update() was called before the loop over step.batches() of step 0 had ended")
+class Breaks(Habit):
+    def batches(self, step: Any) -> Any:
+        yield next(step.batches())
+
+
+@refused("`continue` without `step.backward(loss)`", "a batch of step 0 ended without step.backward(loss)")
+class Skips(Habit):
+    def batches(self, step: Any) -> Any:
+        for number, batch in enumerate(step.batches()):
+            if number:
+                yield batch

@@ -1,0 +1,53 @@
+"""Tests of habits of torch scripts, which the table in docs/migrate.md lists: each is right, or refused with the name of the call."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from habits import outcomes, plain, sharded
+from habits_refused import REFUSED
+from habits_right import RIGHT
+from ranks import on_ranks
+
+WORLDS = {"1 rank": (1, False), "2 ranks": (2, False), "2 deterministic ranks": (2, True)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each world found for each habit. Processes that start for one habit only would take most of the time."""
+    habits = {**RIGHT, **{row: habit for row, (habit, _) in REFUSED.items()}}
+    return {
+        world: on_ranks(size, outcomes, tmp_path_factory.mktemp("world"), habits, deterministic)
+        for world, (size, deterministic) in WORLDS.items()
+    }
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("row", RIGHT)
+def test_a_habit_is_right_if_a_run_ends_as_the_plain_loop_does(row: str, world: str, found: Any) -> None:
+    habit = RIGHT[row]
+    with torch.random.fork_rng():
+        expected = plain(habit())
+    for runs in (each[row] for each in found[world]):
+        assert not isinstance(runs, str), runs
+        for weights in runs:
+            assert weights == {name: pytest.approx(value, abs=habit.tolerance) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("row", REFUSED)
+def test_a_habit_is_refused_with_the_name_of_the_call(row: str, world: str, found: Any) -> None:
+    _, names = REFUSED[row]
+    for rank in found[world]:
+        assert isinstance(rank[row], str), "it was not refused"
+        assert names in rank[row]
+        assert "\n" not in rank[row]
+
+
+def test_the_table_of_habits_has_these_rows() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (right|refused) \|", text.split("## Habits of torch scripts")[1], re.M)
+    assert len(rows) >= 25
+    assert sorted(rows) == sorted([(row, "right") for row in RIGHT] + [(row, "refused") for row in REFUSED])
