@@ -40,7 +40,7 @@ def _piece_digest(name: str, piece: Piece) -> int:
         chunk = slice(start, start + _CHUNK)
         hashed = places[chunk] * _GAMMA
         hashed += key
-        hashed += bits[chunk].long().mul_(_BITS)
+        hashed += bits[chunk].long() * _BITS  # not in place: 8-byte elements are those of the state itself
         total += _mixed(hashed).sum()
     return int(total.item())
 
