@@ -46,6 +46,7 @@ class Loop:
                     for each in scheduler:
                         each.step()
                     optimizer.zero_grad()
+                    self.after_step(model)
             self.after_epoch(accelerator, model, evaluation, epoch)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -64,6 +65,9 @@ class Loop:
         pass
 
     def in_step(self, accelerator: Any, model: nn.Module) -> None:
+        pass
+
+    def after_step(self, model: nn.Module) -> None:
         pass
 
     def after_epoch(self, accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) -> None:

@@ -191,7 +191,7 @@ class Divides(Habit):
         self.model = DataParallel(self.model)
 
 
-@refused("`DistributedDataParallel(model)`, `model.no_sync()`, `model.module`", "run.model() got a DistributedDataParallel")
+@refused("`DistributedDataParallel(model)`, before or after `run.model()`", "run.model() got a DistributedDataParallel module")
 class Distributes(Habit):
     def make(self) -> nn.Module:
         return nn.Sequential(DistributedDataParallel(network()))

@@ -234,13 +234,16 @@ class AveragesInParameters(AveragesModel):
             mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
 
 
-@right("`torch.compile(model)`, before or after `run.model()`")
+@right("`torch.compile(model)`")
 class CompilesModel(Habit):
+    def make(self) -> nn.Module:
+        return nn.Sequential(torch.compile(network()[0], backend="eager"), *network()[1:])
+
     def begin(self) -> None:
         self.compiled = torch.compile(self.model, backend="eager")
 
     def loss(self, x: Tensor) -> Tensor:
-        return (self.compiled(x) - torch.sin(6 * x)).square().mean()
+        return (self.compiled(x) - torch.sin(6 * x)).square().mean()  # type: ignore[no-any-return]
 
 
 @right("`torch.compile(function)`, `torch.func.functional_call`")

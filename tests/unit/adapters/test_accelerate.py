@@ -227,7 +227,7 @@ class Clearing(Loop):
 
     clears = True
 
-    def in_step(self, accelerator: Any, model: nn.Module) -> None:
+    def after_step(self, model: nn.Module) -> None:
         if self.clears:
             model.zero_grad()
 

@@ -43,6 +43,10 @@ def iterates(accelerator: Any, model: nn.Module, evaluation: Any, epoch: int) ->
     accelerator.backward(model(torch.ones(1, 2)).mean())
 
 
+def clips_by_torch(accelerator: Any, model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def clips_a_part(accelerator: Any, model: nn.Module) -> None:
     accelerator.clip_grad_norm_([model.weight], 1.0)
 
@@ -54,6 +58,9 @@ def clips_a_part(accelerator: Any, model: nn.Module) -> None:
         (changed("after_epoch", gathers_for_metrics), "accelerator.gather_for_metrics() was called outside of the loop"),
         (changed("after_epoch", iterates), "accelerator.backward() was called outside of a step"),
         (changed("after_epoch", changes_the_rate), "the script changed the learning rate of parameter group 0 from 0.1 to 0.05"),
+        (changed("in_step", clips_by_torch), "clip_grad_norm_() changed a gradient of an open step"),
+        (changed("in_step", lambda _, model: model.zero_grad()), "zero_grad() was called after step.backward() in step 0"),
+        (changed("in_step", lambda _, model: model(torch.ones(1, 2)).sum().backward()), "loss.backward() was called in step 0"),
         (changed("in_step", clips_a_part), "accelerator.clip_grad_norm_() clips the Euclidean norm of all"),
         (changed("in_step", lambda accelerator, _: accelerator.log({"a": "b"})), "accelerator.log() got 'a' of type str"),
         (changed("in_step", lambda accelerator, _: accelerator.skip), "the Accelerator of undula.adapters.accelerate"),

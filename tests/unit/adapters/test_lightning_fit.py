@@ -418,6 +418,16 @@ def test_zero_grad_of_a_script_deletes_no_gradient_of_a_step(tmp_path: Path) -> 
     assert found[0] == found[1]
 
 
+class ClipsByTorch(Tiny):
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def test_a_hook_that_changes_gradients_before_they_are_reduced_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^clip_grad_norm_\(\) changed a gradient of an open step"):
+        train_here(lambda run: fit(run, ClipsByTorch()), load(tmp_path, *JOB))
+
+
 def seeded(make: type[Tiny]) -> Tiny:
     torch.manual_seed(5)
     return make()
