@@ -118,7 +118,9 @@ class StepsItself(Habit):
         self.optimizer.step()
 
 
-@refused("an optimizer of its own for a part of the model", "optimizer.step() of Adam was called by the script in step 0")
+@refused(
+    "an optimizer of its own for a part of the model", "optimizer.step() of Adam was called by the script in step 0"
+)
 class TwoOptimizers(Habit):
     def begin(self) -> None:
         self.other = torch.optim.Adam(self.model[2].parameters())
@@ -127,7 +129,9 @@ class TwoOptimizers(Habit):
         self.other.step()
 
 
-@refused("a discriminator or probe with an optimizer of its own, outside of the model", "was called in steps 0 and 1, but")
+@refused(
+    "a discriminator or probe with an optimizer of its own, outside of the model", "was called in steps 0 and 1, but"
+)
 class Adversary(Habit):
     def begin(self) -> None:
         self.judge = nn.Linear(1, 1)
@@ -191,13 +195,19 @@ class Divides(Habit):
         self.model = DataParallel(self.model)
 
 
-@refused("`DistributedDataParallel(model)`, before or after `run.model()`", "run.model() got a DistributedDataParallel module")
+@refused(
+    "`DistributedDataParallel(model)`, before or after `run.model()`",
+    "run.model() got a DistributedDataParallel module",
+)
 class Distributes(Habit):
     def make(self) -> nn.Module:
         return nn.Sequential(DistributedDataParallel(network()))
 
 
-@refused("`break` out of `step.batches()`", "step.update() was called before the loop over step.batches() of step 0 had ended")
+@refused(
+    "`break` out of `step.batches()`",
+    "step.update() was called before the loop over step.batches() of step 0 had ended",
+)
 class Breaks(Habit):
     def batches(self, step: Any) -> Any:
         yield next(step.batches())

@@ -135,7 +135,9 @@ class Adversaries(Habit):
         return Pair()
 
     def optimize(self, model: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam([{"params": model.maker.parameters()}, {"params": model.judge.parameters(), "lr": 0.1}], lr=0.1)
+        return torch.optim.Adam(
+            [{"params": model.maker.parameters()}, {"params": model.judge.parameters(), "lr": 0.1}], lr=0.1
+        )
 
     def before_step(self) -> None:
         self.model.maker.requires_grad_(self.number % 2 == 0)

@@ -79,15 +79,6 @@ class BufferMean:
         for group in self._groups:
             group.begin_step()
 
-    def undo_step(self) -> None:
-        """Restore the buffers that the unfinished step began with."""
-        if self._begin:
-            self.begin_micro_batch()
-
-    def keep_step(self) -> None:
-        """Keep the buffers of a committed step, so that `undo_step` has no effect until the next step begins."""
-        self._begin = []
-
     def begin_micro_batch(self) -> None:
         self._put_back()
         if self._buffers:

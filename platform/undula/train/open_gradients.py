@@ -104,7 +104,7 @@ class OpenGradients:
         held = [each for each in self._gradients if each is not None]
         for each in held:
             if type(each) is _HeldGradient:
-                each.__class__ = Tensor
+                each.__class__ = Tensor  # type: ignore[assignment]
         found = list(map(_grad_of, self._parameters))
         if not after_backward and self._are_zeroed(found):
             self._restore()

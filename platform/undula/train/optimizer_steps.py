@@ -50,8 +50,8 @@ class OptimizerSteps:
             return
         if any(each in self._parameters for group in optimizer.param_groups for each in group["params"]):
             raise UsageError(
-                f"optimizer.step() of {type(optimizer).__name__} was called by the script in step {self._step}, but step.update() steps the "
-                "optimizer; remove the call, and give run.optimizer() one optimizer with all parameter groups"
+                f"optimizer.step() of {type(optimizer).__name__} was called by the script in step {self._step}, but step.update() steps "
+                "the optimizer; remove the call, and give run.optimizer() one optimizer with all parameter groups"
             )
         first = self._others.setdefault(optimizer, self._step)
         if first != self._step:

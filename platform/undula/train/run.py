@@ -49,6 +49,7 @@ from undula.train.script_state import AfterStep, Capture, Restore, ScriptState
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
+
 class Run:
     """A run on one rank, as the script uses it.
 

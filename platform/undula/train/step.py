@@ -275,7 +275,9 @@ class Step:
             raise UsageError(
                 f"step.reduce() was called twice or after step.update() in step {self.index}; call it once, after the last batch"
             )
-        return self._reduce("reduce", max_norm).clone()  # what the script does to it must not change the row of the step
+        return self._reduce(
+            "reduce", max_norm
+        ).clone()  # what the script does to it must not change the row of the step
 
     def _reduce(self, caller: str, max_norm: float | None) -> Tensor:
         context, job = self._context, self._context.setup.job

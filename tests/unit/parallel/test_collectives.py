@@ -238,7 +238,6 @@ def _statistics(rank: int, world_size: int, sets_scale: bool = True) -> list[flo
             buffers.end_step(sum(sizes))
         except UsageError as error:
             return str(error)
-        buffers.keep_step()
     assert module.scale is not None
     return [float(module.mean), float(module.scale)]
 
@@ -263,16 +262,3 @@ def test_a_buffer_that_a_forward_pass_makes_elsewhere_is_summed_on_the_device_of
     module.scale = torch.ones(1)
     buffers.end_micro_batch(1)
     assert [value.device.type for value in buffers._new.values()] == ["meta"]
-
-
-def test_buffers_are_restored_after_an_unfinished_step_only() -> None:
-    norm = nn.BatchNorm1d(2)
-    buffers = BufferMean(norm, lambda tensor: None)
-    for finished in (True, False):
-        before = norm.running_mean.clone()  # type: ignore[union-attr]
-        buffers.begin_step()
-        norm.running_mean.add_(1)  # type: ignore[union-attr, operator]
-        if finished:
-            buffers.keep_step()
-        buffers.undo_step()
-        assert torch.equal(norm.running_mean, before + 1 if finished else before)  # type: ignore[arg-type]

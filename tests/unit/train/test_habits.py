@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from habits import outcomes, plain, sharded
+from habits import outcomes, plain
 from habits_refused import REFUSED
 from habits_right import RIGHT
 from ranks import on_ranks
