@@ -27,7 +27,8 @@ _ENGINES = """## Engines and what they can do
 An engine runs the model on the ranks and reduces its gradients. The table lists the engines in order. A job is
 trained by the first engine that has `selects` at a feature that the job uses, or by the last engine if there is none. If that engine does
 not support another feature of the job, the job is refused before any worker starts. Some features exclude each other with every engine;
-they are listed below the table."""
+they are listed below the table. A model whose frozen parameters are sparse or have 16 bits, such as a bfloat16 base with float32 adapters,
+needs no feature for them; if the script unfreezes or adds parameters later, the next step checks the model again."""
 
 
 def markdown() -> str:

@@ -25,7 +25,7 @@ from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
-from undula.parallel.engines.select import features_of_model
+from undula.parallel.engines.engine import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
 from undula.state.model_state import Shapes, model_shapes

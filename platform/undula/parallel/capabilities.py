@@ -23,7 +23,7 @@ class Feature(StrEnum):
     SPARSE_GRADIENTS = "a model with sparse gradients (sparse=True)"
     BF16 = "precision.compute=bf16"
     FP16 = "precision.compute=fp16"
-    HALF_PARAMETERS = "a model with bfloat16 or float16 parameters"
+    HALF_PARAMETERS = "a model with trainable bfloat16 or float16 parameters"
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ ENGINES = (FSDP, EXACT, ADASUM, HOROVOD, DATA_PARALLEL)
 """Engines in order of precedence. The first engine whose selecting feature a job requires trains the job; the last is the default."""
 
 _ROUNDED = (
-    "because the optimizer's small changes would be rounded away; make the model with float32 parameters, and its "
-    "matrix products are still computed in 16 bits"
+    "because the optimizer's small changes would be rounded away; make these parameters float32, and their matrix "
+    "products are still computed in 16 bits"
 )
 CONFLICTS: Mapping[tuple[Feature, Feature], str] = {
     (

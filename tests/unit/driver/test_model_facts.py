@@ -73,6 +73,17 @@ def test_sparse_embeddings_are_found(loaded: LoadedSpec, kind: type[nn.Module], 
     assert (Feature.SPARSE_GRADIENTS in facts.features) == is_sparse
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_only_parameters_that_train_make_a_model_sparse_or_half(loaded: LoadedSpec, trains: bool) -> None:
+    def make() -> nn.Module:
+        base = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 3, dtype=torch.bfloat16))
+        return nn.Sequential(base.requires_grad_(trains), nn.Linear(3, 1))
+
+    facts = facts_of(make, loaded)
+    assert facts is not None
+    assert facts.features == ({Feature.SPARSE_GRADIENTS, Feature.HALF_PARAMETERS} if trains else set())
+
+
 def test_a_model_of_many_gigabytes_takes_no_memory(loaded: LoadedSpec) -> None:
     facts = facts_of(lambda: nn.Linear(2**20, 2**20), loaded)
     assert facts is not None

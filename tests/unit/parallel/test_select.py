@@ -64,6 +64,29 @@ def test_settings_and_model_select_the_engine() -> None:
     assert found == expected | (with_it if with_horovod else {})
 
 
+@pytest.mark.usefixtures("process_group")
+def test_parameters_that_are_unfrozen_or_added_later_are_checked_in_the_next_step() -> None:
+    base = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
+    embedding = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
+    model = nn.Sequential(embedding, base, nn.Linear(2, 1))
+    layout = join_layout(0, 1, torch.device("cpu"))
+    engine = make_engine(model, layout, "torch", True, PLAIN, measures_noise=False, virtual_workers=1, compute="bf16")
+    engine.place(model)
+    engine.begin_step(1)
+    base.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"^a model with trainable bfloat16 .* with precision\.compute=bf16, because"):
+        engine.begin_step(1)
+    base.requires_grad_(False)
+    engine.begin_step(1)
+    embedding.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"sparse=True.* cannot be combined with deterministic=true"):
+        engine.begin_step(1)
+    embedding.requires_grad_(False)
+    model.append(nn.Linear(1, 1, dtype=torch.float16))
+    with pytest.raises(UsageError, match=r"^a model with trainable bfloat16 or float16 parameters"):
+        engine.begin_step(1)
+
+
 def test_each_compression_has_the_dtype_of_its_name() -> None:
     assert {each: sent_as(each) for each in get_args(Compression)} == {"none": None, "fp16": torch.float16}
     with pytest.raises(AssertionError):

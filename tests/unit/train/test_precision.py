@@ -309,6 +309,48 @@ def test_bf16_is_the_same_bit_for_bit_at_any_world_size(tmp_path: Path) -> None:
     assert all(each == found[0] for each in found)
 
 
+class Adapted(nn.Module):
+    """A frozen base in bf16 and an adapter in fp32."""
+
+    def __init__(self, is_sharded: bool):
+        super().__init__()
+        torch.manual_seed(3)
+        self.base = nn.Linear(1, 4, dtype=torch.bfloat16).requires_grad_(False)
+        self.down, self.up = nn.Linear(1, 2), nn.Linear(2, 4)
+        if is_sharded:
+            fully_shard(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def _adapted(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[list[float]]:
+    """Return the weights of the base and of the adapter, whose first layer also the adapter's copies in bf16 would not hold."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(Adapted(is_sharded))
+    assert isinstance(model, Adapted)
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        step.update()
+    whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+    return [each.flatten().tolist() for each in whole]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_adapters_in_fp32_train_beside_a_frozen_base_in_bf16(tmp_path: Path, is_sharded: bool) -> None:
+    job = replace(numbers_job(tmp_path), precision=PrecisionSpec(compute="bf16"))
+    before = [each.flatten().tolist() for each in Adapted(False).parameters()]
+    first, second = on_ranks(2, _adapted, job, is_sharded)
+    assert first == second
+    assert first[:2] == before[:2]
+    for new, old in zip(first[2:], before[2:], strict=True):
+        moved = torch.tensor(new) - torch.tensor(old)
+        assert moved.abs().max() > 0
+        assert moved.abs().max() < 2.0**-9 * torch.tensor(old).abs().max(), "bf16 could have held these changes"
+
+
 def _sharded_gradient(rank: int, world_size: int) -> tuple[set[torch.dtype], float]:
     """Return the dtypes that the layers of a sharded model compute, and the gradient of its weight."""
     engine, seen = FSDPEngine(join_layout(rank, world_size, torch.device("cpu"))), set()

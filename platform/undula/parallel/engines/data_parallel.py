@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from undula.parallel.capabilities import DATA_PARALLEL
 from undula.parallel.collectives import sparse_sum
-from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.engine import Engine, sparse_parameters
 from undula.parallel.layout import Layout
 from undula.parallel.reduce.buckets import GradientBuckets
 from undula.plan.plan import MicroBatch
@@ -75,9 +75,3 @@ class DataParallelEngine(Engine):
         own = torch.zeros_like(parameter).to_sparse(1) if parameter.grad is None else parameter.grad
         summed = sparse_sum(own, self.layout.shards, self._sent_as)
         return summed if summed._nnz() else None
-
-
-def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters with sparse gradients, which are those of layers made with sparse=True."""
-    layers = [layer for layer in module.modules() if getattr(layer, "sparse", False) is True]
-    return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}

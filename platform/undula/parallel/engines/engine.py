@@ -1,19 +1,21 @@
 """Base class of all engines."""
 
+from collections.abc import Set
 from operator import is_not
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from undula.parallel.capabilities import Capabilities
+from undula.errors import UsageError
+from undula.parallel.capabilities import Capabilities, Feature, refusal
 from undula.parallel.collectives import broadcast_from_rank_0
 from undula.parallel.device_clock import Mark
 from undula.parallel.layout import Layout
 from undula.parallel.norms import clip_gradients, gradient_norm
 from undula.parallel.precision import Autocast, unscale
 from undula.plan.plan import MicroBatch
-from undula.state.pieces import Piece
+from undula.state.pieces import Piece, is_sharded_tensor
 
 
 class Engine:
@@ -38,6 +40,8 @@ class Engine:
         self.layout = layout
         self.gradients_ready: Mark | None = None
         """Time from which only the reduction of the step remained; None if the reduction does not overlap with the backward pass."""
+        self.settings: Set[Feature] = frozenset()
+        """Features that the job's settings require. The model may require others once the script has unfrozen parameters."""
         self._autocast: Autocast | None = None
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -64,10 +68,16 @@ class Engine:
         """Prepare the reduction of the gradients of `trainable`; called again after the script has frozen or unfrozen parameters."""
 
     def begin_step(self, micro_batches: int) -> None:
-        """Begin a step in which this rank runs `micro_batches` micro-batches."""
+        """Begin a step in which this rank runs `micro_batches` micro-batches.
+
+        Raises:
+            UsageError: The script has unfrozen or added parameters that cannot be trained with the job's settings.
+        """
         self.parameters = parameters_of(self.module)
         found = [parameter for parameter in self.parameters if parameter.requires_grad]
         if len(found) != len(self.trainable) or any(map(is_not, found, self.trainable)):
+            if problem := refusal(self.settings | features_of_model(self.module)):
+                raise UsageError(problem)
             self.trainable = found
             self.lay_out()
 
@@ -150,3 +160,19 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
             ahead.extend(reversed(each._modules.values()))
     found = (parameter for each in modules for parameter in each._parameters.values() if parameter is not None)
     return list({id(parameter): parameter for parameter in found}.values())
+
+
+def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the trainable parameters with sparse gradients, which are those of layers made with sparse=True."""
+    layers = [layer for layer in module.modules() if getattr(layer, "sparse", False) is True]
+    return {each for layer in layers for each in layer.parameters(recurse=False) if each.requires_grad}
+
+
+def features_of_model(module: nn.Module) -> set[Feature]:
+    """Return the features that a module requires of its engine. Parameters that are frozen need none for their gradients or updates."""
+    asked = {
+        Feature.SHARDED: any(map(is_sharded_tensor, module.parameters())),
+        Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
+        Feature.HALF_PARAMETERS: any(each.dtype in (torch.bfloat16, torch.float16) for each in trainable(module)),
+    }
+    return {feature for feature, is_asked in asked.items() if is_asked}

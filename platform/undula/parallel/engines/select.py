@@ -7,16 +7,15 @@ import torch
 from torch import nn
 
 from undula.errors import UsageError
-from undula.parallel.capabilities import Feature, engine_with, features_of, refusal
+from undula.parallel.capabilities import Capabilities, engine_with, features_of, refusal
 from undula.parallel.collectives import AllReduce, all_reduce_over
 from undula.parallel.engines.adasum import AdasumEngine
-from undula.parallel.engines.data_parallel import DataParallelEngine, sparse_parameters
-from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.engines.engine import Engine, features_of_model
 from undula.parallel.engines.exact import ExactEngine
 from undula.parallel.layout import Layout
 from undula.parallel.spec import Compression, EngineName, GradientSpec
 from undula.plan.precision import Compute
-from undula.state.pieces import is_sharded_tensor
 
 MakeEngine = Callable[[nn.Module, Layout], Engine]
 """Function that makes the engine of a module."""
@@ -37,10 +36,19 @@ def make_engine(
     Raises:
         UsageError: No engine supports these settings with this module. Preflight finds most of these cases before any worker starts.
     """
-    features = features_of(engine, deterministic, gradient, measures_noise, compute) | features_of_model(module)
+    settings = features_of(engine, deterministic, gradient, measures_noise, compute)
+    features = settings | features_of_model(module)
     if problem := refusal(features):
         raise UsageError(problem)
-    chosen = engine_with(features).name
+    made = _made(engine_with(features), layout, engine, gradient, virtual_workers)
+    made.settings = settings
+    return made
+
+
+def _made(
+    capabilities: Capabilities, layout: Layout, engine: EngineName, gradient: GradientSpec, virtual_workers: int
+) -> Engine:
+    chosen = capabilities.name
     match chosen:
         case "fsdp":
             from undula.parallel.engines.fsdp import FSDPEngine
@@ -82,13 +90,3 @@ def _all_reduce(layout: Layout, engine: EngineName) -> AllReduce:
             return sum_over_horovod
         case _:
             assert_never(engine)
-
-
-def features_of_model(module: nn.Module) -> set[Feature]:
-    """Return the features that a module requires of its engine."""
-    asked = {
-        Feature.SHARDED: any(is_sharded_tensor(parameter) for parameter in module.parameters()),
-        Feature.SPARSE_GRADIENTS: bool(sparse_parameters(module)),
-        Feature.HALF_PARAMETERS: any(each.dtype in (torch.bfloat16, torch.float16) for each in module.parameters()),
-    }
-    return {feature for feature, is_asked in asked.items() if is_asked}
