@@ -11,21 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from undula.errors import UsageError
 from undula.parallel.host_memory import InHostMemory
-from undula.parallel.recompute import Context, Forward, MakeContexts, Segment, no_contexts
+from undula.parallel.recompute import Context, MakeContexts, Segment, no_contexts
+from undula.parallel.replaced import Replacement, call_all, replace_forward
+from undula.parallel.selective import keeping_expensive
 from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import problem_of_units, units_of
 from undula.state.pieces import is_sharded_tensor
-
-EXPENSIVE = (
-    *("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
-    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-)
-"""Operations of aten whose results `keep: selective` keeps: recomputing them would take most of the time."""
 
 
 def keep_activations(module: nn.Module, spec: ActivationsSpec) -> Callable[[], None]:
@@ -43,53 +37,42 @@ def keep_activations(module: nn.Module, spec: ActivationsSpec) -> Callable[[], N
         raise UsageError(problem)
     units = list(units_of(module, spec.units).values())
     make = _Offloaded if spec.keep == "all" else partial(_Recomputed, chain=_Chain(spec, len(units)))
-    former = [(unit, unit.__dict__.get("forward")) for unit in units]
-    for unit in units:
-        unit.forward = make(unit)
-    return partial(_restore, former)
+    return partial(call_all, [replace_forward(unit, make(unit)) for unit in units])
 
 
 def _nothing() -> None:
     """Do nothing, because nothing was replaced."""
 
 
-def _restore(former: list[tuple[nn.Module, Forward | None]]) -> None:
-    for unit, forward in former:
-        if forward is None:
-            del unit.forward
-        else:
-            unit.forward = forward
-
-
-class _Offloaded:
+class _Offloaded(Replacement):
     """Forward pass of a unit whose activations wait in host memory for the backward pass."""
 
     def __init__(self, unit: nn.Module):
+        super().__init__(unit)
         self._unit = unit
-        self._forward: Forward = unit.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with InHostMemory(self._unit):
-            return self._forward(*args, **kwargs)
+            return self.replaced(*args, **kwargs)
 
 
-class _Recomputed:
+class _Recomputed(Replacement):
     """Forward pass of a unit that the backward pass repeats."""
 
     def __init__(self, unit: nn.Module, chain: "_Chain"):
+        super().__init__(unit)
         self._unit = unit
         self._chain = chain
-        self._forward: Forward = unit.forward
         # In the backward pass, a sharded unit other than the current one must gather its parameters, which its hooks do.
-        self._again = self._call if any(map(is_sharded_tensor, unit.parameters())) and chain.size > 1 else self._forward
+        self._again = self._call if any(map(is_sharded_tensor, unit.parameters())) and chain.size > 1 else self.replaced
         self._is_repeated = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_repeated, self._is_repeated = self._is_repeated, False
         if is_repeated or not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
+            return self.replaced(*args, **kwargs)
         segment = self._chain.segment_for(args, kwargs)
-        return segment.run(self._forward, self._again, self._unit, self._chain.contexts, args, kwargs)
+        return segment.run(self.replaced, self._again, self._unit, self._chain.contexts, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._is_repeated = True
@@ -106,7 +89,7 @@ class _Chain:
 
     def __init__(self, spec: ActivationsSpec, units: int):
         self.size = spec.segment(units)
-        self.contexts: MakeContexts = _keeping_expensive if spec.keep == "selective" else no_contexts
+        self.contexts: MakeContexts = keeping_expensive if spec.keep == "selective" else no_contexts
         self._saving: Callable[[], Context] = InHostMemory if spec.offload else _in_place
         self._last: weakref.ref[Segment] | None = None
 
@@ -121,21 +104,3 @@ class _Chain:
 
 def _in_place() -> Context:
     return no_contexts()[0]
-
-
-def _keeping_expensive() -> tuple[Context, Context]:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = operation.name().removeprefix("aten::").partition(".")[0] in EXPENSIVE and not _draws(
-        operation, args, kwargs
-    )
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an attention draws random numbers. If it were not repeated, later operations would draw others than before."""
-    names = [each.name for each in operation._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(values.get("dropout_p", 0.0))

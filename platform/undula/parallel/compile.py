@@ -10,6 +10,7 @@ from torch import nn
 
 from undula.errors import UsageError
 from undula.parallel.recompute import Forward
+from undula.parallel.replaced import Replacement, call_all, replace_forward
 from undula.parallel.spec import ActivationsSpec
 from undula.parallel.units import units_of
 from undula.state.pieces import is_sharded_tensor
@@ -35,8 +36,11 @@ def compile_forward(module: nn.Module, activations: ActivationsSpec, graphs: int
     if problem := problem_of_compilation(module):
         raise UsageError(problem)
     parts = [module] if activations.is_default and not _is_sharded(module) else _units(module, activations)
-    undo = [_allow_graphs(graphs * len(parts) + OTHER_GRAPHS), *(_compile(part) for part in parts)]
-    return partial(_call_all, undo)
+    undo = [
+        _allow_graphs(graphs * len(parts) + OTHER_GRAPHS),
+        *(replace_forward(part, _Compiled(part)) for part in parts),
+    ]
+    return partial(call_all, undo)
 
 
 def problem_of_compilation(module: nn.Module) -> str | None:
@@ -93,16 +97,17 @@ def watch_compilation(begin: Callable[[], None], end: Callable[[], None]) -> Cal
     return stop
 
 
-class _Compiled:
+class _Compiled(Replacement):
     """Compiled forward pass of a module."""
 
     def __init__(self, module: nn.Module):
+        super().__init__(module)
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
         self._limit_hit = FailOnRecompileLimitHit
         # Otherwise, processes may choose different kernels, because they measure how fast these are.
         options: Any = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
-        self._forward: Forward = torch.compile(module.forward, dynamic=False, options=options)
+        self._forward: Forward = torch.compile(self.replaced, dynamic=False, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -113,19 +118,6 @@ class _Compiled:
                 f"torch has compiled a part of the model too often, more than {limit} times, most likely because its forward pass reads a "
                 "number that changes from step to step; make this number a tensor (TORCH_LOGS=recompiles names it), or set compile=false"
             ) from error
-
-
-def _compile(module: nn.Module) -> Callable[[], None]:
-    former = module.__dict__.get("forward")
-    module.forward = _Compiled(module)
-    return partial(_restore, module, former)
-
-
-def _restore(module: nn.Module, former: Forward | None) -> None:
-    if former is None:
-        del module.forward
-    else:
-        module.forward = former
 
 
 def _allow_graphs(count: int) -> Callable[[], None]:
@@ -139,11 +131,6 @@ def _allow_graphs(count: int) -> Callable[[], None]:
     )
     patch.__enter__()
     return partial(patch.__exit__, None, None, None)
-
-
-def _call_all(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -165,6 +165,7 @@ class Segment:
         kept: list[Tensor] = []
         for each in leaves:
             if not isinstance(each, Tensor):
+                _require_no_cache(each)
                 arguments.append(each)
             elif (place := self._place_of(each)) is not None:
                 arguments.append(_Output(place))
@@ -212,7 +213,7 @@ class Segment:
                     outputs = [each for each in tree_leaves(call.repeat(outputs)) if isinstance(each, Tensor)]
         except _RecomputedAllError:
             return
-        raise _difference(f"{len(self._handles)} tensors", f"{self._position}")
+        raise difference(f"{len(self._handles)} tensors", f"{self._position}")
 
     def _record(self, tensor: Tensor) -> Tensor:
         handle = self._handles[self._position]()
@@ -220,18 +221,28 @@ class Segment:
         detached = tensor.detach()  # an operation that saved its own result would stay in memory with it
         if handle is not None:
             if handle.kind != _kind(tensor):
-                raise _difference(f"a tensor of {handle.kind}", f"one of {_kind(tensor)}")
+                raise difference(f"a tensor of {handle.kind}", f"one of {_kind(tensor)}")
             self._recomputed[handle] = detached
         if self._position == len(self._handles):
             raise _RecomputedAllError
         return detached
 
 
-def _difference(before: str, now: str) -> UsageError:
+def difference(before: str, now: str) -> UsageError:
+    """Return the error for a unit that saves something else for the backward pass when it is recomputed."""
     return UsageError(
         f"a unit saved {before} for the backward pass, but {now} when it was recomputed; its forward pass must do the same for the same "
         "input, buffers and random numbers, so set activations.keep=all or name other activations.units"
     )
+
+
+def _require_no_cache(argument: Any) -> None:
+    """Refuse an object like the caches of Hugging Face: a recomputation would add the keys and values of the unit once more."""
+    if any(each.__name__.endswith("Cache") for each in type(argument).__mro__):
+        raise UsageError(
+            f"a unit got a {type(argument).__name__} that its forward pass fills, so it cannot be recomputed; set "
+            "model.config.use_cache=False, or call the model with use_cache=False in training, or set activations.keep=all"
+        )
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
