@@ -23,6 +23,7 @@ from undula.data.items import Collate
 from undula.data.maps import SampleFunction
 from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import SpecError, UndulaError, UsageError
+from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.engine import features_of_model
@@ -192,6 +193,7 @@ class _Probe(Run):
             problem = problem_of_units(module, activations.units)
         if self._spec.compile and problem is None:
             problem = problem_of_compilation(module)
+        problem = problem or problem_of_batch_norm(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
 
     def _enter_meta_device(self) -> None:

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from undula.errors import UsageError
+from undula.state.checkpoint import SAVING
+
 AllReduce: TypeAlias = Callable[[Tensor], None]
 """Function that sums a tensor over the ranks of a process group, in place."""
 
@@ -70,6 +73,33 @@ def _gathered_rows(own: Tensor, rows: list[int], group: dist.ProcessGroup) -> Te
     # Tensors are sent as bytes because gloo supports only some dtypes.
     dist.all_gather([_bytes_of(each) for each in found], _bytes_of(padded), group=group)
     return torch.cat([of_rank[:count] for of_rank, count in zip(found, rows, strict=True)])
+
+
+def begun_collectives() -> int:
+    """Return the number of collectives that this process has begun, beside those of checkpoints. This takes microseconds."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != SAVING]
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    return sum(backend._get_sequence_number_for_group() for backend in backends)  # type: ignore[attr-defined]
+
+
+def require_begun_collectives(expected: int, step: int) -> None:
+    """Refuse collectives that a script has begun in a batch, where some ranks may have more batches than others.
+
+    All ranks do this in their first batch with such a collective, for which no rank waits in vain.
+
+    Args:
+        expected: Number of collectives that this process has begun if the script has begun none in the batch.
+        step: Number of the step.
+
+    Raises:
+        UsageError: The script has begun one.
+    """
+    if begun_collectives() != expected:
+        raise UsageError(
+            f"the script has begun a collective of torch.distributed in a batch of step {step}, such as dist.all_reduce in the model's "
+            "forward pass, but the number of batches differs between workers, and the result would depend on the number of workers; "
+            "compute it from the batch alone, or call run.gather() or step.total() outside of the loop over step.batches()"
+        )
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

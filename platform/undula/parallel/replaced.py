@@ -1,4 +1,4 @@
-"""Methods of a script's module that the platform replaces for as long as the module trains.
+"""Forward passes of a script's modules that the platform replaces for as long as the model trains.
 
 A replacement is an attribute of the one module. What copies the module, such as `copy.deepcopy`, `AveragedModel` or pickle, copies its
 attributes, and a copy with the replacement would compute with the weights of the original. So a replacement copies as what it replaces.
@@ -9,22 +9,16 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 
 class Replacement:
-    """Base class of callables that take the place of a module's method. A copy of the module has its own method instead.
+    """Base class of callables that take the place of a module's forward pass. Copies of the module have their own one instead."""
 
-    Args:
-        module: The module.
-        name: Name of the method.
-    """
-
-    def __init__(self, module: nn.Module | Optimizer, name: str = "forward"):
-        self.replaced: Callable[..., Any] = getattr(module, name)
+    def __init__(self, module: nn.Module):
+        self.replaced: Callable[..., Any] = module.forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the replaced method. Such a method of a module is one of the copy of the module."""
+        """Copy and pickle as the replaced method, whose copy is a method of the copy of the module."""
         return _itself, (self.replaced,)
 
 

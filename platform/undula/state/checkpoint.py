@@ -39,6 +39,10 @@ from undula.storage import Store
 Found = TypeVar("Found")
 
 
+SAVING = "undula: checkpoints"
+"""Description of the process groups whose collectives run in a thread beside the training."""
+
+
 class Checkpointer:
     """Saves and restores the state of a run in its directory. Every rank has an instance and makes the same calls.
 
@@ -109,7 +113,7 @@ class Checkpointer:
         }
         # The thread needs its own process group, because its collectives run in parallel with those of training. The group exists
         # only during the save, because gloo's threads poll a hundred times a second.
-        self._saving_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._saving_group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=SAVING)
         header = {"format": FORMAT, "step": step, "plan_digest": plan_digest, "values": state.values}
         thread = ThreadPoolExecutor(1, thread_name_prefix="undula-checkpoint")
         self._saving_step = step

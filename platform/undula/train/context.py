@@ -130,6 +130,8 @@ class TrainContext:
     samples: SampleSource
     """Source of this rank's samples."""
     script_state: ScriptState
+    warnings: tuple[WarningEvent, ...] = ()
+    """Warnings about the model, which are reported when the run begins."""
     stream: AnyStream | None = None
     """Training samples from the restored step on."""
     batches: DeviceBatches | None = None

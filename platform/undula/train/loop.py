@@ -166,6 +166,8 @@ class TrainingLoop:
             context.report(change)
         if job.deterministic:
             self._compare_arithmetic(restored)
+        for warning in context.warnings if start == 0 else ():
+            context.report(warning)
         if start == 0 and context.rates.warning:
             context.report(WarningEvent("batch_rule", context.rates.warning))
         if start == 0 and context.rates.others:

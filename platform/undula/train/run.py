@@ -9,7 +9,7 @@ def train(run: undula.Run) -> None:
         step.update()
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from undula.data.loader_processes import Loader
 from undula.data.maps import SampleFunction
 from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import UsageError
+from undula.parallel.batch_norm import replace_sync_batch_norm
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
@@ -32,7 +33,7 @@ from undula.plan.plan import Plan
 from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
 from undula.recovery.replica import ReplicaClient
 from undula.recovery.worker_state import Kept, WorkerState
-from undula.state.events import LogEvent
+from undula.state.events import LogEvent, WarningEvent
 from undula.state.goals import LOSS
 from undula.state.model_state import check_state
 from undula.state.optimizer_state import check_step
@@ -71,6 +72,8 @@ class Run:
         url: Path or URL of the run directory.
     """
 
+    _unsynced: Sequence[str] = ()
+    """Names of the model's layers whose statistics are no longer synchronized."""
     _engine: Engine | None = None
     _model: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
@@ -176,8 +179,8 @@ class Run:
             The module that the script must call.
 
         Raises:
-            UsageError: The run already has a model, the module has lazy parameters or is wrapped in DistributedDataParallel, or no
-                engine can train it with the job's settings, or not on this device.
+            UsageError: The run already has a model, the module has lazy parameters or is wrapped in DistributedDataParallel, a
+                layer is of a subclass of SyncBatchNorm, or no engine can train it with the job's settings, or not on this device.
         """
         if self._script_samples is None and self._setup.job.script_data is not None:
             raise UsageError("run.model() was called before run.dataset(); call run.dataset() first")
@@ -190,6 +193,7 @@ class Run:
         job, layout = self._setup.job, self._setup.layout
         if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
             raise UsageError(problem)
+        self._unsynced = replace_sync_batch_norm(module)
         self._engine = self._make_engine(module, layout)
         self._model, self._undo = place_model(module, self._engine, job, self.plan)
         return self._model
@@ -406,9 +410,12 @@ class Run:
         assert self._model is not None
         assert self._optimizer is not None
         assert self._rates is not None
-        return TrainContext.of(
+        context = TrainContext.of(
             self._setup, self._engine, self._model, self._optimizer, self._rates, self._samples(), self._script_state
         )
+        if self._unsynced:
+            context.warnings = (WarningEvent("sync_batch_norm", ", ".join(self._unsynced) or "the model itself"),)
+        return context
 
     def _samples(self) -> SampleSource:
         setup = self._setup

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from undula.data.nested import tensors_of
 from undula.errors import UsageError
+from undula.parallel.collectives import begun_collectives, require_begun_collectives
 from undula.parallel.device_clock import Mark, mark_on, on_host
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
@@ -75,6 +76,8 @@ class Step:
         self._moved = self._moved_within = torch.tensor(False, device="cpu")
         """Whether parameters changed before the first batch, and whether they changed before the update, scalars on the device."""
         self._has_begun = self._has_ended = self.is_last = False
+        self._begun_collectives = 0
+        """Number of collectives that this rank had begun before the current batch."""
         plan = context.setup.plan
         self.index = index
         self.merged_steps = plan.merged_steps(index, context.setup.layout.num_cells)
@@ -104,6 +107,7 @@ class Step:
             batch = self._loaded.pop(0) if self._loaded else self._next_batch(each.virtual_worker, each.samples)
             if place:
                 context.gradients.release(after_backward=True)
+                self._refuse_collectives()  # only after its last batch, a rank may meet the others
             self.is_last = place == len(work) - 1
             engine.before_forward(self.is_last)
             context.gradients.hold()
@@ -112,6 +116,7 @@ class Step:
             self.micro_batch = each
             self._in_micro_batch = mark_on(context.setup.layout.device)
             self._kinds.add(_kind(batch, len(engine.trainable)))
+            self._begun_collectives = begun_collectives()
             self._enter(SHARDED_COMPUTE if engine.capabilities.equal_rounds else COMPUTE)
             yield batch
             self.micro_batch = None
@@ -211,6 +216,7 @@ class Step:
             raise UsageError(
                 f"step.backward(loss) got {found}; pass the mean loss over the batch's samples as a tensor with one element"
             )
+        self._refuse_collectives()
         samples: float = micro_batch.samples
         if share is not None and samples:
             if context.setup.job.noise_every_steps:
@@ -224,6 +230,7 @@ class Step:
         weight = context.setup.job.gradient_scale * part * self._loss_scale
         context.gradients.release(after_backward=False)
         context.engine.backward(loss, weight, micro_batch, self.is_last)
+        self._refuse_collectives(context.engine.begun_in_backward)
         context.gradients.hold()
         context.noise.end_backward(micro_batch.samples)
         if self.is_last:
@@ -341,6 +348,11 @@ class Step:
             f"the script changed parameters of the model before step.batches() of step {self.index}, where a run that resumes would change "
             "them again; do this after step.update()"
         )
+
+    def _refuse_collectives(self, own: int = 0) -> None:
+        """Refuse collectives that the script has begun in the current batch, beside `own` ones of the engine."""
+        if not self._context.engine.capabilities.equal_rounds:  # fully_shard has collectives of its own in each batch
+            require_begun_collectives(self._begun_collectives + own, self.index)
 
     def _enter(self, phase: Phase) -> None:
         """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""

@@ -52,6 +52,7 @@ class DataParallelEngine(Engine):
         super().backward(loss, weight, micro_batch, is_last)
         if self._buckets and is_last:
             self.gradients_ready = self._buckets.ready
+            self.begun_in_backward = self._buckets.num_sent
 
     def reduce_gradients(self, samples: int) -> None:
         if self._buckets:

@@ -40,6 +40,8 @@ class Engine:
         self.layout = layout
         self.gradients_ready: Mark | None = None
         """Time from which only the reduction of the step remained; None if the reduction does not overlap with the backward pass."""
+        self.begun_in_backward = 0
+        """Number of collectives of torch.distributed that the last backward pass of the step has begun; 0 before it."""
         self.settings: Set[Feature] = frozenset()
         """Features that the job's settings require. The model may require others once the script has unfrozen parameters."""
         self._autocast: Autocast | None = None
@@ -80,6 +82,7 @@ class Engine:
                 raise UsageError(problem)
             self.trainable = found
             self.lay_out()
+        self.begun_in_backward = 0
 
     def before_forward(self, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch. `is_last` is true for the last micro-batch of the step on this rank."""

@@ -87,6 +87,11 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def num_sent(self) -> int:
+        """Number of buckets that the last backward pass of the step has sent."""
+        return self._next
+
     def begin_last(self) -> None:
         """Begin the last backward pass of the step. From the second step on, it sends buckets as soon as they are complete."""
         self._is_last = True

@@ -1,0 +1,151 @@
+"""Tests of collectives that a script begins in a batch: they are refused at any number of workers, before any rank waits for another."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from numbers_job import cpu_run, network, numbers_job
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from undula.errors import UsageError
+from undula.train.job import Job
+
+HABITS = {
+    "all-reduce in the forward pass": lambda x, group: _summed(x, dist.group.WORLD),
+    "all-reduce in another group": lambda x, group: _summed(x, group),
+    "functional collective": lambda x, group: functional.all_reduce(x, "sum", group).clone(),
+    "gathered objects": lambda x, group: _gathered(x),
+    "barrier": lambda x, group: _after_barrier(x),
+    "gradient": lambda x, group: _SummedGradient.apply(x),
+}
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    mean = x.detach().mean()
+    dist.all_reduce(mean, group=group)
+    return x - mean
+
+
+def _gathered(x: Tensor) -> Tensor:
+    found = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, float(x.mean()))
+    return x - sum(found)
+
+
+def _after_barrier(x: Tensor) -> Tensor:
+    dist.barrier()
+    return x
+
+
+class _SummedGradient(torch.autograd.Function):
+    """Sums gradients over the ranks, as torch.distributed.nn.functional.all_reduce does."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        found = gradient.clone()
+        dist.all_reduce(found)
+        return found
+
+
+class Meeting(nn.Module):
+    """Network whose forward pass meets those of other ranks from the n-th step on."""
+
+    def __init__(self, meet: Callable[[Tensor, dist.ProcessGroup], Tensor], group: dist.ProcessGroup, first: int):
+        super().__init__()
+        self.net, self.meet, self.group = network(), meet, group
+        self.first, self.step = first, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return self.meet(found, self.group) if self.step >= self.first else found
+
+
+def _meets(rank: int, world_size: int, job: Job, habit: str, first: int) -> tuple[int, str]:
+    """Return the step that is refused, and the message."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(Meeting(HABITS[habit], dist.new_group(), first))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    index = -1
+    try:
+        for step in run.steps():
+            index = model.step = step.index  # type: ignore[assignment]
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.update()
+    except UsageError as error:
+        return index, str(error)
+    finally:
+        run.free()
+    return -1, ""
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_collective_in_a_batch_is_refused_on_every_rank_before_any_of_them_waits(tmp_path: Path, habit: str) -> None:
+    """Three ranks have two, one and one of the four virtual workers; from the second step on, gradients are sent in backward passes."""
+    for world_size, first in ((1, 0), (3, 0), (3, 1)):
+        job = replace(numbers_job(tmp_path / f"{world_size} {first}"))
+        for step, message in on_ranks(world_size, _meets, job, habit, first, limit_s=60):
+            assert step == first
+            assert message.startswith(
+                f"the script has begun a collective of torch.distributed in a batch of step {first}, such as"
+            )
+            assert "step.total() outside of the loop" in message
+
+
+def _meets_outside(rank: int, world_size: int, job: Job) -> list[float]:
+    run = cpu_run(job, rank, world_size)
+    model = run.model(network())
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sums = []
+    for step in run.steps():
+        ranks = torch.ones(())
+        dist.all_reduce(ranks)
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+            if step.is_last:
+                dist.all_reduce(ranks)
+        assert step.total(1.0) == world_size
+        step.update()
+        dist.barrier()
+        sums.append(float(ranks))
+    run.free()
+    return sums
+
+
+def test_collectives_around_the_batches_of_a_step_are_the_scripts_own(tmp_path: Path) -> None:
+    assert on_ranks(3, _meets_outside, numbers_job(tmp_path)) == [[9.0] * 4] * 3
+
+
+def _logs(rank: int, world_size: int, job: Job) -> str:
+    """Return the message for a script that sums each batch's loss over the ranks."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(network())
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train() -> None:
+        for step in run.steps():
+            for batch in step.batches():
+                loss = model(batch["x"][:, None] / 48).square().mean()
+                step.backward(loss)
+                dist.all_reduce(loss.detach())
+            step.update()
+
+    with pytest.raises(UsageError) as caught:
+        train()
+    run.free()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_summed_over_ranks_after_each_batch_is_refused(tmp_path: Path) -> None:
+    """All ranks have two batches in each step. The first of them shows it."""
+    for message in on_ranks(2, _logs, numbers_job(tmp_path)):
+        assert message.startswith("the script has begun a collective")
