@@ -105,7 +105,10 @@ def train(run: Run, habit: Habit, leaves: Callable[[int], None] = lambda number:
 
 
 def weights_of(model: nn.Module) -> dict[str, list[float]]:
-    return {name: value.double().flatten().tolist() for name, value in model.state_dict().items()}
+    whole = {
+        name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in model.state_dict().items()
+    }
+    return {name: value.double().flatten().tolist() for name, value in whole.items()}
 
 
 def plain(habit: Habit) -> dict[str, list[float]]:
@@ -162,11 +165,17 @@ def in_groups(
 
 
 def outcomes(
-    rank: int, world_size: int, folder: Path, habits: dict[str, type[Habit]], deterministic: bool = False
+    rank: int,
+    world_size: int,
+    folder: Path,
+    habits: dict[str, type[Habit]],
+    deterministic: bool = False,
+    is_sharded: bool = False,
 ) -> dict[str, Any]:
     """Return by name the weights with which each habit ends, of a whole run and of a resumed one, or the sentence of the error."""
     found: dict[str, Any] = {}
-    for number, (name, make) in enumerate(habits.items()):
+    for number, (name, habit) in enumerate(habits.items()):
+        make = sharded(habit) if is_sharded else habit
         try:
             found[name] = [
                 in_groups(rank, world_size, folder / f"{number} {end}", make, deterministic, end) for end in (None, 1)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
+from undula.state.pieces import is_sharded_tensor
 
 _HOOKED_BY = ("undula", "horovod")
 """Packages whose hooks at the accumulation of a gradient belong to the run."""
@@ -40,7 +41,7 @@ class OpenGradients:
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer):
         self._engine = engine
         self._optimizer = optimizer
-        self._known = set(engine.module.parameters())
+        self._known = dict(engine.module.named_parameters())
         self._parameters: list[nn.Parameter] = []
         self._gradients: list[Tensor | None] = []
         self._versions: list[int] = []
@@ -67,7 +68,7 @@ class OpenGradients:
                     "the loss to that of a batch, or call model.zero_grad() if the gradient is no part of the step"
                 )
         if self._parameters is not trainable:
-            self._require_known(trainable)
+            self._require_known()
             self._parameters = trainable
         for parameter in trainable:
             if (hooks := parameter._post_accumulate_grad_hooks) and any(map(_is_of_script, hooks.values())):
@@ -114,11 +115,13 @@ class OpenGradients:
             raise UsageError(self._added(next(each for each in self._parameters if each.grad is not None)))
         self._gradients, self._versions = [], []
 
-    def _require_known(self, trainable: Sequence[nn.Parameter]) -> None:
-        for parameter in trainable:
-            if parameter not in self._known:
+    def _require_known(self) -> None:
+        for name, parameter in self._engine.module.named_parameters():
+            known = self._known.get(name)
+            # A sharded module has other objects as its parameters while they are gathered.
+            if known is None or (known is not parameter and not is_sharded_tensor(known)):
                 raise UsageError(
-                    f"the parameter {self._name(parameter)!r} was added to the model or replaced after run.steps() had begun, so a resumed "
+                    f"the parameter {name!r} was added to the model or replaced after run.steps() had begun, so a resumed "
                     "run would lack it; make it before run.model(), and freeze it with requires_grad_(False) until it trains"
                 )
 

@@ -13,6 +13,9 @@ from ranks import on_ranks
 
 WORLDS = {"1 rank": (1, False), "2 ranks": (2, False), "2 deterministic ranks": (2, True)}
 
+KEPT = dict(list(RIGHT.items())[:3])
+"""Habits that call zero_grad or backward themselves, and are right."""
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
@@ -44,6 +47,20 @@ def test_a_habit_is_refused_with_the_name_of_the_call(row: str, world: str, foun
         assert isinstance(rank[row], str), "it was not refused"
         assert names in rank[row]
         assert "\n" not in rank[row]
+
+
+def test_a_sharded_model_keeps_its_gradients(tmp_path: Path) -> None:
+    rows = [
+        row for row in REFUSED if re.search(r"zero_grad|of another loss|optimizer.step\(\)` in|before the batches", row)
+    ]
+    habits = {row: REFUSED[row][0] for row in rows}
+    # The last backward pass reduces sharded gradients, so that clipping them before step.update() is right.
+    for rank in on_ranks(2, outcomes, tmp_path, {**habits, **KEPT}, False, True):
+        for row in rows:
+            # Sharded gradients do not know the name of a call that changes them.
+            assert REFUSED[row][1] in rank[row] or "or another change was made to the gradient of" in rank[row]
+        for row in KEPT:
+            assert isinstance(rank[row], list), rank[row]
 
 
 def test_the_table_of_habits_has_these_rows() -> None:
