@@ -15,6 +15,7 @@ changes their number.
 import multiprocessing
 import signal
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,17 +31,14 @@ from undula.config.job import LoadedSpec, load_spec
 from undula.driver.launch import job_of
 from undula.driver.preflight import Examined, check_job, check_model, examine
 from undula.errors import ConformanceError, UndulaError
-from undula.parallel.layout import join_layout
-from undula.recovery.worker_state import WorkerState
 from undula.state.commit import find_commits
 from undula.state.model_state import bare_module
 from undula.storage import open_store
-from undula.testing.plain_loop import PlainRun, RecordedStep, first_gap, parameters_of
 from undula.testing.records import Comparison, Record, Recorder, first_difference, record_of
 from undula.testing.watched import GroupEnded, Train, Watched
 from undula.train.job import Job
-from undula.train.run import Run
-from undula.train.single_process import SingleProcess, local_device, local_world
+from undula.train.plain_loop import RecordedStep, first_gap, parameters_of, train_plainly
+from undula.train.single_process import SingleProcess, local_device
 
 SETTINGS = (
     *("name=conformance", "validation.every_steps=2", "stop=null", "checkpoint.keep_best=null", "plan.max_steps=6"),
@@ -127,23 +125,23 @@ def _check_resuming(watched: Watched, source: str, checked: "_Checked", boundari
 def _check_hand_overs(watched: Watched, checked: "_Checked", boundaries: Mapping[int, Record]) -> list[str]:
     """Check that groups resume exactly from the state that a group hands over that ends within a step."""
     last = max(boundaries)
+    visit = Comparison(boundaries, "a run whose groups ended within a step and handed their state over")
     for size in GROUP_STEPS:
-        job, worker = _new_job(checked, f"hand-over-{size}"), WorkerState(is_run=True)
-        visit = Comparison(boundaries, "a run whose groups ended within a step and handed their state over")
-        for step in [*range(size, last, size), None]:
-            with local_world(device := local_device(0, 1)):
-                worker.join_group()
-                run = Run(job, join_layout(0, 1, device), worker, lambda message: None)
-                try:
-                    replace(watched, visit=visit, ends_in=step)(run)
-                except GroupEnded:
-                    run.hand_over()
-                finally:
-                    run.free()
-        worker.close_kept()
-    return [
-        f"Groups that ended within a step, after {' and after '.join(map(str, GROUP_STEPS))} steps, handed their state over."
-    ]
+        steps = range(size, last, size)
+        ends = iter([*steps, None])
+        job = _new_job(checked, f"hand-over-{size}")
+        process = SingleProcess(
+            lambda run, ends=ends: replace(watched, visit=visit, ends_in=next(ends))(run),  # type: ignore[misc]
+            job,
+            lambda message: None,
+            hands_over=True,
+        )
+        for _ in steps:
+            with suppress(GroupEnded):
+                process()
+        process()
+    sizes = " and after ".join(map(str, GROUP_STEPS))
+    return [f"Groups that ended within a step, after {sizes} steps, handed their state over."]
 
 
 def _check_plain_loop(watched: Watched, make: Callable[[int], "_Checked"]) -> list[str]:
@@ -159,11 +157,7 @@ def _check_plain_loop(watched: Watched, make: Callable[[int], "_Checked"]) -> li
             continue
         job, steps = _new_job(checked if count == 1 else make(count), f"plain-{count}"), list[RecordedStep]()
         end = _train_here(replace(watched, steps=steps), job)
-        with local_world(device := local_device(0, 1)):
-            run = PlainRun(job, device, steps)
-            watched.train(run)
-            plain = run.parameters()
-            run.free()
+        plain = train_plainly(watched.train, job, steps, local_device(0, 1))
         if gap := first_gap(end, plain):
             raise ConformanceError(
                 f"{gap} after {len(steps)} steps from a plain loop over the same samples (plan.virtual_workers={count})"

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from undula.data.nested import with_tensors
 from undula.errors import ConformanceError
-from undula.testing.plain_loop import RecordedStep
 from undula.testing.records import first_difference, record_of, record_of_copy, stored_part
+from undula.train.plain_loop import RecordedStep
 from undula.train.run import Run
 from undula.train.step import Step
 
@@ -82,15 +81,12 @@ class WatchedRun:
 
     def _batches(self, step: Step, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         for batch in batches():
-            if self._by.steps is not None and step.micro_batch and step.micro_batch.samples:
-                self._by.steps[-1].batches.append((step.micro_batch, with_tensors(batch, torch.clone)))
+            if self._by.steps is not None:
+                self._by.steps[-1].add_batch(step.micro_batch, batch)
             yield batch
             if self._by.ends_in == step.index:
                 raise GroupEnded
 
     def _record_settings(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert self._by.steps is not None
-        self._by.steps[-1].settings = [
-            {key: with_tensors(value, torch.clone) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._by.steps[-1].add_settings(optimizer)

@@ -260,10 +260,11 @@ class StepBoundary:
         state = context.live.held().on_host(copied)
         return HeldState(context.setup.plan_digest, context.committed_by, done, state, tuple(context.rows))
 
-    def copies(self, done: int) -> dict[str, RankState]:
-        """Return the copies of the state after `done` steps that this rank has stored, would send or would hand over, by their purpose."""
+    def copies(self) -> dict[str, RankState]:
+        """Return the copies of the committed state that this rank has stored, would send or would hand over, by their purpose."""
         context, setup = self._context, self._context.setup
-        held = self._held_state(done, lambda: None)
+        assert context.committed is not None
+        held = self._held_state(context.committed, lambda: None)
         replica = parsed(*packed(held.plan_digest, held.age, held.state, held.rows)).load()
         found = {"a checkpoint or a hand-over": held.state, "a replica": replica}
         if context.snapshots:
@@ -313,7 +314,7 @@ class StepBoundary:
             wait: Whether to wait until all reports are stored.
         """
         context = self._context
-        context.optimizer_steps.close()
+        context.guard.close()
         if context.stream:
             # Closing may wait for Ray Data's first block, which must not delay the next worker group.
             _in_thread(context.stream.close)

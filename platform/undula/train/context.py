@@ -11,7 +11,7 @@ from undula.data.mixture import Data, load_data
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout, timeout_of
-from undula.plan.plan import Plan
+from undula.plan.plan import MicroBatch, Plan
 from undula.recovery.baseline import Baseline
 from undula.recovery.live_state import LiveState
 from undula.recovery.rank_snapshots import RankSnapshots
@@ -34,10 +34,8 @@ from undula.train.job import Job
 from undula.train.learning_rate import OptimizerRates, Rate, rate_for
 from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
-from undula.train.open_gradients import OpenGradients
-from undula.train.optimizer_steps import OptimizerSteps
-from undula.train.parameter_guard import ParameterGuard
 from undula.train.samples import AnyStream, SampleSource
+from undula.train.script_guard import ScriptGuard
 from undula.train.script_state import ScriptState
 from undula.train.step_reduction import StepReducer, Wants
 
@@ -104,6 +102,21 @@ class RunSetup:
         """Virtual workers of this rank's cell."""
         return self.layout.virtual_workers(self.job.plan.virtual_workers)
 
+    def work(self, index: int, merged_steps: int) -> list[MicroBatch]:
+        """Return the micro-batches of this rank in steps of the plan that are taken as one."""
+        return self.plan.work(range(index, index + merged_steps), self.virtual_workers)
+
+    def padded_work(self, index: int, merged_steps: int, equal_rounds: bool) -> list[MicroBatch]:
+        """Return the micro-batches that this rank runs.
+
+        A rank without a share of a short step runs a micro-batch of weight zero. If all ranks must run the same number of micro-batches,
+        a rank runs one of weight zero for each that it lacks. Such a micro-batch has two rows, because some layers, such as BatchNorm,
+        cannot train on one row.
+        """
+        work = self.work(index, merged_steps)
+        rounds = self.layout.rounds(self.plan, range(index, index + merged_steps)) if equal_rounds else 1
+        return work + [MicroBatch(index, self.virtual_workers[0], 0, 0)] * (rounds - len(work))
+
 
 @dataclass
 class TrainContext:
@@ -114,11 +127,9 @@ class TrainContext:
     model: nn.Module
     """Module that the script calls."""
     optimizer: torch.optim.Optimizer
-    gradients: OpenGradients
-    optimizer_steps: OptimizerSteps
     buffers: BufferMean
     baseline: Baseline
-    guard: ParameterGuard
+    guard: ScriptGuard
     noise: NoiseScaleMeter
     loss_scale: LossScale
     rates: OptimizerRates
@@ -174,7 +185,7 @@ class TrainContext:
         noise = NoiseScaleMeter(job.noise_every_steps, job.gradient_scale)
         loss_scale = LossScale(job.precision)
         rate, _ = rate_for(job.schedule, setup.plan, layout.num_cells, 0, {})
-        results = ValidationResults()
+        results, baseline = ValidationResults(), Baseline(engine.module, optimizer)
 
         def beside() -> dict[str, Any]:
             return {
@@ -203,11 +214,9 @@ class TrainContext:
             engine,
             model,
             optimizer,
-            OpenGradients(engine, optimizer),
-            OptimizerSteps(model),
             BufferMean(engine.module, all_reduce_over(layout.shards), job.deterministic, is_first=layout.cell == 0),
-            Baseline(engine.module, optimizer),
-            ParameterGuard(engine.module),
+            baseline,
+            ScriptGuard(engine, model, optimizer, baseline),
             noise,
             loss_scale,
             rates,

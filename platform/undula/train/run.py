@@ -378,12 +378,8 @@ class Run:
         check_state(self._model, self._optimizer)
 
     def copies(self) -> dict[str, RankState]:
-        """Return the copies of the state that this rank has stored, would send or would hand over between two steps, by their purpose.
-
-        They exist for `undula.testing.conformance`, which compares them with the model and the optimizer.
-        """
-        loop = self._begun("copies")
-        return loop.boundary.copies(loop.done)
+        """Return the copies of the state that this rank has stored, would send or would hand over now, by their purpose, for tests."""
+        return self._begun("copies").boundary.copies()
 
     def hand_over(self) -> None:
         """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""
@@ -396,10 +392,8 @@ class Run:
             self._loop.boundary.close()
         if self._engine:
             self._engine.close()
-        if self._undo:
-            self._undo()
-        if self._stop_watching:
-            self._stop_watching()
+        for undo in filter(None, (self._undo, self._stop_watching)):
+            undo()
         if self._script_samples:
             self._script_samples.free()
         self._model = self._optimizer = self._engine = self._loop = self._rates = self._undo = None
@@ -418,8 +412,8 @@ class Run:
         return context
 
     def _samples(self) -> SampleSource:
-        setup = self._setup
         if self._script_samples is not None:
             return self._script_samples
+        setup = self._setup
         assert not isinstance(setup.data, IndexedData), "run.model() refuses a run without its dataset"
         return StoredSamples(setup.job, setup.data, setup.virtual_workers, self._maps)

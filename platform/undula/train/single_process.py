@@ -30,6 +30,7 @@ class SingleProcess:
         rendezvous: Path of a file through which the ranks find each other. The file must not exist before.
         device: Device on which this rank trains. By default, each rank has a GPU of its own if this process sees enough of them, and
             otherwise all ranks train on the CPU.
+        hands_over: Whether this process keeps the state if the training is interrupted, for the next call.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SingleProcess:
         world_size: int = 1,
         rendezvous: str | None = None,
         device: torch.device | None = None,
+        hands_over: bool = False,
     ):
         self._train = train
         self._job = job
@@ -49,6 +51,7 @@ class SingleProcess:
         self._world_size = world_size
         self._rendezvous = rendezvous
         self.device = device or local_device(rank, world_size)
+        self._hands_over = hands_over
         self._worker = WorkerState(is_run=True)
 
     def __call__(self) -> None:
@@ -62,8 +65,11 @@ class SingleProcess:
             run = Run(self._job, layout, self._worker, self._publish)
             try:
                 self._train(run)
-            except LeaveGroup:
-                pass
+            except BaseException as error:
+                if self._hands_over:
+                    run.hand_over()
+                if not isinstance(error, LeaveGroup):
+                    raise
             finally:
                 run.free()
                 self._worker.close_kept()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from undula.data.nested import tensors_of
 from undula.errors import UsageError
-from undula.parallel.collectives import begun_collectives, require_begun_collectives
 from undula.parallel.device_clock import Mark, mark_on, on_host
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import MicroBatch
@@ -25,7 +24,6 @@ from undula.state.records import StepRow
 from undula.train.boundary import StepBoundary
 from undula.train.context import Kind, TrainContext
 from undula.train.loss_scale import LONG_SKIPPED_STEPS
-from undula.train.parameter_guard import changed_in_step
 from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
 from undula.train.step_reduction import LocalStep, StepTotals
 
@@ -73,11 +71,7 @@ class Step:
         """Micro-batches that `load` has read and `batches` has not yielded yet."""
         self._reduced_gradient: tuple[Tensor, Tensor] | None = None
         """Norm of the step's gradient, and whether it overflows on this rank; None before it is reduced."""
-        self._moved = self._moved_within = torch.tensor(False, device="cpu")
-        """Whether parameters changed before the first batch, and whether they changed before the update, scalars on the device."""
         self._has_begun = self._has_ended = self.is_last = False
-        self._begun_collectives = 0
-        """Number of collectives that this rank had begun before the current batch."""
         plan = context.setup.plan
         self.index = index
         self.merged_steps = plan.merged_steps(index, context.setup.layout.num_cells)
@@ -89,8 +83,7 @@ class Step:
         self.lr = context.rates.lr(self._rate)
         self._loss_scale = context.loss_scale.factor or 1.0
         self.updated = False
-        context.optimizer_steps.begin_step(index)
-        context.gradients.free_former()
+        context.guard.begin_step(index)
 
     def batches(self) -> Iterator[Any]:
         """Yield the micro-batches of this rank's virtual workers. Call `backward` once for each of them."""
@@ -106,17 +99,15 @@ class Step:
         for place, each in enumerate(work):
             batch = self._loaded.pop(0) if self._loaded else self._next_batch(each.virtual_worker, each.samples)
             if place:
-                context.gradients.release(after_backward=True)
-                self._refuse_collectives()  # only after its last batch, a rank may meet the others
+                context.guard.end_batch(is_last=False)
             self.is_last = place == len(work) - 1
             engine.before_forward(self.is_last)
-            context.gradients.hold()
             context.buffers.begin_micro_batch()
             seed_micro_batch(context.setup.job.plan.seed, each.step, each.virtual_worker, each.number)
             self.micro_batch = each
             self._in_micro_batch = mark_on(context.setup.layout.device)
             self._kinds.add(_kind(batch, len(engine.trainable)))
-            self._begun_collectives = begun_collectives()
+            context.guard.begin_batch()
             self._enter(SHARDED_COMPUTE if engine.capabilities.equal_rounds else COMPUTE)
             yield batch
             self.micro_batch = None
@@ -160,37 +151,21 @@ class Step:
     def _begin(self) -> None:
         """Prepare the engine, the buffers and the noise scale for the micro-batches of this rank."""
         context = self._context
-        if context.script_state.owed_since is None:
-            self._moved = context.baseline.moved()
-        else:  # the script has repeated work that the former group had not finished
+        # Otherwise the script has repeated work that the former group had not finished.
+        if is_repeating := context.script_state.owed_since is not None:
             self._boundary.settle(owed_since=None)
-        self._work = self._planned_work()
+        equal = context.engine.capabilities.equal_rounds
+        self._work = context.setup.padded_work(self.index, self.merged_steps, equal)
         context.buffers.begin_step()
         context.engine.begin_step(len(self._work))
-        context.guard.begin_step(context.engine.parameters)
-        context.gradients.begin_step(self.index)
+        context.guard.begin_batches(is_repeating)
         self._following = chain(self._work[1:], self._first_of_next())
         context.noise.begin_step(self.index, self.merged_steps, context.engine.trainable)
 
-    def _planned_work(self) -> list[MicroBatch]:
-        """Return the micro-batches that this rank runs.
-
-        A rank without a share of a short step runs a micro-batch of weight zero. If all ranks must run the same number of micro-batches,
-        a rank runs one of weight zero for each that it lacks. Such a micro-batch has two rows, because some layers, such as BatchNorm,
-        cannot train on one row.
-        """
-        setup, steps = self._context.setup, range(self.index, self.index + self.merged_steps)
-        work = setup.plan.work(steps, setup.virtual_workers)
-        equal = self._context.engine.capabilities.equal_rounds
-        rounds = setup.layout.rounds(setup.plan, steps) if equal else 1
-        return work + [MicroBatch(self.index, setup.virtual_workers[0], 0, 0)] * (rounds - len(work))
-
     def _first_of_next(self) -> list[MicroBatch]:
         """Return the first micro-batch of this rank in the next step; empty at the end of the plan."""
-        setup = self._context.setup
-        later = self.index + self.merged_steps
-        steps = range(later, later + setup.plan.merged_steps(later, setup.layout.num_cells))
-        return setup.plan.work(steps, setup.virtual_workers)[:1]
+        setup, later = self._context.setup, self.index + self.merged_steps
+        return setup.work(later, setup.plan.merged_steps(later, setup.layout.num_cells))[:1]
 
     def backward(self, loss: Tensor, share: float | None = None) -> None:
         """Run the backward pass of the current batch, and accumulate its gradient.
@@ -216,7 +191,6 @@ class Step:
             raise UsageError(
                 f"step.backward(loss) got {found}; pass the mean loss over the batch's samples as a tensor with one element"
             )
-        self._refuse_collectives()
         samples: float = micro_batch.samples
         if share is not None and samples:
             if context.setup.job.noise_every_steps:
@@ -228,10 +202,9 @@ class Step:
         context.noise.begin_backward()
         part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)
         weight = context.setup.job.gradient_scale * part * self._loss_scale
-        context.gradients.release(after_backward=False)
+        context.guard.before_backward()
         context.engine.backward(loss, weight, micro_batch, self.is_last)
-        self._refuse_collectives(context.engine.begun_in_backward)
-        context.gradients.hold()
+        context.guard.after_backward()
         context.noise.end_backward(micro_batch.samples)
         if self.is_last:
             self._enter(REDUCE)
@@ -248,7 +221,7 @@ class Step:
 
     def keep_gradients(self) -> None:
         """Undo `zero_grad` of the script after `backward`, for adapters of loops that step their optimizer in each batch."""
-        self._context.gradients.keep()
+        self._context.guard.keep_gradients()
 
     def log(self, **values: float | Tensor) -> None:
         """Record values in the ledger, averaged over the step's samples.
@@ -284,7 +257,7 @@ class Step:
             )
         return self._reduce(
             "reduce", max_norm
-        ).clone()  # what the script does to it must not change the row of the step
+        ).clone()  # the row of the step must not change with what the script does to it
 
     def _reduce(self, caller: str, max_norm: float | None) -> Tensor:
         context, job = self._context, self._context.setup.job
@@ -293,10 +266,8 @@ class Step:
                 f"step.{caller}() was called before the loop over step.batches() of step {self.index} had ended; "
                 "run all batches before calling it"
             )
-        context.gradients.release(after_backward=True)
+        context.guard.end_batches()
         self._enter(REDUCE)
-        context.guard.end_step()
-        self._moved_within = context.baseline.moved()
         begin = mark_on(context.setup.layout.device)
         limit = job.gradient.max_norm if max_norm is None else max_norm
         self._reduced_gradient = context.engine.finish_gradients(self.samples, limit, context.loss_scale.factor)
@@ -318,7 +289,7 @@ class Step:
         totals = self._reduced(*self._reduced_gradient)
         with self._boundary.changing_state(self.merged_steps):
             seed_update(job.plan.seed, self.index)
-            with context.optimizer_steps.own():
+            with context.guard.own_update():
                 context.engine.step(applies=not totals.overflows)
             if not totals.overflows:
                 context.rates.advance()
@@ -332,27 +303,10 @@ class Step:
         self.updated = True
         seed_between_steps(job.plan.seed, "after the update", self.index + self.merged_steps)
 
-    def _refuse_moved(self, before: bool, within: bool) -> None:
-        """Raise UsageError if parameters changed before the first batch, or between that and the update.
-
-        A group that ends in the step hands over parameters that the script has changed before the first batch, and the next group would
-        change them once more.
-        """
-        if not (before or within):
-            return
-        if self._context.snapshots:  # the last one may have been taken while they changed
+    def _check_moved(self, before: bool, within: bool) -> None:
+        if (before or within) and self._context.snapshots:  # the last one may have been taken while parameters changed
             self._context.snapshots.discard()
-        if not before:
-            raise changed_in_step("a parameter")
-        raise UsageError(
-            f"the script changed parameters of the model before step.batches() of step {self.index}, where a run that resumes would change "
-            "them again; do this after step.update()"
-        )
-
-    def _refuse_collectives(self, own: int = 0) -> None:
-        """Refuse collectives that the script has begun in the current batch, beside `own` ones of the engine."""
-        if not self._context.engine.capabilities.equal_rounds:  # fully_shard has collectives of its own in each batch
-            require_begun_collectives(self._begun_collectives + own, self.index)
+        self._context.guard.check_moved(before, within)
 
     def _enter(self, phase: Phase) -> None:
         """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""
@@ -377,9 +331,9 @@ class Step:
             UsageError: Parameters changed before the update.
         """
         context, local, layout = self._context, self._local, self._context.setup.layout
-        scalars = [norm, overflows, self._moved, self._moved_within, *(loss for loss, _ in self._losses)]
+        scalars = [norm, overflows, *context.guard.moved, *(loss for loss, _ in self._losses)]
         grad_norm, has_overflowed, moved, moved_within, *losses = on_host(scalars)
-        self._refuse_moved(bool(moved), bool(moved_within))
+        self._check_moved(bool(moved), bool(moved_within))
         local.wants = self._boundary.wants()
         self._enter(REDUCE)
         local.seconds["data_s"] = self._data_s

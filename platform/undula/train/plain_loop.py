@@ -4,7 +4,7 @@ The gradient of each micro-batch is taken out of the model before the next one b
 shows what a script means by its step even if the script clears or changes gradients in between. Buffers move as in a run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ from undula.train.buffers import BufferMean
 from undula.train.job import Job
 from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
 from undula.train.rehearsal import RehearsedRun
+from undula.train.run import Run
 from undula.train.script_state import AfterStep
+from undula.train.single_process import local_world
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
@@ -39,6 +41,31 @@ class RecordedStep:
     """Micro-batches that have samples, with their places in the plan."""
     settings: list[dict[str, Any]] = field(default_factory=list)
     """Settings of each group of the optimizer during its step."""
+
+    def add_batch(self, micro_batch: MicroBatch | None, batch: Any) -> None:
+        """Add a copy of a micro-batch if it has samples."""
+        if micro_batch and micro_batch.samples:
+            self.batches.append((micro_batch, with_tensors(batch, torch.clone)))
+
+    def add_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add copies of the settings of an optimizer's groups."""
+        self.settings = [
+            {key: with_tensors(value, torch.clone) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+
+def train_plainly(
+    train: Callable[[Run], None], job: Job, recorded: Sequence[RecordedStep], device: torch.device
+) -> dict[str, Tensor]:
+    """Train on recorded steps in a plain loop, and return the parameters at its end by name."""
+    with local_world(device):
+        run = PlainRun(job, device, recorded)
+        try:
+            train(run)
+            return run.parameters()
+        finally:
+            run.free()
 
 
 class PlainRun(RehearsedRun):

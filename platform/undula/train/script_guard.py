@@ -1,0 +1,136 @@
+"""Checks of what a script does to a run between the run's own calls.
+
+What depends on which batches a rank runs, or on where the run is interrupted, is refused in the step in which it happens, on every rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from undula.errors import UsageError
+from undula.parallel.collectives import begun_collectives, require_begun_collectives
+from undula.parallel.engines.engine import Engine
+from undula.recovery.baseline import Baseline
+from undula.state.pieces import is_sharded_tensor
+from undula.train.open_gradients import OpenGradients
+from undula.train.optimizer_steps import OptimizerSteps
+
+
+class ScriptGuard:
+    """Checks one step after another. The step tells where it is, in the order of the methods.
+
+    Args:
+        engine: Engine of the model.
+        model: Module that the script calls.
+        optimizer: Optimizer of the run.
+        baseline: State of the last step boundary.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, baseline: Baseline):
+        self._engine = engine
+        self._baseline = baseline
+        self._gradients = OpenGradients(engine, optimizer)
+        self._optimizers = OptimizerSteps(model)
+        # flatten_parameters() of an RNN moves its weights to other memory without changing them.
+        recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
+        self._relocated = {id(parameter) for part in recurrent for parameter in part.parameters()}
+        self._versions: dict[nn.Parameter, int] = {}
+        """Number of changes in place of each parameter that torch had counted at the first batch."""
+        self._begun_collectives = 0
+        self._step = 0
+        self.moved = (torch.tensor(False, device="cpu"),) * 2
+        """Whether parameters changed before the first batch, and whether they changed until the update. They are scalars on the device, so
+        that a GPU need not be waited for; pass their values to `check_moved`."""
+
+    def begin_step(self, index: int) -> None:
+        """Begin a step, before the script works on it."""
+        self._step = index
+        self._optimizers.begin_step(index)
+        self._gradients.free_former()
+
+    def begin_batches(self, is_repeating: bool) -> None:
+        """Begin the batches of the step, after the engine.
+
+        Args:
+            is_repeating: Whether the script has repeated work on the former step, for which it may change parameters.
+        """
+        before = torch.tensor(False, device="cpu") if is_repeating else self._baseline.moved()
+        self.moved = before, before
+        self._gradients.begin_step(self._step)
+        parameters = self._engine.parameters
+        # Forward passes of a sharded model replace its parameters by whole ones.
+        is_sharded = bool(parameters) and is_sharded_tensor(parameters[0])
+        counted = [each for each in parameters if not is_sharded and id(each) not in self._relocated]
+        self._versions = {each: each._version for each in counted}
+
+    def begin_batch(self) -> None:
+        self._gradients.hold()
+        self._begun_collectives = begun_collectives()
+
+    def before_backward(self) -> None:
+        self._require_no_collectives()
+        self._gradients.release(after_backward=False)
+
+    def after_backward(self) -> None:
+        self._require_no_collectives(self._engine.begun_in_backward)
+        self._begun_collectives += self._engine.begun_in_backward
+        self._gradients.hold()
+
+    def keep_gradients(self) -> None:
+        """Undo `zero_grad` of the script."""
+        self._gradients.keep()
+
+    def end_batch(self, is_last: bool) -> None:
+        """End a batch. Only after its last one, a rank may meet the others in a collective of the script."""
+        self._gradients.release(after_backward=True)
+        if not is_last:
+            self._require_no_collectives()
+
+    def end_batches(self) -> None:
+        """End the last batch, before the gradient is reduced.
+
+        Raises:
+            UsageError: Torch has counted a change of a parameter.
+        """
+        self.end_batch(is_last=True)
+        self.moved = self.moved[0], self._baseline.moved()
+        if changed := next((each for each, version in self._versions.items() if each._version != version), None):
+            names = {id(each): name for name, each in self._engine.module.named_parameters()}
+            raise _changed_in_step(f"the parameter {names.get(id(changed), '')!r}")
+
+    def check_moved(self, before: bool, within: bool) -> None:
+        """Raise UsageError if parameters changed before the first batch, or until the update.
+
+        A group that ends in the step hands over parameters that the script has changed before the first batch, and the next group would
+        change them once more.
+        """
+        if before:
+            raise UsageError(
+                f"the script changed parameters of the model before step.batches() of step {self._step}, where a run that resumes would "
+                "change them again; do this after step.update()"
+            )
+        if within:
+            raise _changed_in_step("a parameter")
+
+    @contextmanager
+    def own_update(self) -> Iterator[None]:
+        """Surround the optimizer's step that the run takes."""
+        with self._optimizers.own():
+            yield
+
+    def close(self) -> None:
+        self._optimizers.close()
+
+    def _require_no_collectives(self, own: int = 0) -> None:
+        """Refuse collectives that the script has begun in the current batch, beside `own` ones of the engine."""
+        if not self._engine.capabilities.equal_rounds:  # fully_shard has collectives of its own in each batch
+            require_begun_collectives(self._begun_collectives + own, self._step)
+
+
+def _changed_in_step(what: str) -> UsageError:
+    return UsageError(
+        f"{what} changed between the first batch of a step and step.update(), for example in the forward pass, but a rank would change it "
+        "once for each of its micro-batches; change it after step.update()"
+    )
