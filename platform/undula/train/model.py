@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from undula.errors import UsageError
 from undula.parallel.activations import keep_activations
+from undula.parallel.batch_norm import replace_sync_batch_norm
 from undula.parallel.compile import compile_forward, watch_compilation
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
@@ -17,6 +18,7 @@ from undula.parallel.layout import Layout
 from undula.parallel.precision import dtype_of
 from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
+from undula.state.events import WarningEvent
 from undula.train.job import Job
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -35,6 +37,23 @@ def engine_of(job: Job, module: nn.Module, layout: Layout) -> Engine:
         virtual_workers=job.plan.virtual_workers,
         compute=job.precision.compute,
     )
+
+
+def prepare_module(module: nn.Module) -> tuple[WarningEvent, ...]:
+    """Give a module's SyncBatchNorms the statistics of virtual workers, before the module has an engine.
+
+    Returns:
+        Warnings for the run's records.
+
+    Raises:
+        UsageError: A parameter has no shape yet, or a layer is of a subclass of SyncBatchNorm.
+    """
+    if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
+        raise UsageError(
+            f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
+        )
+    replaced = replace_sync_batch_norm(module)
+    return (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
 
 
 def place_model(module: nn.Module, engine: Engine, job: Job, plan: Plan) -> tuple[nn.Module, Callable[[], None]]:

@@ -9,7 +9,7 @@ def train(run: undula.Run) -> None:
         step.update()
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from undula.data.loader_processes import Loader
 from undula.data.maps import SampleFunction
 from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
 from undula.errors import UsageError
-from undula.parallel.batch_norm import replace_sync_batch_norm
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
@@ -43,7 +42,7 @@ from undula.train.context import RunSetup, TrainContext
 from undula.train.job import Job
 from undula.train.learning_rate import GroupRates, OptimizerRates, SchedulerRates
 from undula.train.loop import TrainingLoop
-from undula.train.model import engine_of, place_model, watch_compilation_of
+from undula.train.model import engine_of, place_model, prepare_module, watch_compilation_of
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
 from undula.train.script_state import AfterStep, Capture, Restore, ScriptState
@@ -72,8 +71,7 @@ class Run:
         url: Path or URL of the run directory.
     """
 
-    _unsynced: Sequence[str] = ()
-    """Names of the model's layers whose statistics are no longer synchronized."""
+    _warnings: tuple[WarningEvent, ...] = ()
     _engine: Engine | None = None
     _model: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
@@ -186,14 +184,10 @@ class Run:
             raise UsageError("run.model() was called before run.dataset(); call run.dataset() first")
         if self._model is not None:
             raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
-        if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
-            raise UsageError(
-                f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
-            )
         job, layout = self._setup.job, self._setup.layout
         if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
             raise UsageError(problem)
-        self._unsynced = replace_sync_batch_norm(module)
+        self._warnings = prepare_module(module)
         self._engine = self._make_engine(module, layout)
         self._model, self._undo = place_model(module, self._engine, job, self.plan)
         return self._model
@@ -407,8 +401,7 @@ class Run:
         context = TrainContext.of(
             self._setup, self._engine, self._model, self._optimizer, self._rates, self._samples(), self._script_state
         )
-        if self._unsynced:
-            context.warnings = (WarningEvent("sync_batch_norm", ", ".join(self._unsynced) or "the model itself"),)
+        context.warnings = self._warnings
         return context
 
     def _samples(self) -> SampleSource:
