@@ -23,10 +23,12 @@ from undula.plan.plan import MicroBatch, Plan
 from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.state.attempts import Lineage
 from undula.state.events import RehearsalEvent
+from undula.state.pieces import RankState
 from undula.storage import open_store
 from undula.telemetry.messages import Publisher
 from undula.train.context import RunSetup
 from undula.train.job import Job
+from undula.train.open_gradients import OpenGradients
 from undula.train.run import Run
 from undula.train.samples import AnyStream
 from undula.train.script_state import AfterStep
@@ -104,6 +106,10 @@ class RehearsedRun(Run):
     def stop(self, reason: str) -> None:
         """Do nothing, because the rehearsal ends after its step."""
 
+    def copies(self) -> dict[str, RankState]:
+        """Return nothing, because nothing is stored."""
+        return {}
+
     def gather(self, value: object) -> list[Any]:
         """Return the value for each rank of the group that this process pretends to be in."""
         return [value] * self.world_size
@@ -122,7 +128,8 @@ class RehearsedRun(Run):
         assert self._model is not None
         samples, job = self._samples(), self._setup.job
         batches = self._batches(samples.training(0), self.plan)
-        yield RehearsedStep(self._engine, self.plan, batches, self.base_lr, job.gradient.max_norm)
+        gradients = OpenGradients(self._engine, self._engine.optimizer)
+        yield RehearsedStep(self._engine, gradients, self.plan, batches, self.base_lr, job.gradient.max_norm)
         if validate is not None and samples.has_validation:
             self._model.eval()
             with torch.no_grad():
@@ -142,6 +149,7 @@ class RehearsedStep(Step):
 
     Args:
         engine: Engine of the model.
+        gradients: Gradients of the model.
         plan: Plan of the run.
         batches: Micro-batches and their numbers of samples.
         lr: Learning rate.
@@ -149,12 +157,18 @@ class RehearsedStep(Step):
     """
 
     def __init__(
-        self, engine: Engine, plan: Plan, batches: list[tuple[int, Any]], lr: float, max_norm: float | None = None
+        self,
+        engine: Engine,
+        gradients: OpenGradients,
+        plan: Plan,
+        batches: list[tuple[int, Any]],
+        lr: float,
+        max_norm: float | None,
     ):
         self.index, self.merged_steps, self.samples, self.lr = 0, 1, plan.step(0).samples, lr
         self.updated = self.is_last = False
         self.micro_batch: MicroBatch | None = None
-        self._engine = engine
+        self._engine, self._gradients = engine, gradients
         self._batches = batches
         self._max_norm = max_norm
         self._norm: Tensor | None = None
@@ -162,10 +176,15 @@ class RehearsedStep(Step):
         """Sum of the losses of the samples, and number of the samples."""
 
     def batches(self) -> Iterator[Any]:
+        self._gradients.free_former()
         self._engine.begin_step(len(self._batches))
+        self._gradients.begin_step(self.index)
         for place, (size, batch) in enumerate(self._batches):
+            if place:
+                self._gradients.release(after_backward=True)
             self.is_last = place == len(self._batches) - 1
             self._engine.before_forward(self.is_last)
+            self._gradients.hold()
             self.micro_batch = MicroBatch(0, 0, place, size)
             yield batch
         self.micro_batch = None
@@ -181,12 +200,18 @@ class RehearsedStep(Step):
         size = self.micro_batch.samples
         if size:
             self._sums = self._sums[0] + float(loss.detach()) * size, self._sums[1] + size
+        self._gradients.release(after_backward=False)
         self._engine.backward(loss, 1.0, self.micro_batch, self.is_last)
+        self._gradients.hold()
+
+    def keep_gradients(self) -> None:
+        self._gradients.keep()
 
     def log(self, **values: float | Tensor) -> None:
         """Do nothing, because nothing is recorded."""
 
     def reduce(self, max_norm: float | None = None) -> Tensor:
+        self._gradients.release(after_backward=True)
         limit = self._max_norm if max_norm is None else max_norm
         self._norm, _ = self._engine.finish_gradients(self.samples, limit)
         return self._norm

@@ -23,9 +23,10 @@ from undula.storage import Store
 from undula.telemetry.hub import Hub
 from undula.telemetry.messages import Message
 from undula.train.job import Job
-from undula.train.rehearsal import RehearsedRun, rehearse
+from undula.train.rehearsal import RehearsedRun, RehearsedStep, rehearse
 from undula.train.run import Run
 from undula.train.single_process import local_world
+from undula.train.step import Step
 
 CPU = torch.device("cpu")
 Uses = dict[str, Callable[[Any], object]]
@@ -51,11 +52,12 @@ BEFORE_THE_MODEL: Uses = {
     "save": lambda run: run.save(),
     "stop": lambda run: run.stop("it is enough"),
     "validated": lambda run: run.validated({"loss": 1.0}, 3),
+    "copies": lambda run: run.copies(),
     "hand_over": lambda run: run.hand_over(),
     "free": lambda run: run.free(),
 }
 """A use of each method of a run that a script may call before `run.model`."""
-BETWEEN_STEPS = ("keep", "gather", "alive", "log", "save", "validated", "stop")
+BETWEEN_STEPS = ("keep", "gather", "alive", "log", "save", "validated", "copies", "stop")
 """Methods of a run that a script may call after a step."""
 
 
@@ -137,6 +139,8 @@ def seen_in_a_step(run: Run) -> list[dict[str, Any]]:
     for batch in step.batches():
         found.append(values(step, names))
         step.backward((model(batch["x"][:, None] / 48) + 1).square().mean())
+        model.zero_grad()
+        step.keep_gradients()
         step.log(rows=len(batch["x"]))
     returned["reduce"] = step.reduce()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -148,6 +152,13 @@ def seen_in_a_step(run: Run) -> list[dict[str, Any]]:
     with pytest.raises((LeaveGroup, StopIteration)):
         next(steps)
     return [*found, returned]
+
+
+def test_a_rehearsal_has_its_own_version_of_each_method_of_a_step() -> None:
+    """What it inherited would need the state of a run that trains."""
+    names = {name for name in members(Step) if callable(getattr(Step, name))}
+    assert names <= vars(RehearsedStep).keys()
+    assert signatures(RehearsedStep, names) == signatures(Step, names)
 
 
 def test_each_member_of_a_step_has_values_of_the_same_type_in_a_rehearsal(runs: list[Run]) -> None:
