@@ -61,16 +61,16 @@ class OpenGradients:
         """
         self._step = index
         trainable = self._engine.trainable
-        for parameter, gradient in zip(trainable, map(_grad_of, trainable), strict=True):
-            if gradient is not None:
+        if self._parameters is not trainable:
+            self._require_known()
+            self._parameters = trainable
+        self._gradients, self._versions = [None] * len(trainable), []
+        for parameter in trainable:
+            if parameter.grad is not None:
                 raise UsageError(
                     f"a backward() of the script left a gradient of {self._name(parameter)!r} before the first batch of step {index}; add "
                     "the loss to that of a batch, or call model.zero_grad() if the gradient is no part of the step"
                 )
-        if self._parameters is not trainable:
-            self._require_known()
-            self._parameters = trainable
-        for parameter in trainable:
             if (hooks := parameter._post_accumulate_grad_hooks) and any(map(_is_of_script, hooks.values())):
                 raise UsageError(
                     f"{self._name(parameter)!r} has a hook of register_post_accumulate_grad_hook(), which would see the sum over some "
@@ -80,7 +80,10 @@ class OpenGradients:
 
     def hold(self) -> None:
         """Remember the gradients, and let them refuse changes, until `release`."""
-        self._gradients = list(map(_grad_of, self._parameters))
+        found = list(map(_grad_of, self._parameters))
+        if len(found) == len(self._gradients) and all(map(is_, found, self._gradients)):  # they are held already
+            return
+        self._gradients = found
         present = [each for each in self._gradients if each is not None]
         self._versions = list(map(_version_of, present))
         for each in present:
@@ -93,7 +96,15 @@ class OpenGradients:
             self._restore()
 
     def release(self, after_backward: bool) -> None:
-        """Check that the gradients are those that are held, and let the run change them.
+        """Check the gradients, and let the run change them."""
+        self.check(after_backward)
+        for each in self._gradients:
+            if type(each) is _HeldGradient:
+                each.__class__ = Tensor  # type: ignore[assignment]
+        self._gradients, self._versions = [], []
+
+    def check(self, after_backward: bool) -> None:
+        """Check that the gradients are those that are held.
 
         Args:
             after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is undone, because a loop that calls it for
@@ -102,18 +113,15 @@ class OpenGradients:
         Raises:
             UsageError: The script has changed a gradient.
         """
-        held = [each for each in self._gradients if each is not None]
-        for each in held:
-            if type(each) is _HeldGradient:
-                each.__class__ = Tensor  # type: ignore[assignment]
         found = list(map(_grad_of, self._parameters))
-        if not after_backward and self._are_zeroed(found):
+        if not all(map(is_, found, self._gradients)):
+            if after_backward or not self._are_zeroed(found):
+                self._refuse(found)
             self._restore()
-        elif not all(map(is_, found, self._gradients)):
-            self._refuse(found)
-        if list(map(_version_of, held)) != self._versions:
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [each._version for each in self._gradients if each is not None]
+        if versions != self._versions:
             raise UsageError(self._added(next(each for each in self._parameters if each.grad is not None)))
-        self._gradients, self._versions = [], []
 
     def _require_known(self) -> None:
         for name, parameter in self._engine.module.named_parameters():

@@ -84,8 +84,10 @@ class ScriptGuard:
 
     def end_batch(self, is_last: bool) -> None:
         """End a batch. Only after its last one, a rank may meet the others in a collective of the script."""
-        self._gradients.release(after_backward=True)
-        if not is_last:
+        if is_last:
+            self._gradients.release(after_backward=True)
+        else:
+            self._gradients.check(after_backward=True)
             self._require_no_collectives()
 
     def end_batches(self) -> None:
