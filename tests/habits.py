@@ -20,6 +20,7 @@ from undula.errors import UsageError
 from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.state.spec import CheckpointSpec
+from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.step import Step
 
@@ -134,17 +135,11 @@ def plain(habit: Habit) -> dict[str, list[float]]:
 
 
 def in_groups(
-    rank: int, world_size: int, folder: Path, make: type[Habit], deterministic: bool, leaves_after: int | None
+    rank: int, world_size: int, job: Job, make: type[Habit], leaves_after: int | None
 ) -> dict[str, list[float]]:
     """Train as a run whose group ends after a step, if it does, and return the weights."""
     has_scheduler = make.schedule is not Habit.schedule  # it replaces the schedule, of which nothing may be set then
-    job = replace(
-        numbers_job(folder / f"rank {rank}", global_batch=48, epochs=STEPS, shuffle="none"),
-        run_url=str(folder / "run"),
-        schedule=ScheduleSpec(base_lr=0.1, decay="cosine" if has_scheduler else "constant"),
-        checkpoint=CheckpointSpec(every_steps=1000, snapshot_every_steps=0),
-        deterministic=deterministic,
-    )
+    job = replace(job, schedule=ScheduleSpec(base_lr=0.1, decay="cosine" if has_scheduler else "constant"))
     worker = WorkerState(is_run=True, controller=object())
 
     def leaves(number: int) -> None:
@@ -169,16 +164,30 @@ def outcomes(
     world_size: int,
     folder: Path,
     habits: dict[str, type[Habit]],
-    deterministic: bool = False,
     is_sharded: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Return by name the weights with which each habit ends, of a whole run and of a resumed one, or the sentence of the error."""
+    """Return by name the weights with which each habit ends, or the sentence of the error.
+
+    The runs are resumed. On one rank, there is also a run that is not.
+
+    Args:
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        folder: Folder of the runs.
+        habits: Habits by name.
+        is_sharded: Whether the models are sharded.
+        settings: Other settings of the job.
+    """
+    data = numbers_job(folder / f"rank {rank}", global_batch=48, epochs=STEPS, shuffle="none")
+    job = replace(data, checkpoint=CheckpointSpec(every_steps=1000, snapshot_every_steps=0), **settings)
     found: dict[str, Any] = {}
     for number, (name, habit) in enumerate(habits.items()):
         make = sharded(habit) if is_sharded else habit
         try:
             found[name] = [
-                in_groups(rank, world_size, folder / f"{number} {end}", make, deterministic, end) for end in (None, 1)
+                in_groups(rank, world_size, replace(job, run_url=f"{folder}/{number} {end}"), make, end)
+                for end in ([None, 1] if world_size == 1 else [1])
             ]
         except UsageError as error:
             found[name] = str(error)

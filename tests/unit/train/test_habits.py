@@ -1,6 +1,7 @@
 """Tests of habits of torch scripts, which the table in docs/migrate.md lists: each is right, or refused with the name of the call."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,19 @@ import torch
 from habits import outcomes, plain
 from habits_refused import REFUSED
 from habits_right import RIGHT
+from horovod_ranks import on_horovod_ranks
 from ranks import on_ranks
 
-WORLDS = {"1 rank": (1, False), "2 ranks": (2, False), "2 deterministic ranks": (2, True)}
+from undula.parallel.spec import GradientSpec
 
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "2 ranks": (2, {}),
+    "2 deterministic ranks": (2, {"deterministic": True}),
+}
 KEPT = dict(list(RIGHT.items())[:3])
 """Habits that call zero_grad or backward themselves, and are right."""
+LIMIT_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +30,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     """What each rank of each world found for each habit. Processes that start for one habit only would take most of the time."""
     habits = {**RIGHT, **{row: habit for row, (habit, _) in REFUSED.items()}}
     return {
-        world: on_ranks(size, outcomes, tmp_path_factory.mktemp("world"), habits, deterministic)
-        for world, (size, deterministic) in WORLDS.items()
+        world: on_ranks(size, partial(outcomes, **settings), tmp_path_factory.mktemp("world"), habits, limit_s=LIMIT_S)
+        for world, (size, settings) in WORLDS.items()
     }
 
 
@@ -55,12 +63,25 @@ def test_a_sharded_model_keeps_its_gradients(tmp_path: Path) -> None:
     ]
     habits = {row: REFUSED[row][0] for row in rows}
     # The last backward pass reduces sharded gradients, so that clipping them before step.update() is right.
-    for rank in on_ranks(2, outcomes, tmp_path, {**habits, **KEPT}, False, True):
-        for row in rows:
-            # Sharded gradients do not know the name of a call that changes them.
+    for rank in on_ranks(2, partial(outcomes, is_sharded=True), tmp_path, {**habits, **KEPT}):
+        for row in rows:  # sharded gradients do not know the name of a call that changes them
             assert REFUSED[row][1] in rank[row] or "or another change was made to the gradient of" in rank[row]
         for row in KEPT:
             assert isinstance(rank[row], list), rank[row]
+
+
+def test_other_engines_keep_their_gradients(tmp_path: Path) -> None:
+    habits = {**{row: habit for row, (habit, _) in REFUSED.items()}, **KEPT}
+    engines = {
+        "horovod": on_horovod_ranks(2, partial(outcomes, engine="horovod"), tmp_path / "horovod", habits),
+        "adasum": on_ranks(2, partial(outcomes, gradient=GradientSpec(reduce="adasum")), tmp_path / "adasum", habits),
+    }
+    for name, ranks in engines.items():
+        for rank in ranks:
+            for row, (_, names) in REFUSED.items():
+                assert names in rank[row], name
+            for row in KEPT:
+                assert isinstance(rank[row], list), rank[row]
 
 
 def test_the_table_of_habits_has_these_rows() -> None:
