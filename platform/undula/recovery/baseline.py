@@ -4,7 +4,6 @@ A group can end while the script works between two steps, for example while it v
 is in the model then must not be handed over as the state of the step.
 """
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -36,8 +35,9 @@ class Baseline:
         self._is_sharded = any(is_sharded_tensor(each) for each in self._parameters)
         self._places = [each._buffers for each in module.modules() if each._buffers]
         self._optimizer = optimizer
-        self._elements: dict[int, tuple[int, Tensor]] = {}
-        """Address of each parameter and a view of the elements that are compared, by the parameter's place."""
+        self._addresses: list[int] = []
+        self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        """Views of the elements that are compared, of the parameters at these addresses."""
         self._is_taken = False
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         """Each buffer, with its place."""
@@ -99,21 +99,16 @@ class Baseline:
         return [buffer.detach() for _, _, buffer in self._buffers if buffer is not None]
 
     def _samples(self) -> list[Tensor]:
-        by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for elements in self._views():
-            by_type.setdefault((elements.dtype, elements.device), []).append(elements)
-        return [torch.cat(views).view(_INTEGERS[dtype.itemsize]) for (dtype, _), views in by_type.items()]
-
-    def _views(self) -> Iterator[Tensor]:
-        for place, parameter in enumerate(self._parameters):
-            own: Tensor = parameter
-            if self._is_sharded:
-                own = getattr(parameter, "_local_tensor", parameter)  # without recording an operation
-            address, view = self._elements.get(place, (0, None))
-            if view is None or address != own.data_ptr() or view.dtype != own.dtype:
-                view = _sample_of(own.detach())
-                self._elements[place] = own.data_ptr(), view
-            yield view
+        # Attributes of a DTensor are read without recording an operation.
+        own: list[Tensor] = [
+            getattr(each, "_local_tensor", each) if self._is_sharded else each for each in self._parameters
+        ]
+        addresses = [each.data_ptr() for each in own]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, {}
+            for each in own:
+                self._views.setdefault((each.dtype, each.device), []).append(_sample_of(each.detach()))
+        return [torch.cat(views).view(_INTEGERS[dtype.itemsize]) for (dtype, _), views in self._views.items()]
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

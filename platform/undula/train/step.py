@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from undula.data.nested import tensors_of
 from undula.errors import UsageError
 from undula.parallel.device_clock import Mark, mark_on, on_host
-from undula.plan.keys import multiset_digest
+from undula.plan.keys import Ids, multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, COMPUTE, DATA, REDUCE, SHARDED_COMPUTE, Phase
 from undula.state.digest import additive_digest
@@ -60,6 +61,8 @@ class Step:
         self._intervals: list[tuple[str, Mark, Mark]] = []
         self._losses: list[tuple[Tensor, float]] = []
         """Loss of each micro-batch and the number of samples for which it counts."""
+        self._ids: list[Ids] = []
+        """Ids of the samples of each micro-batch that counts."""
         self._local = LocalStep()
         self._kinds: set[Kind] = set()
         self.micro_batch: MicroBatch | None = None
@@ -318,7 +321,7 @@ class Step:
         placed = batches.take(virtual_worker, size)
         if size and setup.layout.leads_cell:
             # What was only read ahead does not count: another group may consume it.
-            self._local.sample_digest += multiset_digest(placed.ids)
+            self._ids.append(placed.ids)
         self._data_s += placed.data_s
         self._intervals.append(("transfer_s", *placed.waits))
         return placed.batch
@@ -342,6 +345,7 @@ class Step:
         known_s = sum(local.seconds[name] for name in STEP_SECONDS)
         local.seconds["other_s"] = max(time.perf_counter() - self._began - known_s, 0.0)
         if layout.leads_cell:
+            local.sample_digest = multiset_digest(np.concatenate(self._ids)) if self._ids else 0
             local.losses = [loss * size for loss, (_, size) in zip(losses, self._losses, strict=True)]
             local.small_squares = context.noise.small_squares(self.samples, self._loss_scale)
             local.micro_batches = len(local.small_squares)

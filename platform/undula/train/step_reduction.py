@@ -6,13 +6,13 @@ Losses, digests and norms are summed exactly, so that they do not depend on the 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from undula.errors import UsageError
-from undula.parallel.collectives import all_reduce_over
 from undula.parallel.reduce.exact import exact_total, total_value
 from undula.plan.noise import StepNorms
 
@@ -220,9 +220,13 @@ class StepReducer:
         terms = [[float(any(name not in self._names for name in local.logged))]]
         terms += [list(reduction.encode(getattr(local, name))) for name, reduction in self._fields]
         terms += [[part for name in self._names for part in local.logged.get(name, (0.0, 0.0))]]
-        vector = torch.tensor([value for values in terms for value in values], dtype=torch.float64, device="cpu")
-        all_reduce_over(self._group)(vector)
-        return (part.tolist() for part in torch.split(vector, [len(values) for values in terms]))
+        flat = [value for values in terms for value in values]
+        if dist.get_world_size(self._group) > 1:
+            vector = torch.tensor(flat, dtype=torch.float64, device="cpu")
+            dist.all_reduce(vector, group=self._group)
+            flat = vector.tolist()
+        rest = iter(flat)
+        return (list(islice(rest, len(values))) for values in terms)
 
     def _agree_on_names(self, local: LocalStep) -> None:
         names: list[Any] = [None] * dist.get_world_size(self._group)

@@ -1,7 +1,7 @@
 """Base class of all engines."""
 
 from collections.abc import Set
-from operator import is_not
+from operator import is_
 from typing import ClassVar
 
 import torch
@@ -38,6 +38,9 @@ class Engine:
 
     def __init__(self, layout: Layout):
         self.layout = layout
+        self.parameters: list[nn.Parameter] = []
+        self.trainable: list[nn.Parameter] = []
+        """Parameters that require a gradient: the same list until these change."""
         self.gradients_ready: Mark | None = None
         """Time from which only the reduction of the step remained; None if the reduction does not overlap with the backward pass."""
         self.begun_in_backward = 0
@@ -54,7 +57,7 @@ class Engine:
         """
         self.module = module.to(self.layout.device)
         broadcast_from_rank_0(self.module, self.layout.everyone)
-        self.trainable = trainable(self.module)
+        self._find_parameters()
         self.lay_out()
         return self.module
 
@@ -75,14 +78,20 @@ class Engine:
         Raises:
             UsageError: The script has unfrozen or added parameters that cannot be trained with the job's settings.
         """
-        self.parameters = parameters_of(self.module)
-        found = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if len(found) != len(self.trainable) or any(map(is_not, found, self.trainable)):
+        if self._find_parameters():
             if problem := refusal(self.settings | features_of_model(self.module)):
                 raise UsageError(problem)
-            self.trainable = found
             self.lay_out()
         self.begun_in_backward = 0
+
+    def _find_parameters(self) -> bool:
+        """Find the parameters of the module, and return whether others require a gradient than before."""
+        self.parameters = parameters_of(self.module)
+        found = [parameter for parameter in self.parameters if parameter.requires_grad]
+        if len(found) == len(self.trainable) and all(map(is_, found, self.trainable)):
+            return False
+        self.trainable = found
+        return True
 
     def before_forward(self, is_last: bool) -> None:
         """Prepare the forward pass of a micro-batch. `is_last` is true for the last micro-batch of the step on this rank."""
@@ -116,7 +125,7 @@ class Engine:
             Both are scalars on the device.
         """
         self.reduce_gradients(samples)
-        parameters = parameters_of(self.module)
+        parameters = self.parameters
         overflows = torch.zeros((), device="cpu") if loss_scale is None else unscale(parameters, loss_scale)
         norm = gradient_norm(parameters)
         if max_norm is not None:
@@ -134,7 +143,7 @@ class Engine:
 
     def free_gradients(self) -> None:
         """Free all gradients, including the gradients of parameters that the optimizer does not have."""
-        for parameter in parameters_of(self.module):
+        for parameter in self.parameters:
             parameter.grad = None
 
     def close(self) -> None:
@@ -145,11 +154,6 @@ class Engine:
     def state(self) -> dict[str, Piece]:
         """Return the engine's own tensors that change from step to step, by name. They are restored in place."""
         return {}
-
-
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient."""
-    return [parameter for parameter in parameters_of(module) if parameter.requires_grad]
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:

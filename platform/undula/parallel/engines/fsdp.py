@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from undula.errors import UsageError
 from undula.parallel.capabilities import FSDP
-from undula.parallel.engines.engine import Engine, trainable
+from undula.parallel.engines.engine import Engine
 from undula.plan.plan import MicroBatch
 from undula.state.pieces import is_sharded_tensor
 
@@ -41,7 +41,7 @@ class FSDPEngine(Engine):
                 part.set_gradient_divide_factor(1.0)  # losses are weighted already, so gradients are summed
                 part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
         self.module: nn.Module = module
-        self.trainable = trainable(module)
+        self._find_parameters()
         return module
 
     def compute_in(self, dtype: torch.dtype) -> None:
