@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from undula.data.write import write_shards
 from undula.parallel.capabilities import Feature, refusal
-
 from undula.parallel.norms import gradient_norm
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms
