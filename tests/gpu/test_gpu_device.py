@@ -51,7 +51,7 @@ def test_exact_sums_and_digests_are_those_of_the_cpu(device: torch.device) -> No
     for place in (torch.device("cpu"), device):
         exact = ExactSum([terms[0].to(place)])
         for term in terms:
-            exact.add(0, term.to(place))
+            exact.add([term.to(place)])
         (total,) = exact.values()
         assert total is not None
         sums.append(total.cpu())

@@ -198,8 +198,7 @@ class _Means:
         # An element that has not changed must keep its value, even if it is infinite.
         moved = (values - self._base).masked_fill_(values == self._begin, 0)
         if self._sums:
-            for place, part in enumerate(torch.split(moved * samples, self._sizes)):
-                self._sums.add(place, part)
+            self._sums.add(torch.split(moved * samples, self._sizes))
         else:
             self._moved.add_(moved, alpha=samples)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from undula.data.write import write_shards
 from undula.parallel.capabilities import Feature, refusal
+from undula.parallel.engines.engine import trainable
 from undula.parallel.norms import gradient_norm
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms
@@ -36,7 +37,7 @@ def one_step(
     """Take a step over micro-batches of the given sizes, with accumulated gradients, as the training loop does."""
     samples = sum(map(len, shares))
     module.zero_grad()
-    meter.begin_step(index, 1, list(module.parameters()))
+    meter.begin_step(index, 1, trainable(module))
     for share in shares:
         meter.begin_backward()
         (module(share) * scale * len(share) / samples).backward()

@@ -156,6 +156,11 @@ class Engine:
         return {}
 
 
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require a gradient."""
+    return [parameter for parameter in parameters_of(module) if parameter.requires_grad]
+
+
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """Return all parameters in the order of `module.parameters()`, which is slow because it makes their names."""
     modules: dict[nn.Module, None] = {}

@@ -38,9 +38,7 @@ class ExactEngine(Engine):
     def backward(self, loss: Tensor, weight: float, micro_batch: MicroBatch, is_last: bool) -> None:
         super().backward(loss, weight, micro_batch, is_last)
         if micro_batch.samples:
-            for place, parameter in enumerate(self.trainable):
-                if parameter.grad is not None:
-                    self._sums.add(place, as_real(parameter.grad))
+            self._sums.add([None if each.grad is None else as_real(each.grad) for each in self.trainable])
 
     def reduce_gradients(self, samples: int) -> None:
         self._sums.all_reduce(self._all_reduce)

@@ -6,7 +6,8 @@ not rounded at all.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ LIMIT = 2.0**34
 MOST_ADDED = 2**13 - 1
 """Maximum number of terms in a sum. The sum of that many integers of 50 bits fits into 63 bits."""
 _TOTAL_BITS = 80
+CHUNK = 2**20
+"""Number of elements that are converted at once: enough to occupy a GPU, and few enough for intermediate results to stay in its cache."""
 
 
 class ExactSum:
@@ -32,28 +35,59 @@ class ExactSum:
     def __init__(self, like: Sequence[Tensor]):
         self._shapes = [tensor.shape for tensor in like]
         self._sizes = [tensor.numel() for tensor in like]
+        self._starts = [0, *accumulate(self._sizes)]
         device = like[0].device if like else torch.device("cpu")
         # The integers and two counts per tensor are in one buffer, so that a single all-reduce sums all of them.
         self._sums = torch.zeros(2 * sum(self._sizes) + 2 * len(like), dtype=torch.int64, device=device)
-        high, low, counts = torch.split(self._sums, [sum(self._sizes), sum(self._sizes), 2 * len(like)])
-        self._highs, self._lows = list(torch.split(high, self._sizes)), list(torch.split(low, self._sizes))
-        self._added, self._not_finite = counts[: len(like)], counts[len(like) :]
+        self._high, self._low, self._counts = torch.split(
+            self._sums, [sum(self._sizes), sum(self._sizes), 2 * len(like)]
+        )
+        self._is_clear = True
 
     def clear(self) -> None:
-        self._sums.zero_()
+        if not self._is_clear:
+            self._sums.zero_()
+        self._is_clear = True
 
-    def add(self, place: int, values: Tensor) -> None:
-        """Add a term to sum number `place`."""
-        wide = values.detach().flatten().double()
-        is_finite = wide.abs() < LIMIT  # false for NaN
-        self._added[place] += 1
-        self._not_finite[place] += (~is_finite).any()
-        wide = wide.where(is_finite, 0.0)
-        # Scaling by a power of two and subtracting the upper bits of a number are exact in float64.
-        high = torch.floor(wide * 2.0**_HIGH_BITS)
-        low = torch.round((wide - high * 2.0**-_HIGH_BITS) * 2.0**_LOW_BITS)
-        self._highs[place] += high.long()
-        self._lows[place] += low.long()
+    def add(self, terms: Sequence[Tensor | None]) -> None:
+        """Add a term to each of the sums, in their order; None adds nothing."""
+        self._is_clear = False
+        found = [None if term is None else term.detach().flatten() for term in terms]
+        self._count(found)
+        for start, parts in self._chunks(found):
+            numbers = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.float64, copy=True)
+            stop = start + len(numbers)
+            # Scaling by a power of two and subtracting the upper bits of a number are exact in float64.
+            high = torch.mul(numbers, 2.0**_HIGH_BITS).floor_()
+            low = numbers.sub_(high, alpha=2.0**-_HIGH_BITS).mul_(2.0**_LOW_BITS).round_()
+            self._high[start:stop] += high.long()
+            self._low[start:stop] += low.long()
+
+    def _count(self, terms: Sequence[Tensor | None]) -> None:
+        """Count the terms of each sum, and those that are not finite. Their integers do not matter, because the sum is NaN."""
+        full = [term for term in terms if term is not None and len(term)]
+        if full:
+            largest = iter(torch._foreach_norm(full, math.inf, dtype=torch.float64))
+            zero = full[0].new_zeros((), dtype=torch.float64)
+            ordered = [zero if term is None or not len(term) else next(largest) for term in terms]
+            self._counts[len(terms) :] += ~(torch.stack(ordered) < LIMIT)  # the comparison is false for NaN
+        for first, count in _runs([term is not None for term in terms]):
+            self._counts[first : first + count] += 1
+
+    def _chunks(self, terms: Sequence[Tensor | None]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield numbers that are neighbours in the sums, with their first place, at most CHUNK at once."""
+        first, parts, size = 0, list[Tensor](), 0
+        for start, term in zip(self._starts, terms, strict=False):
+            for offset, part in enumerate(() if term is None else torch.split(term, CHUNK)):
+                place = start + offset * CHUNK
+                if size and (place != first + size or size + len(part) > CHUNK):
+                    yield first, parts
+                    parts, size = [], 0
+                first = first if size else place
+                parts.append(part)
+                size += len(part)
+        if size:
+            yield first, parts
 
     def all_reduce(self, all_reduce: AllReduce) -> None:
         """Sum over the ranks, after each rank has added the terms of its virtual workers."""
@@ -65,18 +99,32 @@ class ExactSum:
         Raises:
             UsageError: A sum has more terms than the integers can hold.
         """
-        added, not_finite = (counts.tolist() for counts in (self._added, self._not_finite))
+        counts = self._counts.tolist()
+        added, not_finite = counts[: len(self._sizes)], counts[len(self._sizes) :]
         if max(added, default=0) > MOST_ADDED:
             raise UsageError(
                 f"this step has {max(added)} micro-batches, but deterministic=true can sum at most {MOST_ADDED}; "
                 "raise plan.micro_batch or lower plan.virtual_workers"
             )
-        found: list[Tensor | None] = []
-        for place, shape in enumerate(self._shapes):
-            value = self._highs[place].double() * 2.0**-_HIGH_BITS + self._lows[place].double() * 2.0**-_LOW_BITS
-            value = torch.full_like(value, math.nan) if not_finite[place] else value
-            found.append(value.view(shape) if added[place] else None)
-        return found
+        whole = torch.empty_like(self._high, dtype=torch.float64)
+        for out, high, low in zip(*(torch.split(each, CHUNK) for each in (whole, self._high, self._low)), strict=True):
+            torch.mul(high.double(), 2.0**-_HIGH_BITS, out=out)
+            out.add_(low.double(), alpha=2.0**-_LOW_BITS)
+        found = [value.view(shape) for value, shape in zip(torch.split(whole, self._sizes), self._shapes, strict=True)]
+        for value, has_failed in zip(found, not_finite, strict=True):
+            if has_failed:
+                value.fill_(math.nan)
+        return [value if terms else None for value, terms in zip(found, added, strict=True)]
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the first place and the length of each run of true flags."""
+    place = 0
+    for flag, run in groupby(flags):
+        length = len(list(run))
+        if flag:
+            yield place, length
+        place += length
 
 
 def exact_total(values: Sequence[float]) -> tuple[int, float]:
