@@ -258,8 +258,7 @@ class Step:
             raise UsageError(
                 f"step.reduce() was called twice or after step.update() in step {self.index}; call it once, after the last batch"
             )
-        norm = self._reduce("reduce", max_norm)
-        return norm.clone()  # so that a change by the script does not reach the step's row
+        return self._reduce("reduce", max_norm).clone()  # a change by the script must not reach the step's row
 
     def _reduce(self, caller: str, max_norm: float | None) -> Tensor:
         context, job = self._context, self._context.setup.job
