@@ -43,7 +43,7 @@ def mark_on(device: torch.device) -> Mark:
     return CudaMark() if device.type == "cuda" else HostMark()
 
 
-def on_host(scalars: Sequence[Tensor]) -> list[float]:
+def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
     """Return the values of scalars. Those on a GPU are copied together, so that this waits once."""
     there = [each for each in scalars if each.device.type != "cpu"]
     copied = iter(torch.stack([each.detach().double() for each in there]).tolist() if there else ())

@@ -230,7 +230,12 @@ class TrainingLoop:
         """
         context, setup = self._context, self._context.setup
         if self._is_validation_due(before, done):
-            while not self._validate(done, can_end_early=done < setup.plan.total_steps):
+            # A script with work of its own may have other weights in the model until that work.
+            can_end_early = self._after is None and done < setup.plan.total_steps
+            while not self._validate(done, can_end_early):
+                if any_rank(not context.baseline.is_intact, setup.layout.control):
+                    can_end_early = False
+                    continue
                 self.boundary.agree()
                 self._save(before, done)  # leaves the group, unless a checkpoint is being written
                 time.sleep(LEAVE_EVERY_S)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undula.data.nested import tensors_of
 from undula.errors import UsageError
-from undula.parallel.device_clock import Mark, mark_on, on_host
+from undula.parallel.device_clock import Mark, mark_on, read_scalars
 from undula.plan.keys import Ids, multiset_digest
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import BETWEEN_STEPS, COMPUTE, DATA, REDUCE, SHARDED_COMPUTE, Phase
@@ -333,7 +333,7 @@ class Step:
         """
         context, local, layout = self._context, self._local, self._context.setup.layout
         scalars = [norm, overflows, *context.guard.moved, *(loss for loss, _ in self._losses)]
-        grad_norm, has_overflowed, moved, moved_within, *losses = on_host(scalars)
+        grad_norm, has_overflowed, moved, moved_within, *losses = read_scalars(scalars)
         self._check_moved(bool(moved), bool(moved_within))
         local.wants = self._boundary.wants()
         self._enter(REDUCE)

@@ -120,9 +120,9 @@ class Validation:
         return (sums, samples) if self._layout.leads_cell else ({}, 0)
 
     def _is_asked_to_leave(self) -> bool:
-        """Return whether the controller has asked to leave by some time. Ranks whose forward passes wait for each other decide together."""
+        """Return whether the controller has asked to leave soon. Ranks whose forward passes wait for each other decide together."""
         request = self._worker.request
-        asked = request.leaves and request.until < inf
+        asked = request.leaves and (request.saves or request.until < inf)
         return any_rank(asked, self._layout.control) if self._rounds else asked
 
     def _run(self, batch: Any) -> Mapping[str, Tensor | float]:

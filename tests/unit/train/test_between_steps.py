@@ -313,6 +313,43 @@ def test_a_notice_ends_a_validation_which_the_next_group_does(job: Job) -> None:
     assert [event.step for event in script.events(ValidationEvent)] == [0, 3, 6, 8]
 
 
+@pytest.mark.parametrize("has_after_step", [False, True])
+def test_a_validation_with_other_weights_in_the_model_is_ended_before_the_ranks_leave(
+    job: Job, has_after_step: bool
+) -> None:
+    """Otherwise these weights would be handed over, or no weights at all."""
+    own: list[Tensor] = []
+    steps_done = [0]
+
+    def with_other_weights(model: Averaged, batch: Any) -> Tensor:
+        if steps_done[-1] == 3 and not own:
+            own.extend(each.detach().clone() for each in model.net.parameters())
+            for each in model.net.parameters():
+                each.data.fill_(777.0)
+            script.worker.request = Request(leaves=True, until=time.time())
+        return model.net[0].weight.sum()  # type: ignore[index,return-value]
+
+    def put_back(run: Run, model: Averaged, index: int) -> None:
+        for each, value in zip(model.net.parameters(), own, strict=False):
+            each.data.copy_(value)
+        own.clear()
+
+    def count(run: Run, model: Averaged, index: int) -> None:
+        steps_done.append(index + 1)
+
+    script = Script(
+        validated(job, 3),
+        validate=with_other_weights,
+        after_update=count,
+        after_step=put_back if has_after_step else None,
+    )
+    assert script.group() is None
+    assert script.worker.held is not None
+    assert script.worker.held.step == 4
+    weight = script.worker.held.state.pieces["model.net.0.weight"].tensor
+    assert (weight.max() > 700) == (not has_after_step)  # without it, the script has put these weights in for good
+
+
 def test_a_validation_leaves_buffers_as_they_were(job: Job) -> None:
     def changing(model: Averaged, batch: Any) -> Tensor:
         assert not model.average.any()  # type: ignore[operator]
