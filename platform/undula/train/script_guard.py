@@ -98,7 +98,8 @@ class ScriptGuard:
         """
         self.end_batch(is_last=True)
         self.moved = self.moved[0], self._baseline.moved()
-        if changed := next((each for each, version in self._versions.items() if each._version != version), None):
+        changed = next((each for each, version in self._versions.items() if each._version != version), None)
+        if changed is not None:
             names = {id(each): name for name, each in self._engine.module.named_parameters()}
             raise _changed_in_step(f"the parameter {names.get(id(changed), '')!r}")
 

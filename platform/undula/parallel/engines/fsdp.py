@@ -55,6 +55,13 @@ class FSDPEngine(Engine):
                 for group in _groups(state):
                     group.mp_policy = policy
 
+    def begin_step(self, micro_batches: int) -> None:
+        """Begin a step with the sharded parameters. A forward pass without a backward pass, as in a validation, leaves whole ones."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        super().begin_step(micro_batches)
+
     def before_forward(self, is_last: bool) -> None:
         """Accumulate gradients on this rank, without reducing them, until the last micro-batch."""
         assert isinstance(self.module, FSDPModule)
