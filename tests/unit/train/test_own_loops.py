@@ -225,6 +225,35 @@ def test_a_script_can_validate_by_itself_and_end_the_run(tmp_path: Path) -> None
     assert (end.step, end.reason) == (2, "the script has seen enough")
 
 
+def test_what_a_script_does_to_a_tensor_later_changes_no_record_of_it(tmp_path: Path) -> None:
+    job = replace(numbers_job(tmp_path), validation=ValidationSpec(every_steps=1))
+    with local_world(torch.device("cpu")):
+        run = cpu_run(job)
+        model = run.model(network().double())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
+        for step in run.steps():
+            for batch in step.batches():
+                loss = model(batch["x"][:, None].double() / 48).square().mean()
+                step.backward(loss)
+                other = torch.ones(())
+                step.log(other=other)
+                for tensor in (loss.detach(), other):
+                    tensor.zero_()
+            norm = step.reduce()
+            norm.zero_()
+            step.update()
+            mean: Any = torch.ones(())
+            run.validated({"loss": mean}, samples=1)
+            mean.zero_()
+        run.free()
+    losses, norms, logged = columns_of(job, "loss", "grad_norm", "logged")
+    assert min(losses) > 0
+    assert min(norms) > 0
+    assert logged == ['{"other": 1.0}'] * 4
+    events = events_of(read_ledger(Store(job.run_url)).events, ValidationEvent)
+    assert [event.loss for event in events] == [1.0] * 4
+
+
 def refusal(job: Job, act: Callable[[Run], object]) -> str:
     with local_world(torch.device("cpu")):
         run = cpu_run(job)
