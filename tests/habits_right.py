@@ -236,6 +236,30 @@ class AveragesInParameters(AveragesModel):
             mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
 
 
+@right("`p.data = ...` of a part of the model after `step.update()`")
+class AveragesByAssignment(AveragesModel):
+    def after_update(self) -> None:
+        for mean, parameter in zip(self.model.average.parameters(), self.model.network.parameters(), strict=True):
+            mean.data = 0.9 * mean.data + 0.1 * parameter.data
+
+
+@right("averages that are swapped in for an evaluation after `step.update()`, and out again")
+class SwapsAverages(AveragesInParameters):
+    def after_update(self) -> None:
+        super().after_update()
+        kept = {name: value.clone() for name, value in self.model.network.state_dict().items()}
+        self.model.network.load_state_dict(self.model.average.module.state_dict())
+        with torch.no_grad():
+            self.model(torch.ones(1, 1))
+        self.model.network.load_state_dict(kept)
+
+
+@right("`torch.compile(optimizer.step)`")
+class CompilesStep(Habit):
+    def begin(self) -> None:
+        self.optimizer.step = torch.compile(self.optimizer.step, backend="eager")  # type: ignore[method-assign]
+
+
 @right("`torch.compile(model)`")
 class CompilesModel(Habit):
     def make(self) -> nn.Module:

@@ -143,6 +143,9 @@ class PlainStep(Step):
                 self._sums[parameter] = parameter.grad if known is None else known + parameter.grad
                 parameter.grad = None
 
+    def keep_gradients(self) -> None:
+        """Do nothing, because the gradients of former micro-batches are no longer in the model."""
+
     def log(self, **values: float | Tensor) -> None:
         """Do nothing, because nothing is recorded."""
 
