@@ -189,6 +189,57 @@ class Reparametrizes(Habit):
             parametrizations.weight_norm(self.model[0])
 
 
+@refused(
+    "a second copy of the weights, moved in the forward pass",
+    "a parameter changed between the first batch of a step and",
+)
+class MovesInForward(Habit):
+    def make(self) -> nn.Module:
+        return nn.ModuleDict({"network": network(), "average": network().requires_grad_(False)})
+
+    def optimize(self, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model["network"].parameters(), lr=0.1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        for mean, parameter in zip(self.model["average"].parameters(), self.model["network"].parameters(), strict=True):
+            mean.data = mean.data * 0.9 + parameter.data * 0.1
+        return (self.model["network"](x) - self.model["average"](x)).square().mean()
+
+
+@refused("`nn.Embedding(max_norm=...)`", "the parameter 'weight' changed between the first batch of a step and")
+class Renormalizes(Habit):
+    def make(self) -> nn.Module:
+        return nn.Embedding(48, 2, max_norm=0.5)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.model((x * 47).long()).square().mean()  # type: ignore[no-any-return]
+
+
+class Queue(nn.Module):
+    """Network with a queue of its last outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.register_buffer("queue", torch.zeros(96))
+        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Any:
+        y, place = self.network(x), int(self.queue_ptr)
+        self.queue[place : place + len(y)] = y.detach().flatten()
+        self.queue_ptr[0] = (place + len(y)) % len(self.queue)
+        return y
+
+
+@refused(
+    "a queue that the forward pass writes at a position (`queue_ptr`)",
+    "set the integer buffer 'queue_ptr' to a position",
+)
+class Queues(Habit):
+    def make(self) -> nn.Module:
+        return Queue()
+
+
 @refused("`DataParallel(model)`", "DataParallel(model) was called with the model of the run")
 class Divides(Habit):
     def begin(self) -> None:

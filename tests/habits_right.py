@@ -260,6 +260,30 @@ class CompilesStep(Habit):
         self.optimizer.step = torch.compile(self.optimizer.step, backend="eager")  # type: ignore[method-assign]
 
 
+class Counting(nn.Module):
+    """Network that counts its samples and its steps, and notes which samples it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.register_buffer("residues", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(48, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Any:
+        places = (48 * x).round().long().flatten()
+        self.residues += torch.bincount(places % 4, minlength=4)
+        self.steps += 1
+        self.seen[places] = True
+        return self.network(x)
+
+
+@right("counts and flags in integer and Boolean buffers, changed in the forward pass")
+class Counts(Habit):
+    def make(self) -> nn.Module:
+        return Counting()
+
+
 @right("`torch.compile(model)`")
 class CompilesModel(Habit):
     def make(self) -> nn.Module:

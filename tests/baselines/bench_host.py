@@ -13,6 +13,7 @@ import cProfile
 import pstats
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 
@@ -20,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from jobs.gpt import GPT, GPTConfig
 from tests.baselines.result import print_and_write
@@ -46,7 +47,7 @@ def write_tokens(folder: Path, context: int, rows: int) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def loss_of(model: nn.Module, text: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], text: Tensor) -> Tensor:
     text = text.long()
     return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
@@ -58,6 +59,7 @@ def measured(
     device = local_device(0, 1)
     config = GPTConfig(layers=options.layers, heads=2, width=options.width, context=options.context)
     plain = GPT(config).to(device)
+    forward = torch.compile(plain, dynamic=False) if options.compile else plain
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, fused=device.type == "cuda")
     times: list[Tensor] = []
     """Times of each step of the run and of the plain loop: on the clock, and of the processor in this thread."""
@@ -65,7 +67,7 @@ def measured(
     def plain_step(tokens: Tensor) -> None:
         losses = []
         for rows in tokens[: options.samples].chunk(virtual_workers):
-            losses.append(loss_of(plain, rows.to(device)) / virtual_workers)
+            losses.append(loss_of(forward, rows.to(device)) / virtual_workers)
             losses[-1].backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         torch.optim.AdamW.step.__wrapped__(plain_optimizer)  # type: ignore[attr-defined]  # a run refuses steps of other optimizers
