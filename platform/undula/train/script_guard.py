@@ -98,10 +98,9 @@ class ScriptGuard:
         """
         self.end_batch(is_last=True)
         self.moved = self.moved[0], self._baseline.moved()
-        changed = next((each for each, version in self._versions.items() if each._version != version), None)
-        if changed is not None:
+        if changed := [each for each, version in self._versions.items() if each._version != version]:
             names = {id(each): name for name, each in self._engine.module.named_parameters()}
-            raise _changed_in_step(f"the parameter {names.get(id(changed), '')!r}")
+            raise _changed_in_step(f"the parameter {names.get(id(changed[0]), '')!r}")
 
     def check_moved(self, before: bool, within: bool) -> None:
         """Raise UsageError if parameters changed before the first batch, or until the update.
