@@ -1,5 +1,9 @@
 """Fixtures for all tests: a local S3 server, so that no test needs the network, and a Ray cluster for the session."""
 
+import own_memory
+
+# isort: split
+import gc
 import os
 import socket
 import subprocess
@@ -50,6 +54,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Check that xdist knows the groups: it ignores them with some versions of pytest, and every process then starts every cluster."""
     if getattr(session.config.option, "loadgroup", False):
         assert all("@" in item.nodeid for item in session.items)
+    gc.collect()
+    gc.freeze()  # a collection that looks through all imported modules takes 0.4 s
+
+
+@pytest.fixture(autouse=True)
+def no_snapshots_of_the_last_test() -> Iterator[None]:
+    yield
+    own_memory.delete_snapshots()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,15 +21,21 @@ PRELOADED = (
         "undula.optim.lamb",
         "undula.optim.lars",
     ),
-    "undula.cli.job_script",
+    *("undula.cli.job_script", "undula.testing.conformance"),
 )
 """Modules that ranks import, or torch imports in their first step. The process that the ranks are forked from imports them once."""
+FROZEN = "frozen"
+"""Module that this process imports last."""
 
 
-def forks() -> ForkServerContext:
-    """Return a context whose processes are forks of a process without threads that has imported PRELOADED."""
+def forks(*modules: str) -> ForkServerContext:
+    """Return a context whose processes are forks of a process without threads that has imported PRELOADED.
+
+    It has imported `modules`, too, if this call is the first one of the test process.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([*PRELOADED, *modules, FROZEN])
+    forkserver.ensure_running()
     return context
 
 

@@ -99,6 +99,7 @@ def test_no_scenario_changes_the_run(spot: Nodes, text: str, alone: str, tmp_pat
         assert waits_for_one_worker(events_in(url, StartEvent), events_in(url, WaitingEvent))
 
 
+@pytest.mark.soak
 def test_a_failure_in_the_users_code_is_retried(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
     script = wrapped(tmp_path, ONCE_A_FAULT.format(marker=str(tmp_path / "has-failed")))
     url = horovod_run(text, spot, tmp_path, "", script=script)

@@ -78,6 +78,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_an_uninterrupted_run(
     assert again.ledger.steps.equals(last.ledger.steps)
 
 
+@pytest.mark.soak
 def test_a_killed_worker_loses_no_step_while_another_lives(left_alone, jobs: Jobs) -> None:
     process = jobs.start("worker-killed", *SETTINGS)
     store = open_store(f"{jobs.runs}/worker-killed")

@@ -24,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and "any_device" not in getattr(item, "fixturenames", ())
         ):
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+        elif not HAS_GPU and item.path.name == "test_gpu_training.py":
+            item.add_marker(pytest.mark.soak)  # on a CPU, tests/unit has the same promises
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,17 @@ def whole(cluster: LocalCluster, text: str, tmp_path_factory: pytest.TempPathFac
     return studies
 
 
-def test_stopping_the_driver_does_not_change_the_results(studies: Studies, whole: Studies) -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [
+        # Python answers SIGINT as it does SIGTERM.
+        pytest.param((signal.SIGKILL, signal.SIGTERM), id="SIGTERM"),
+        pytest.param((signal.SIGKILL, signal.SIGTERM, signal.SIGINT), id="SIGINT", marks=pytest.mark.soak),
+    ],
+)
+def test_stopping_the_driver_does_not_change_the_results(
+    studies: Studies, whole: Studies, signals: Sequence[signal.Signals]
+) -> None:
     table = whole.table("whole")
     assert [row["state"] for row in table] == ["complete"] * 6
     runs = [read_run(whole.store("whole") / TRIALS / row["name"]) for row in table]
@@ -37,7 +48,7 @@ def test_stopping_the_driver_does_not_change_the_results(studies: Studies, whole
 
     file = studies.file("killed", packed=1)
     ended: dict[str, int] = {}
-    for count, number in ((1, signal.SIGKILL), (2, signal.SIGTERM), (3, signal.SIGINT)):
+    for count, number in enumerate(signals, 1):
         driver = studies.start(file)
         studies.await_outcomes(driver, "killed", count)
         driver.send_signal(number)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conformance_cases import ALL, MODELS, OVERFLOWING, REFUSED, UNSOUND, UNSOUND_ON_THE_SECOND_RANK, write_job
+from ranks import forks
 
 from undula.errors import ConformanceError, SpecError, UsageError
 from undula.testing.conformance import check, check_on_ranks
@@ -16,6 +17,7 @@ OPTIMIZERS = [name for name in ALL if name not in MODELS]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> str:
+    forks("conformance_cases")  # otherwise, each rank would import its libraries of optimizers
     return write_job(tmp_path_factory.mktemp("conformance"))
 
 
