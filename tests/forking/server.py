@@ -13,11 +13,11 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 from forking.interpreter import JOB_ID_BYTES, SOCKET
 
@@ -36,8 +36,9 @@ LIBRARIES = (
 )
 """Modules that a node's server imports: those that workers import, or that torch imports in their first step."""
 RAY = ("ray._private.workers.default_worker", "ray._private.workers.setup_worker", "ray.util.state")
-"""Modules that a job's server imports. It must not import ray.train or ray.data, which draw a random id: all forks would then draw the
-same ids."""
+"""Modules that a job's server imports."""
+WITH_ACTORS = ("ray.data", "ray.train")
+"""Those that define actors, and draw a random id for each, after which all forks would draw the same ids. They get ids of another kind."""
 ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -251,6 +252,8 @@ class JobServer(ForkServer):
         arguments, folder, environment = json.loads(body)
         if not self._has_ray:
             _import_all(RAY, environment)
+            with _ids_from_the_system():
+                _import_all(WITH_ACTORS, environment)
             self._has_ray = True
 
         def run() -> None:
@@ -315,6 +318,16 @@ def _import_all(names: Sequence[str], environment: Mapping[str, str]) -> None:
         os.environ.pop(name)
     gc.freeze()  # otherwise, the first collection in a fork would copy the pages of all objects
     assert len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+@contextmanager
+def _ids_from_the_system() -> Iterator[None]:
+    """Let the system draw the ids of classes of actors, which does not change what Ray will draw."""
+    actor: Any = importlib.import_module("ray.actor")
+    kind = actor.ActorClassID
+    actor.ActorClassID = SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
+    yield
+    actor.ActorClassID = kind
 
 
 def _run_program(arguments: list[str]) -> None:

@@ -16,7 +16,7 @@ class Worker:
     def look(self):
         import sys
         from ray._raylet import WorkerID
-        return os.getppid(), "torch" in sys.modules, "undula" in sys.modules, WorkerID.from_random().hex()
+        return os.getppid(), "ray.train" in sys.modules, "undula" in sys.modules, WorkerID.from_random().hex()
 
 ray.init(log_to_driver=False, logging_level=logging.ERROR)
 workers = [ray.remote(Worker).remote() for _ in range(2)]
@@ -32,7 +32,7 @@ def test_workers_are_forks_that_have_torch_and_draw_different_ids(cluster: Local
     assert done.returncode == 0, done.stderr
     driver_has_torch, one, other = json.loads(done.stdout)
     assert driver_has_torch
-    parent, has_torch, has_undula, drawn = one
-    assert other[:3] == [parent, has_torch, has_undula]
-    assert (has_torch, has_undula) == (True, False)
+    parent, has_ray_train, has_undula, drawn = one
+    assert other[:3] == [parent, has_ray_train, has_undula]
+    assert (has_ray_train, has_undula) == (True, False)
     assert other[3] != drawn
