@@ -240,19 +240,19 @@ class Queues(Habit):
         return Queue()
 
 
-@refused("`DataParallel(model)`", "DataParallel(model) was called with the model of the run")
+@refused("`DataParallel(model)`", "run.model() got a DataParallel module")
 class Divides(Habit):
-    def begin(self) -> None:
-        self.model = DataParallel(self.model)
+    def make(self) -> nn.Module:
+        return nn.Sequential(DataParallel(network()))
 
 
 @refused(
     "`DistributedDataParallel(model)`, before or after `run.model()`",
-    "run.model() got a DistributedDataParallel module",
+    "DistributedDataParallel(model) was called with the model of the run",
 )
 class Distributes(Habit):
-    def make(self) -> nn.Module:
-        return nn.Sequential(DistributedDataParallel(network()))
+    def begin(self) -> None:
+        self.model = DistributedDataParallel(self.model)
 
 
 @refused(

@@ -254,12 +254,6 @@ class SwapsAverages(AveragesInParameters):
         self.model.network.load_state_dict(kept)
 
 
-@right("`torch.compile(optimizer.step)`")
-class CompilesStep(Habit):
-    def begin(self) -> None:
-        self.optimizer.step = torch.compile(self.optimizer.step, backend="eager")  # type: ignore[method-assign]
-
-
 class Counting(nn.Module):
     """Network that counts its samples and its steps, and notes which samples it has seen."""
 
