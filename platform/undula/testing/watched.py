@@ -1,6 +1,6 @@
 """A script's train function whose run is watched: at its step boundaries, and in the batches of its steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,9 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from undula.errors import ConformanceError
 from undula.testing.records import first_difference, record_of, record_of_copy, stored_part
-from undula.train.plain_loop import RecordedStep
+from undula.train.plain_loop import RecordedStep, copied
 from undula.train.run import Run
+from undula.train.script_state import AfterStep
 from undula.train.step import Step
+from undula.train.validation import ValidationFunction
 
 Train: TypeAlias = Callable[[Run], None]
 Visit: TypeAlias = Callable[[int, nn.Module, torch.optim.Optimizer], None]
@@ -61,14 +63,35 @@ class WatchedRun:
             self._optimizer.register_step_pre_hook(self._record_settings)
         return self._optimizer
 
-    def steps(self, *arguments: Any, **more: Any) -> Any:
-        for step in self._run.steps(*arguments, **more):
+    def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
+        validate, after_step = self._recorded(validate, after_step)
+        for step in self._run.steps(validate, after_step):
             self._visit(step.index)
             if self._by.steps is not None:
                 self._by.steps.append(RecordedStep(step.index, step.samples, step.lr))
             step.batches = partial(self._batches, step, step.batches)  # type: ignore[method-assign]
             yield step
         self._visit(self._run.plan.total_steps)
+
+    def _recorded(
+        self, validate: ValidationFunction | None, after_step: AfterStep | None
+    ) -> tuple[ValidationFunction | None, AfterStep | None]:
+        """Return functions of the script that also record what they get."""
+        if (steps := self._by.steps) is None:
+            return validate, after_step
+        steps.append(RecordedStep(-1, 0, 0.0))
+
+        def recorded_validate(batch: Any) -> Any:
+            assert validate is not None
+            steps[-1].validated.append(copied(batch))
+            return validate(batch)
+
+        def recorded_after_step(done: int, means: Mapping[str, float] | None) -> None:
+            assert after_step is not None
+            steps[-1].means = means
+            after_step(done, means)
+
+        return validate and recorded_validate, after_step and recorded_after_step
 
     def _visit(self, done: int) -> None:
         if self._by.visit is None:

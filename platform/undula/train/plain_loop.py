@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from undula.data.nested import with_tensors
 from undula.parallel.engines.engine import Engine
+from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import MicroBatch
+from undula.recovery.baseline import Baseline
 from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import bare_module
 from undula.train.buffers import BufferMean
@@ -24,7 +26,7 @@ from undula.train.run import Run
 from undula.train.script_state import AfterStep
 from undula.train.single_process import local_world
 from undula.train.step import Step
-from undula.train.validation import ValidationFunction
+from undula.train.validation import ValidationFunction, in_eval_mode
 
 TOLERANCE = 1e-6
 """Largest difference that counts as rounding, relative to the largest element of a parameter, or to 1 if that is larger."""
@@ -32,20 +34,25 @@ TOLERANCE = 1e-6
 
 @dataclass
 class RecordedStep:
-    """What a step of a run consumed."""
+    """What a step of a run consumed, with the validation after it."""
 
     index: int
+    """Number of the step; -1 for the validation before the first step."""
     samples: int
     lr: float
     batches: list[tuple[MicroBatch, Any]] = field(default_factory=list)
     """Micro-batches that have samples, with their places in the plan."""
     settings: list[dict[str, Any]] = field(default_factory=list)
     """Settings of each group of the optimizer during its step."""
+    validated: list[Any] = field(default_factory=list)
+    """Batches of the validation after the step."""
+    means: Mapping[str, float] | None = None
+    """Means of the validation after the step; None if there was none, or the script has no function `after_step`."""
 
     def add_batch(self, micro_batch: MicroBatch | None, batch: Any) -> None:
         """Add a copy of a micro-batch if it has samples."""
         if micro_batch and micro_batch.samples:
-            self.batches.append((micro_batch, with_tensors(batch, torch.clone)))
+            self.batches.append((micro_batch, copied(batch)))
 
     def add_settings(self, optimizer: torch.optim.Optimizer) -> None:
         """Add copies of the settings of an optimizer's groups."""
@@ -87,12 +94,25 @@ class PlainRun(RehearsedRun):
         self._check_parts(validate)
         assert self._engine is not None
         job = self._setup.job
+        assert self._optimizer is not None
+        baseline = Baseline(self._engine.module, self._optimizer)
         for recorded in self._recorded:
-            seed_between_steps(job.plan.seed, "before the batches", recorded.index)
-            yield PlainStep(self._engine, job, recorded)
-            if after_step is not None:
+            if recorded.index >= 0:
+                seed_between_steps(job.plan.seed, "before the batches", recorded.index)
+                yield PlainStep(self._engine, job, recorded)
+            baseline.take()
+            if validate is not None and recorded.validated:
+                self._validate(validate, recorded.validated, baseline)
+            if after_step is not None and recorded.index >= 0:
                 seed_between_steps(job.plan.seed, "after_step", recorded.index + 1)
-                after_step(recorded.index + 1, None)
+                after_step(recorded.index + 1, recorded.means)
+
+    def _validate(self, validate: ValidationFunction, batches: Sequence[Any], baseline: Baseline) -> None:
+        assert self._model is not None
+        with kept_random_state(), torch.no_grad(), in_eval_mode(self._model):
+            for batch in batches:
+                validate(copied(batch))
+                baseline.put_back_buffers()
 
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters by name."""
@@ -126,7 +146,7 @@ class PlainStep(Step):
             self.micro_batch, self.is_last = micro_batch, number == len(self._recorded.batches)
             self._buffers.begin_micro_batch()
             seed_micro_batch(seed, micro_batch.step, micro_batch.virtual_worker, micro_batch.number)
-            yield with_tensors(batch, torch.clone)
+            yield copied(batch)
         self.micro_batch = None
         seed_update(seed, self.index)
 
@@ -167,6 +187,11 @@ class PlainStep(Step):
         self.loss, self.grad_norm = self._loss_sum / self.samples, float(norm)
         self.updated = self.applied = True
         seed_between_steps(self._job.plan.seed, "after the update", self.index + 1)
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return with_tensors(batch, torch.clone)
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:

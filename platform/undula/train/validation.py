@@ -85,7 +85,7 @@ class Validation:
         """
         if can_end_early and self._is_asked_to_leave():
             return None
-        with kept_random_state(), torch.no_grad(), _in_eval_mode(self._model):
+        with kept_random_state(), torch.no_grad(), in_eval_mode(self._model):
             return self._sums(can_end_early)
 
     def _sums(self, can_end_early: bool) -> Sums | None:
@@ -147,7 +147,7 @@ class Validation:
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode, and put each module back into its own mode afterwards.
 
     Both go through `train()`, because layers may work there: LoRA merges its weights in eval mode and takes them apart again.
