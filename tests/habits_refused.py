@@ -34,10 +34,17 @@ class ZeroesBeforeUpdate(Habit):
         self.model.zero_grad()
 
 
-@refused("`zero_grad(set_to_none=False)`, `p.grad.zero_()`", "zero_grad(set_to_none=False) deleted")
+@refused("`zero_grad(set_to_none=False)` after `step.backward(loss)`", "zero_grad(set_to_none=False) deleted")
 class ZeroesInPlace(Habit):
     def after_backward(self, loss: Tensor) -> None:
         self.optimizer.zero_grad(set_to_none=False)
+
+
+@refused("`p.grad.zero_()`", "zero_() changed a gradient of an open step")
+class ZeroesByHand(Habit):
+    def after_backward(self, loss: Tensor) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad.zero_()
 
 
 @refused("`loss.backward()` of another loss in a batch", "loss.backward() was called in step 0")

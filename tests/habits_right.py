@@ -45,6 +45,19 @@ class ZeroesModel(Habit):
             parameter.grad = None
 
 
+@right("`zero_grad(set_to_none=False)` before `step.backward(loss)`")
+class ZeroesInPlace(Habit):
+    def before_backward(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+@right("`model.to(device)`, `model.float()` in a batch, without effect")
+class Converts(Zeroes):
+    def before_backward(self, loss: Tensor) -> None:
+        super().before_backward(loss)
+        self.model.float().to("cpu")
+
+
 @right("`loss.backward()` between two steps")
 class Probes(Zeroes):
     def after_update(self) -> None:

@@ -47,7 +47,7 @@ class Baseline:
         ]
         self._extra: list[Any] = []
         self._settings: list[dict[str, Any]] = []
-        self._sampled: list[Tensor] = []
+        self._sampled: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def take(self) -> None:
         """Remember the values as they are now: the state is that of the last committed step."""
@@ -70,11 +70,10 @@ class Baseline:
 
     def moved(self) -> Tensor:
         """Return a Boolean scalar on the device, which says whether a parameter has changed since `take`."""
-        pairs = zip(self._samples(), self._sampled, strict=True)
-        found = [
-            (now != then).any() if now.shape == then.shape else then.new_ones((), dtype=torch.bool)
-            for now, then in pairs
-        ]
+        now, then = self._samples(), self._sampled
+        if {kind: each.shape for kind, each in now.items()} != {kind: each.shape for kind, each in then.items()}:
+            return torch.tensor(True, device="cpu")
+        found = [(now[kind] != then[kind]).any() for kind in then]
         return torch.stack(found).any() if found else torch.tensor(False, device="cpu")
 
     @property
@@ -98,7 +97,7 @@ class Baseline:
     def _tensors(self) -> list[Tensor]:
         return [buffer.detach() for _, _, buffer in self._buffers if buffer is not None]
 
-    def _samples(self) -> list[Tensor]:
+    def _samples(self) -> dict[tuple[torch.dtype, torch.device], Tensor]:
         # Attributes of a DTensor are read without recording an operation.
         own: list[Tensor] = [
             getattr(each, "_local_tensor", each) if self._is_sharded else each for each in self._parameters
@@ -108,7 +107,7 @@ class Baseline:
             self._addresses, self._views = addresses, {}
             for each in own:
                 self._views.setdefault((each.dtype, each.device), []).append(_sample_of(each.detach()))
-        return [torch.cat(views).view(_INTEGERS[dtype.itemsize]) for (dtype, _), views in self._views.items()]
+        return {kind: torch.cat(views).view(_INTEGERS[kind[0].itemsize]) for kind, views in self._views.items()}
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
@@ -120,6 +119,8 @@ def _sample_of(tensor: Tensor) -> Tensor:
     """Return a view of at most SAMPLES elements of a tensor, in one dimension and evenly distributed over its memory."""
     count = tensor.numel()
     every = max(count // SAMPLES, 1) | 1  # odd, so that not all elements are of the same columns
-    if tuple(tensor.stride()) != dense_strides(tensor):
-        return tensor.flatten()[::every]
+    if tuple(tensor.stride()) != dense_strides(tensor):  # one line of a tensor that is a part of another one
+        longest = max(range(tensor.dim()), key=tensor.size)
+        middle = tuple(slice(None) if each == longest else tensor.size(each) // 2 for each in range(tensor.dim()))
+        return tensor[middle]
     return tensor.as_strided((-(-count // every),), (every,))

@@ -78,7 +78,7 @@ class ProgressView:
     allowed_s: float = 0.0
     """Seconds by which the limit of the phase is longer, because of the bytes that it moves."""
     slowest_step_s: float = 0.0
-    """Duration in seconds of the longest step of the group; 0 before the first step."""
+    """Duration in seconds of the longest step of the group whose batches were of known kinds; 0 if there was none."""
 
 
 class Progress:
@@ -114,10 +114,18 @@ class Progress:
         """Record that the loop starts with `step` committed steps."""
         self._step = self._began = step
 
-    def committed(self, step: int, seconds: float) -> None:
+    def committed(self, step: int, seconds: float, is_known: bool = True) -> None:
+        """Record a committed step.
+
+        Args:
+            step: Number of committed steps.
+            seconds: Duration of the last one in seconds.
+            is_known: Whether the group had committed a step with such batches before; otherwise, something may have been compiled.
+        """
         self._step = step
         self._step_times = [*self._step_times[1 - STEP_TIMES_KEPT :], seconds]
-        self._slowest_step_s = max(self._slowest_step_s, seconds)
+        if is_known:
+            self._slowest_step_s = max(self._slowest_step_s, seconds)
 
     def left_s(self, limit_s: float) -> float:
         """Return the seconds until a rank that must leave has been in its phase for too long; negative once it has.

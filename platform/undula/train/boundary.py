@@ -278,13 +278,18 @@ class StepBoundary:
             )
         return found
 
+    def report_unfinished(self) -> None:
+        """Report that the group ends with a state that cannot be handed over, if that is so."""
+        context = self._context
+        if context.committed and context.telemetry and not context.baseline.is_intact:
+            context.report(WarningEvent("unfinished_work", str(context.committed - 1), step=context.committed))
+
     def hand_over(self) -> None:
         """Keep the state of the last step boundary for the next worker group of this process, if that state is intact."""
         context, worker = self._context, self._context.setup.worker
         # Otherwise this group has no intact state of a committed step, and the process keeps what it held before.
-        if context.committed and not context.baseline.is_intact:
-            context.report(WarningEvent("unfinished_work", str(context.committed - 1), step=context.committed))
-        elif context.committed:
+        self.report_unfinished()
+        if context.committed and context.baseline.is_intact:
             worker.held = None
             context.baseline.put_back()
             context.engine.free_gradients()

@@ -19,8 +19,24 @@ from undula.parallel.reduce.exact import ExactSum
 
 STEP_COUNTER = "num_batches_tracked"
 """Name of BatchNorm's buffer, which counts steps."""
-POSITIONS = ("ptr", "pointer")
-"""Parts of the names of integer buffers that hold a position, such as that of the next free place in a queue."""
+VALUES = {
+    "ptr",
+    "pointer",
+    "index",
+    "idx",
+    "position",
+    "cursor",
+    "max",
+    "maximum",
+    "min",
+    "minimum",
+    "last",
+    "current",
+    "latest",
+}
+"""Parts of the names of integer buffers that hold a value and no count, such as the next free place in a queue."""
+LARGE = 2**20
+"""Number of elements from which an integer buffer is no count, such as the weights of a quantized layer."""
 INTEGERS = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -116,17 +132,20 @@ class BufferMean:
             if buffer is not None
         }
         self._buffers = [buffer for _, buffer in named.values()]
-        by_type = sorted(named.values(), key=lambda each: str(each[1].dtype))
-        found = [self._group(dtype, dict(group)) for dtype, group in groupby(by_type, lambda each: each[1].dtype)]
-        self._groups = [group for group in found if group]
+        by_kind = sorted(named.values(), key=lambda each: _kind(each[1]))
+        self._groups = [self._group(dict(group)) for _, group in groupby(by_kind, lambda each: _kind(each[1]))]
 
-    def _group(self, dtype: torch.dtype, buffers: Mapping[str, Tensor]) -> _Group | None:
-        """Return a group of buffers of one dtype; None if the dtype has no arithmetic."""
-        if dtype == torch.bool:
+    def _group(self, buffers: Mapping[str, Tensor]) -> _Group:
+        """Return a group of buffers of one kind."""
+        example = next(iter(buffers.values()))
+        if example.dtype == torch.bool:
             return _Flags(buffers, self._all_reduce)
-        if dtype.is_floating_point or dtype.is_complex:
-            return _Means(list(buffers.values()), self._all_reduce, self._exact)
-        return _Integers(buffers, self._all_reduce) if dtype in INTEGERS else None
+        if _is_constant(example):
+            places = {id(buffer): place for place, buffer in enumerate(self._buffers)}
+            return _Constants(buffers, self._all_reduce, lambda buffer: self._begin[places[id(buffer)]])
+        if example.dtype in INTEGERS:
+            return _Integers(buffers, self._all_reduce)
+        return _Means(list(buffers.values()), self._all_reduce, self._exact)
 
     def _put_back(self) -> None:
         """Undo the replacement of buffers by the forward pass: the module gets back the tensors that it had when the step began."""
@@ -173,6 +192,44 @@ class BufferMean:
                     )
                 known.copy_(found.detach())
                 buffers[key] = known
+
+
+def _kind(buffer: Tensor) -> tuple[str, bool]:
+    return str(buffer.dtype), _is_constant(buffer)
+
+
+def _is_constant(buffer: Tensor) -> bool:
+    """Return whether a forward pass must not change a buffer: it has no arithmetic, or it is too large to be a count."""
+    if buffer.dtype in INTEGERS:
+        return buffer.numel() > LARGE
+    has_arithmetic = buffer.dtype.itemsize > 1 and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
+    return not has_arithmetic and buffer.dtype != torch.bool
+
+
+class _Constants:
+    """Buffers that a forward pass must not change, such as the weights of quantized layers. They are only compared."""
+
+    def __init__(self, buffers: Mapping[str, Tensor], all_reduce: AllReduce, begin_of: Callable[[Tensor], Tensor]):
+        self._buffers = buffers
+        self._all_reduce = all_reduce
+        self._begin_of = begin_of
+
+    def begin_step(self) -> None:
+        self._changed = next(iter(self._buffers.values())).new_zeros(len(self._buffers), dtype=torch.int32)
+
+    def end_micro_batch(self, samples: int) -> None:
+        for place, buffer in enumerate(self._buffers.values()):
+            begin = self._begin_of(buffer).reshape(-1).view(torch.uint8)
+            self._changed[place] += (buffer.reshape(-1).view(torch.uint8) != begin).any()
+
+    def end_step(self, step_samples: int) -> None:
+        self._all_reduce(self._changed)
+        for name, changed in zip(self._buffers, self._changed.tolist(), strict=True):
+            if changed:
+                raise UsageError(
+                    f"the forward pass changed the buffer {name!r}, which is too large for a count or has a dtype without arithmetic; "
+                    "change the buffer after step.update()"
+                )
 
 
 class _Means:
@@ -233,7 +290,7 @@ class _Integers:
         self._counts_steps = self._where(lambda name, buffer: name.endswith(STEP_COUNTER))
         self._may_count_steps = self._where(lambda name, buffer: buffer.numel() == 1)
         self._is_position = self._where(
-            lambda name, buffer: any(part in name.rpartition(".")[2].lower() for part in POSITIONS)
+            lambda name, buffer: not VALUES.isdisjoint(name.rpartition(".")[2].lower().split("_"))
         )
         self._can_fail = not all(name.endswith(STEP_COUNTER) for name in buffers)
 
@@ -243,7 +300,7 @@ class _Integers:
         self._num_micro_batches = 0
 
     def end_micro_batch(self, samples: int) -> None:
-        moved = (self._values() - self._begin).to(self._buffers[0].dtype).long()  # wraps like the dtype
+        moved = self._values() - self._begin
         self._sums += torch.stack([moved, moved != 0, moved == 1, moved < 0])
         self._num_micro_batches += 1
 
@@ -253,6 +310,8 @@ class _Integers:
         (moved, movers, ones, falls), micro_batches = sums[:-1].view(4, -1), sums[-1]
         if self._can_fail:
             is_wrong = (falls > 0) | (self._is_position & (movers > 0))
+            # A count of steps or of samples, which are the same if each micro-batch has one sample.
+            is_wrong |= self._may_count_steps & (ones == micro_batches) & (micro_batches == step_samples)
             self._refuse(is_wrong & ~self._counts_steps & (micro_batches > 1))
         counts_steps = self._counts_steps | (self._may_count_steps & (ones == micro_batches))
         ended = self._begin + torch.where(counts_steps, moved // movers.clamp(min=1), moved)
@@ -265,8 +324,9 @@ class _Integers:
         for name, part in zip(self._names, torch.split(is_wrong.cpu(), self._sizes), strict=True):
             if part.any():
                 raise UsageError(
-                    f"the forward pass set the integer buffer {name!r} to a position or a smaller value, which cannot be combined over the "
-                    "micro-batches of a step; change the buffer after step.update()"
+                    f"the forward pass changed the integer buffer {name!r} in a way that cannot be combined over the micro-batches of a "
+                    "step: it holds a position or another value, became smaller, or may count steps as well as samples; change the buffer "
+                    f"after step.update(), or name a count of steps {STEP_COUNTER}"
                 )
 
     def _values(self) -> Tensor:

@@ -88,8 +88,9 @@ class TrainingLoop:
             if start and not is_saved:
                 self._save_owed_best(start)
             index = start
-            # A script with state of its own can repeat its work up to the first batch.
-            self.boundary.settle(owed_since if context.script_state.is_used else None)
+            # A script with state of its own, but without `after_step`, can repeat its work up to the first batch.
+            repeats = context.script_state.is_used and self._after is None
+            self.boundary.settle(owed_since if repeats else None)
             while not self._ends(index):
                 seed_between_steps(setup.job.plan.seed, "before the batches", index)
                 step = Step(context, self.boundary, index)
@@ -109,6 +110,9 @@ class TrainingLoop:
         except LeaveGroup:
             # The held state takes rows that are not stored yet to the next group. In a single process, there is no next group.
             self.boundary.close(wait=context.setup.worker.controller is None)
+            raise
+        except Exception:
+            self.boundary.report_unfinished()  # before the reporter is closed
             raise
         finally:
             self.boundary.close()
@@ -205,10 +209,12 @@ class TrainingLoop:
         Ranks that have agreed to leave do so before the validation and the work of the script, which the next group then does.
         """
         context = self._context
-        context.setup.worker.enter(BETWEEN_STEPS)
         validates = self._validation is not None and self._is_validation_due(before, done)
         has_work = validates or self._after is not None
         self.boundary.settle(owed_since=before if has_work else None)
+        context.setup.worker.enter(
+            BETWEEN_STEPS
+        )  # after the state is settled, because the group may have ended meanwhile
         self.boundary.snapshot(done, is_whole_at_once=has_work)
         if has_work:
             if context.wants.leaves and done < context.setup.plan.total_steps:
@@ -269,6 +275,7 @@ class TrainingLoop:
             return None
         return Validation(
             context.model,
+            context.optimizer,
             function,
             setup.job,
             context.samples.validation_plan,

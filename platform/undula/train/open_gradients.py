@@ -22,6 +22,8 @@ _HOOKED_BY = ("undula", "horovod")
 """Packages whose hooks at the accumulation of a gradient belong to the run."""
 _WRAPPERS = ("decorate_context", "wrapper", "inner")
 """Names of torch's functions that wrap others, beside those that begin with an underscore."""
+_ZEROING = ("zero_", "_foreach_zero_")
+"""Functions with which `zero_grad(set_to_none=False)` changes gradients."""
 _UNCOUNTED = "_amp_foreach_non_finite_check_and_unscale_"
 """Function with which torch's GradScaler changes gradients; torch does not count these changes."""
 _grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
@@ -78,8 +80,14 @@ class OpenGradients:
                     "step.reduce() and step.update()"
                 )
 
-    def hold(self) -> None:
-        """Remember the gradients, and let them refuse changes, until `release`."""
+    def hold(self, after_backward: bool) -> None:
+        """Remember the gradients, and let them refuse changes, until `release`.
+
+        Args:
+            after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is not refused but has no effect, because
+                a loop that calls it for each batch means the gradients of former steps, which are freed.
+        """
+        _HeldGradient.ignores_zero_grad = not after_backward
         found = list(map(_grad_of, self._parameters))
         if len(found) == len(self._gradients) and all(map(is_, found, self._gradients)):  # they are held already
             return
@@ -107,8 +115,7 @@ class OpenGradients:
         """Check that the gradients are those that are held.
 
         Args:
-            after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is undone, because a loop that calls it for
-                each batch means the gradients of former steps, which are freed.
+            after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is undone.
 
         Raises:
             UsageError: The script has changed a gradient.
@@ -180,6 +187,8 @@ class OpenGradients:
 class _HeldGradient(Tensor):
     """Gradient of an open step, which refuses a call that changes it."""
 
+    ignores_zero_grad = False
+
     @classmethod
     def __torch_function__(
         cls,
@@ -189,6 +198,12 @@ class _HeldGradient(Tensor):
         keywords: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = keywords or {}
+        if (
+            cls.ignores_zero_grad
+            and function.__name__ in _ZEROING
+            and _called(function, sys._getframe(1)) == "zero_grad"
+        ):
+            return arguments[0]
         with torch._C.DisableTorchFunctionSubclass():
             held = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, cls)]
             before = list(map(_version_of, held))
@@ -206,11 +221,23 @@ class _HeldGradient(Tensor):
         )
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The gradient itself, because torch does not count changes of what `data` usually is."""
         found = self.detach()
         found.__class__ = _HeldGradient
         return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.data_ptr(), value.dtype, value.shape) != (self.data_ptr(), self.dtype, self.shape):
+            raise UsageError(
+                "a gradient of an open step was moved or converted, for example by model.to(); do this before run.model()"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = self.detach().clone()
+        copy.__class__ = Tensor
+        return copy
 
 
 def _is_of_script(hook: object) -> bool:

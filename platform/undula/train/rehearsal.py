@@ -184,7 +184,7 @@ class RehearsedStep(Step):
                 self._gradients.release(after_backward=True)
             self.is_last = place == len(self._batches) - 1
             self._engine.before_forward(self.is_last)
-            self._gradients.hold()
+            self._gradients.hold(after_backward=False)
             self.micro_batch = MicroBatch(0, 0, place, size)
             yield batch
         self.micro_batch = None
@@ -202,7 +202,7 @@ class RehearsedStep(Step):
             self._sums = self._sums[0] + float(loss.detach()) * size, self._sums[1] + size
         self._gradients.release(after_backward=False)
         self._engine.backward(loss, 1.0, self.micro_batch, self.is_last)
-        self._gradients.hold()
+        self._gradients.hold(after_backward=True)
 
     def keep_gradients(self) -> None:
         self._gradients.keep()

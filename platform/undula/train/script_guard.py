@@ -66,7 +66,7 @@ class ScriptGuard:
         self._versions = {each: each._version for each in counted}
 
     def begin_batch(self) -> None:
-        self._gradients.hold()
+        self._gradients.hold(after_backward=False)
         self._begun_collectives = begun_collectives()
 
     def before_backward(self) -> None:
@@ -76,7 +76,7 @@ class ScriptGuard:
     def after_backward(self) -> None:
         self._require_no_collectives(self._engine.begun_in_backward)
         self._begun_collectives += self._engine.begun_in_backward
-        self._gradients.hold()
+        self._gradients.hold(after_backward=True)
 
     def keep_gradients(self) -> None:
         """Undo `zero_grad` of the script."""
@@ -111,7 +111,7 @@ class ScriptGuard:
         if before:
             raise UsageError(
                 f"the script changed parameters of the model before step.batches() of step {self._step}, where a run that resumes would "
-                "change them again; do this after step.update()"
+                "change them again; do this after step.update() or in after_step"
             )
         if within:
             raise _changed_in_step("a parameter")

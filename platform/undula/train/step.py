@@ -310,7 +310,7 @@ class Step:
         self._context.guard.check_moved(before, within)
 
     def _enter(self, phase: Phase) -> None:
-        """Record that this rank enters a phase, which may take long if the group has not committed a step with such batches yet."""
+        """Record the phase that this rank enters. It may take long if the group has not committed a step with such batches yet."""
         self._context.setup.worker.enter(phase.unless_known(self._kinds <= self._context.known_kinds))
 
     def _next_batch(self, virtual_worker: int, size: int) -> Any:
@@ -382,8 +382,9 @@ class Step:
         self._boundary.committed(row, int(totals.stored_steps), totals.wants)
         if totals.overflows:
             self._report_skip(done)
-        self._context.known_kinds |= self._kinds
-        setup.worker.progress.committed(done, time.perf_counter() - self._began)
+        known = self._context.known_kinds
+        setup.worker.progress.committed(done, time.perf_counter() - self._began, self._kinds <= known)
+        known |= self._kinds
 
     def _report_overflow(self) -> None:
         """Report, once in a group, that compression may have made the gradient infinite. A single rank sends nothing."""
@@ -411,10 +412,5 @@ class Step:
 
 
 def _kind(batch: Any, num_trainable: int) -> Kind:
-    """Return the kind of a batch. A model may have to be compiled again for batches of another kind.
-
-    Args:
-        batch: The batch.
-        num_trainable: Number of parameters that require a gradient; torch.compile takes their number for granted.
-    """
+    """Return the kind of a batch for a model with so many trainable parameters, whose number torch.compile takes for granted."""
     return (*(tuple(each.shape) for each in tensors_of(batch)), (num_trainable,))

@@ -37,6 +37,7 @@ class Validation:
 
     Args:
         model: Module that the script calls.
+        optimizer: Optimizer of the run.
         function: Function that returns the means of a batch.
         job: Settings of the job.
         plan: Plan of a validation.
@@ -51,6 +52,7 @@ class Validation:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         function: ValidationFunction,
         job: Job,
         plan: Plan,
@@ -61,6 +63,7 @@ class Validation:
         equal_rounds: bool,
     ):
         self._model = model
+        self._optimizer = optimizer
         self._means_of = function
         self._job = job
         self._plan = plan
@@ -85,7 +88,7 @@ class Validation:
         """
         if can_end_early and self._is_asked_to_leave():
             return None
-        with kept_random_state(), torch.no_grad(), in_eval_mode(self._model):
+        with kept_random_state(), torch.no_grad(), in_eval_mode(self._model), in_eval_weights(self._optimizer):
             return self._sums(can_end_early)
 
     def _sums(self, can_end_early: bool) -> Sums | None:
@@ -144,6 +147,20 @@ class Validation:
                     f"the validation function returned {name!r} as a tensor of shape {tuple(mean.shape)}; return its mean over the batch"
                 )
         return {str(name): float(mean) for name, mean in means.items()}
+
+
+@contextmanager
+def in_eval_weights(optimizer: Any) -> Iterator[None]:
+    """Let an optimizer that has other weights for evaluation, as those without a schedule do, put them into the model for the block."""
+    has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    if not (has_modes and optimizer.param_groups[0].get("train_mode")):
+        yield
+        return
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
 
 
 @contextmanager

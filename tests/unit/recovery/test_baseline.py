@@ -18,6 +18,7 @@ class Model(nn.Module):
         self.small = nn.Parameter(torch.randn(3).double())
         self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex128))
         self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.part = nn.Parameter(torch.randn(30, 20)[:, :8])
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("late", None)
         self.calls = [0]
@@ -55,7 +56,18 @@ def break_up(model: Model) -> None:
     model.large.data = torch.full((100, 50), float("nan"))
 
 
-@pytest.mark.parametrize("change", [decay, swap, assign, break_up], ids=lambda change: str(change.__name__))
+def halve(model: Model) -> None:
+    """Give a part of the model another dtype, as an evaluation in half precision does."""
+    model.large.data = model.large.data.half()
+
+
+def write_part(model: Model) -> None:
+    model.part.data.fill_(7.0)
+
+
+@pytest.mark.parametrize(
+    "change", [decay, swap, assign, break_up, halve, write_part], ids=lambda change: str(change.__name__)
+)
 def test_changed_parameters_are_noticed(change: Callable[[Model], None]) -> None:
     model, _, baseline = taken()
     assert baseline.is_intact

@@ -39,7 +39,7 @@ class Counting(Base):
         super().__init__()
         self.norm = nn.BatchNorm1d(1)
         self.register_buffer("residues", torch.zeros(4, dtype=torch.int64))
-        self.register_buffer("wrapping", torch.full((4,), 250, dtype=torch.uint8))
+        self.register_buffer("small", torch.full((4,), 200, dtype=torch.uint8))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int32))
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
         self.register_buffer("seen", torch.zeros(ROWS, dtype=torch.bool))
@@ -53,7 +53,7 @@ class Counting(Base):
         found = torch.bincount(index % 4, minlength=4)
         self.norm(x)
         self.residues += found
-        self.wrapping.data.add_(found.to(torch.uint8))
+        self.small.data.add_(found.to(torch.uint8))
         self.samples = self.samples + len(x)
         self.steps += 1
         self.seen[index] = True
@@ -104,6 +104,52 @@ class LastFlag(Base):
         self.last.fill_((x < ROWS / 4).any())
 
 
+class Maximum(Base):
+    """The largest sample so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row_max", torch.zeros((), dtype=torch.int64))
+
+    def move(self, x: Tensor) -> None:
+        self.row_max = torch.maximum(self.row_max, x.max().long())
+
+
+class Level(Base):
+    """A small unsigned integer that each micro-batch sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.full((2,), 99, dtype=torch.uint8))
+
+    def move(self, x: Tensor) -> None:
+        self.level.fill_(int(x.max()))
+
+
+class Quantized(Base):
+    """Integer weights, which no count would have so many of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(2**20 + 1, dtype=torch.uint8))
+        self.changes = False
+
+    def move(self, x: Tensor) -> None:
+        if self.changes:
+            self.weights[0] += 1
+
+
+class Sized(Base):
+    """A count of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+
+    def move(self, x: Tensor) -> None:
+        self.samples += len(x)
+
+
 class Resized(Base):
     """A buffer that the forward pass replaces by one of another shape."""
 
@@ -151,7 +197,7 @@ def test_counts_and_flags_are_those_of_all_micro_batches_at_any_world_size(tmp_p
     expected = {
         "norm.num_batches_tracked": 4,
         "residues": [12] * 4,
-        "wrapping": [(250 + 12) % 256] * 4,
+        "small": [200 + 12] * 4,
         "samples": 48,
         "steps": [4],
         "seen": [True] * ROWS,
@@ -174,6 +220,8 @@ REFUSED: dict[Callable[[], nn.Module], str] = {
     UnnamedQueue: "the integer buffer 'place'",
     LastMask: "the Boolean buffer 'last' both on and off",
     LastFlag: "the Boolean buffer 'last' both on and off",
+    Maximum: "the integer buffer 'row_max'",
+    Level: "the integer buffer 'level'",
 }
 
 
@@ -184,6 +232,39 @@ def test_changes_that_cannot_be_combined_are_refused_by_every_rank(
     for found in on_ranks(2, trained, numbers_job(tmp_path), make):
         assert REFUSED[make] in found
         assert "change the buffer after step.update()" in found
+
+
+def test_large_integer_buffers_must_not_change(tmp_path: Path) -> None:
+    def changing() -> nn.Module:
+        model = Quantized()
+        model.changes = True
+        return model
+
+    assert isinstance(trained(0, 1, numbers_job(tmp_path), Quantized), dict)
+    assert "the forward pass changed the buffer 'weights'" in trained(0, 1, numbers_job(tmp_path / "b"), changing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_buffer_without_arithmetic_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        model = Base()
+        model.register_buffer("scales", torch.ones(3).to(dtype))
+        return model
+
+    job = numbers_job(tmp_path)
+    run = cpu_run(job)
+    model = run.model(make())
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None]).square().mean())
+        step.update()
+    assert model.scales.float().tolist() == [1.0] * 3
+
+
+def test_a_count_that_may_be_of_steps_or_of_samples_is_refused(tmp_path: Path) -> None:
+    found = trained(0, 1, numbers_job(tmp_path, global_batch=4), Sized)
+    assert "may count steps as well as samples" in found
 
 
 @pytest.mark.parametrize("make", REFUSED)
