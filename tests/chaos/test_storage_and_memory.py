@@ -35,6 +35,7 @@ def before(step):
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.soak
 def test_a_full_disk_fails_checkpoints_but_not_training(spot: Nodes, text: str, alone: str, tmp_path: Path) -> None:
     """From step 20 until the step before the checkpoint of step 60, no process of the run can write a file larger than 1 KiB."""
     settings = (f"plan.max_steps={STEPS}", "checkpoint.every_steps=15", "checkpoint.keep=10")
