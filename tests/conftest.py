@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (
             not SHARED.intersection(getattr(item, "fixturenames", ())),
+            "spot" in getattr(item, "fixturenames", ()),  # tests of one cluster follow each other
             item.path.name != "test_conformance.py",
         )
     )
