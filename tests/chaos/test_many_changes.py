@@ -101,10 +101,7 @@ def slope(values: Sequence[float]) -> float:
     return median(later - earlier for earlier, later in zip(values, values[4:], strict=False)) / 4
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [pytest.param("", id="whole"), pytest.param("fully_shard(module)", id="sharded", marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize("shard", ["", "fully_shard(module)"], ids=["whole", "sharded"])
 def test_twenty_changes_of_the_group_leave_nothing_behind(text: str, tmp_path: Path, shard: str) -> None:
     settings = (
         "workers.max=2",
