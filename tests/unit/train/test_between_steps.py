@@ -55,6 +55,7 @@ class Script:
     after_step: Callable[[Run, Averaged, int], None] | None = None
     validate: Callable[[Averaged, Any], Tensor] | None = None
     in_batch: Callable[[Run, Averaged, int], None] = lambda run, model, index: None
+    before_batches: Callable[[Run, Averaged, int], None] = lambda run, model, index: None
     has_state: bool = False
 
     def group(self) -> dict[str, Tensor] | None:
@@ -83,6 +84,7 @@ class Script:
             None if work is None else lambda done, means: work(run, model, done),
         )
         for step in steps:
+            self.before_batches(run, model, step.index)
             for batch in step.batches():
                 step.backward(model(batch["x"][:, None] / 48).square().mean())
                 self.in_batch(run, model, step.index)
@@ -179,6 +181,47 @@ def test_work_after_an_update_is_not_lost_with_a_script_without_state(job: Job) 
     assert script.group() is None
     assert_equal(script.group(), alone(script))
     assert script.events(StartEvent)[-1].origin == "the checkpoint"
+
+
+def test_a_group_that_ends_while_the_script_works_hands_over_what_the_script_has_finished(job: Job) -> None:
+    """The script notices the end only when it asks for the next step, when its work is done."""
+
+    def move_and_end(run: Run, model: Averaged, index: int) -> None:
+        model.move()
+        if index == 3:
+            end()
+
+    def end_group() -> None:
+        script.worker.has_ended = True
+
+    end = once(end_group)
+    script = Script(job, after_update=move_and_end)
+    assert script.group() is None
+    assert script.worker.held is not None
+    assert script.worker.held.step == 4
+    assert_equal(script.group(), alone(Script(job, after_update=lambda run, model, index: model.move())))
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_repeated_work_is_not_owed_again(job: Job, has_state: bool) -> None:
+    calls: list[int] = []
+
+    def move(run: Run, model: Averaged, done: int) -> None:
+        calls.append(done)
+        model.move()
+        if done == 3:
+            fail()
+
+    def wait_for_the_others(run: Run, model: Averaged, index: int) -> None:
+        if index == 3:
+            fail_again()
+
+    fail, fail_again = once(lose_a_rank), once(lose_a_rank)
+    script = Script(job, after_step=move, before_batches=wait_for_the_others, has_state=has_state)
+    assert script.group() is None
+    assert script.group() is None
+    assert_equal(script.group(), alone(Script(job, after_step=lambda run, model, done: model.move())))
+    assert calls == [1, 2, 3, 3, 4, 5, 6, 7, 8]
 
 
 def test_buffers_that_change_within_a_step_are_handed_over_as_they_were_before_it(job: Job) -> None:

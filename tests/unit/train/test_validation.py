@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from numbers_job import cpu_run, numbers_job
+from pytorch_optimizer import ScheduleFreeSGD
 from ranks import on_ranks
 from torch import Tensor, nn
 
 from undula.data.rows import Batch
 from undula.data.spec import ValidationSpec
 from undula.errors import UsageError
+from undula.plan.schedule import ScheduleSpec
 from undula.state.events import ValidationEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
@@ -141,6 +143,33 @@ def test_a_frozen_layer_stays_in_eval_mode_after_a_validation(tmp_path: Path, mo
         step.backward(loss(batch))
     assert set(modes) == {(True, False, True)}
     steps.close()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_validation_has_the_weights_for_evaluation_of_an_optimizer_without_a_schedule(tmp_path: Path) -> None:
+    """The script may also change between them by itself, as the documentation of such optimizers asks for."""
+    run = cpu_run(replace(validating(tmp_path), schedule=ScheduleSpec(base_lr=0.1)))
+    model = run.model(nn.Linear(1, 1))
+    optimizer = run.optimizer(ScheduleFreeSGD(model.parameters(), lr=run.base_lr))
+    modes = []
+
+    def loss(batch: Batch) -> Tensor:
+        x = batch["x"]
+        assert isinstance(x, Tensor)
+        modes.append(optimizer.param_groups[0]["train_mode"])
+        optimizer.eval()  # type: ignore[attr-defined]
+        return model(x[:, None] / 48).square().mean()  # type: ignore[no-any-return]
+
+    done = 0
+    for step in run.steps(validate=loss):
+        optimizer.train()  # type: ignore[attr-defined]
+        for batch in step.batches():
+            step.backward(model(batch["x"][:, None] / 48).square().mean())
+        step.update()
+        done += 1
+        assert optimizer.param_groups[0]["train_mode"]
+    assert done == run.plan.total_steps
+    assert not any(modes)
 
 
 @pytest.mark.usefixtures("process_group")
