@@ -212,12 +212,11 @@ class TrainingLoop:
         validates = self._validation is not None and self._is_validation_due(before, done)
         has_work = validates or self._after is not None
         self.boundary.settle(owed_since=before if has_work else None)
-        context.setup.worker.enter(
-            BETWEEN_STEPS
-        )  # after the state is settled, because the group may have ended meanwhile
+        # Only now, because the group may have ended while the script worked, and its state would not be settled.
+        context.setup.worker.enter(BETWEEN_STEPS)
         self.boundary.snapshot(done, is_whole_at_once=has_work)
         if has_work:
-            if context.wants.leaves and done < context.setup.plan.total_steps:
+            if context.wants.leaves and not self._ends(done):
                 self._save(before, done)
             self._work(before, done)
         if context.telemetry and self._validation is None and self._is_validation_due(before, done):
