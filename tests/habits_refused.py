@@ -240,7 +240,7 @@ class Queue(nn.Module):
 
 @refused(
     "a queue that the forward pass writes at a position (`queue_ptr`)",
-    "set the integer buffer 'queue_ptr' to a position",
+    "changed the integer buffer 'queue_ptr' in a way",
 )
 class Queues(Habit):
     def make(self) -> nn.Module:
