@@ -9,6 +9,9 @@ With a GPU, both train on it, and `--workers 1` needs no second one.
 
 Interleaved rounds, each in fresh processes; the first steps of a round do not count. Ours runs as users run it, in Ray, with its
 ledger, live view and metrics. Neither validates or checkpoints within the measured steps.
+
+Machines that are shared have slow phases of seconds. The share of slow steps on either side shows them: steps of at least 1.2 times the
+duration that a tenth of the steps of that round stay below.
 """
 
 import argparse
@@ -34,6 +37,8 @@ BASELINES: dict[str, dict[str, tuple[str, ...]]] = {
     "horovod": {"horovodrun": (), "horovodrun at 5 ms": ("--cycle-time-ms", "5")},
 }
 SKIPPED_STEPS = 20
+SLOW = 1.2
+"""Ratio of the duration of a slow step to that of a fast one."""
 
 
 def ours(
@@ -84,6 +89,15 @@ def differences(times: list[float]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(counted)]
 
 
+def rate(name: str, durations: list[float], samples: int) -> dict[str, float]:
+    """Return the samples per second of a round, and the share of its slow steps."""
+    fast = statistics.quantiles(durations, n=10)[0]
+    return {
+        f"{name}, samples/s": samples / statistics.median(durations),
+        f"{name}, slow steps": statistics.fmean(duration >= SLOW * fast for duration in durations),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -107,10 +121,10 @@ def main() -> None:
             overrides = [f"engine={options.engine}", f"precision.compute={options.compute}", *options.overrides]
             with local_cluster(num_cpus=2) as cluster:
                 our = ours(cluster, data, f"{folder}/runs", name, options, overrides)
-            figures = {"undula, samples/s": options.global_batch / statistics.median(our)}
+            figures = rate("undula", our, options.global_batch)
             for baseline, flags in BASELINES[options.engine].items():
                 their = theirs(flags, data, folder, name, options)
-                figures[f"{baseline}, samples/s"] = options.global_batch / statistics.median(their)
+                figures |= rate(baseline, their, options.global_batch)
                 figures[f"ratio to {baseline}"] = statistics.median(their) / statistics.median(our)
             rounds.append(figures)
             print(

@@ -32,8 +32,8 @@ _grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
 class OpenGradients:
     """Notices changes of the gradients of an open step, and refuses them.
 
-    Gradients are compared by identity and by the version that torch counts with every change, so their elements are never read. While they
-    are held, they also refuse by themselves a call that changes them, with the name of the call.
+    Gradients are compared by identity and by the version that torch counts with every change, so their elements are never read. Those that
+    are held have a subclass of Tensor as their class, which refuses a call that changes one and says which call it was.
 
     Args:
         engine: Engine of the model.
@@ -81,11 +81,12 @@ class OpenGradients:
                 )
 
     def hold(self, after_backward: bool) -> None:
-        """Remember the gradients, and let them refuse changes, until `release`.
+        """Remember the gradients of the batches so far, and refuse changes of them until `release`.
 
         Args:
-            after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is not refused but has no effect, because
-                a loop that calls it for each batch means the gradients of former steps, which are freed.
+            after_backward: Whether the current batch has had its backward pass. Many loops call `zero_grad` for each batch before that, to
+                be rid of the gradients of former steps. The run has freed those already, so the call does nothing then, and is refused
+                afterwards.
         """
         _HeldGradient.ignores_zero_grad = not after_backward
         found = list(map(_grad_of, self._parameters))
@@ -104,7 +105,7 @@ class OpenGradients:
             self._restore()
 
     def release(self, after_backward: bool) -> None:
-        """Check the gradients, and let the run change them."""
+        """Check the gradients as `check` does, and allow changes of them again."""
         self.check(after_backward)
         for each in self._gradients:
             if type(each) is _HeldGradient:
@@ -115,7 +116,7 @@ class OpenGradients:
         """Check that the gradients are those that are held.
 
         Args:
-            after_backward: Whether the batch has had its backward pass. Before it, `zero_grad` is undone.
+            after_backward: Whether the current batch has had its backward pass. Until then, `zero_grad` is undone.
 
         Raises:
             UsageError: The script has changed a gradient.

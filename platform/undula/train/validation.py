@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from undula.data.nested import with_tensors
 from undula.errors import UsageError
-from undula.parallel.collectives import any_rank
+from undula.parallel.collectives import any_rank, begun_collectives, require_begun_collectives
 from undula.parallel.layout import Layout
 from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import Plan
@@ -72,6 +72,7 @@ class Validation:
         self._worker = worker
         self._put_back_buffers = put_back_buffers
         self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
+        self._equal_rounds = equal_rounds
         self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
 
     def sums(self, can_end_early: bool = False) -> Sums | None:
@@ -84,7 +85,7 @@ class Validation:
             The sums and the number; None if the validation has ended early.
 
         Raises:
-            UsageError: The function did not return means, or other ones than for a batch before.
+            UsageError: The function did not return means, or other ones than for a batch before, or has begun a collective.
         """
         if can_end_early and self._is_asked_to_leave():
             return None
@@ -126,13 +127,15 @@ class Validation:
         """Return whether the controller has asked to leave soon. Ranks whose forward passes wait for each other decide together."""
         request = self._worker.request
         asked = request.leaves and (request.saves or request.until < inf)
-        return any_rank(asked, self._layout.control) if self._rounds else asked
+        return any_rank(asked, self._layout.control) if self._equal_rounds else asked
 
     def _run(self, batch: Any) -> Mapping[str, Tensor | float]:
         self._worker.enter(self._phase)
         self._put_back_buffers()
-        device = self._layout.device
+        device, begun = self._layout.device, begun_collectives()
         found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
+        if not self._equal_rounds:
+            require_begun_collectives(begun, "a validation")
         return found if isinstance(found, Mapping) else {LOSS: found}
 
     def _checked(self, means: Mapping[str, Tensor | float]) -> dict[str, float]:

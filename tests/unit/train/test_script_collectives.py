@@ -12,6 +12,7 @@ from numbers_job import cpu_run, network, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 
+from undula.data.spec import ValidationSpec
 from undula.errors import UsageError
 from undula.train.job import Job
 
@@ -149,3 +150,35 @@ def test_a_loss_that_is_summed_over_ranks_after_each_batch_is_refused(tmp_path: 
     """All ranks have two batches in each step. The first of them shows it."""
     for message in on_ranks(2, _logs, numbers_job(tmp_path)):
         assert message.startswith("the script has begun a collective")
+
+
+def _validates(rank: int, world_size: int, job: Job) -> str:
+    """Return the message for a validation function that averages over the ranks."""
+    run = cpu_run(job, rank, world_size)
+    model = run.model(network())
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def validate(batch: dict[str, Tensor]) -> Tensor:
+        loss = model(batch["x"][:, None] / 48).square().mean()
+        dist.all_reduce(loss)
+        return loss / world_size
+
+    def train() -> None:
+        for step in run.steps(validate):
+            for batch in step.batches():
+                step.backward(model(batch["x"][:, None] / 48).square().mean())
+            step.update()
+
+    with pytest.raises(UsageError) as caught:
+        train()
+    run.free()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_validation_that_averages_over_ranks_is_refused(tmp_path: Path, world_size: int) -> None:
+    """Of three ranks, two have one batch of each round, and one has two. The library averages over the samples of all."""
+    job = numbers_job(tmp_path)
+    job = replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
+    for message in on_ranks(world_size, _validates, job, limit_s=60):
+        assert message.startswith("the script has begun a collective of torch.distributed in a batch of a validation")
