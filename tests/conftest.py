@@ -1,10 +1,14 @@
 """Fixtures for all tests: a local S3 server, so that no test needs the network, and a Ray cluster for the session."""
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would wait actively for cores that other tests have
+
+# isort: split
 import own_memory
 
 # isort: split
 import gc
-import os
 import socket
 import subprocess
 import sys

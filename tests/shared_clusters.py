@@ -27,7 +27,7 @@ SETTLE_S = 10.0
 """Maximum seconds in which the jobs of a test end, and their actors."""
 ANSWER_LIMIT_S = 10.0
 RAYS_OWN = "_"
-"""First character of the namespaces in which Ray keeps actors of its own for all jobs."""
+"""First character of the classes of actors that Ray keeps for all jobs, or of their namespaces."""
 ALIVE = urlencode({"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE", "limit": 1000})
 
 
@@ -140,7 +140,8 @@ def _left_in(shared: LocalCluster | Nodes) -> str:
         cluster = shared.cluster if isinstance(shared, Nodes) else shared
         jobs = [job["job_id"] for job in _ask(cluster, "/api/jobs/") if job["status"] in ("PENDING", "RUNNING")]
         actors = _ask(cluster, f"/api/v0/actors?{ALIVE}")["data"]["result"]["result"]
-        own = [actor["class_name"] for actor in actors if not actor["ray_namespace"].startswith(RAYS_OWN)]
+        named = [(actor["class_name"], actor["ray_namespace"]) for actor in actors]
+        own = [kind for kind, namespace in named if not (kind.startswith(RAYS_OWN) or namespace.startswith(RAYS_OWN))]
     except (ClusterError, OSError, ValueError) as error:
         return f"the head does not answer ({error})"
     left = [f"the {what} {', '.join(names)}" for what, names in (("jobs", jobs), ("actors", own)) if names]

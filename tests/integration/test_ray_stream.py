@@ -87,9 +87,9 @@ class Reader:
         raise AssertionError(self._errors.read_text()[-3000:])
 
 
-@pytest.fixture(scope="module")
-def reader(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    with Reader(cluster, tmp_path_factory.mktemp("reader")) as running:
+@pytest.fixture
+def reader(cluster: LocalCluster, tmp_path: Path) -> Iterator[Reader]:
+    with Reader(cluster, tmp_path) as running:
         yield running
 
 
