@@ -1,13 +1,16 @@
 """Helpers that run a function on several ranks, in separate processes with gloo."""
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -35,7 +38,11 @@ def forks(*modules: str) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *modules, FROZEN])
-    forkserver.ensure_running()
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # Python 3.11 does not pass sys.path on, and skips what it does not find
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
     return context
 
 
