@@ -51,6 +51,8 @@ class SnapshotWriter:
         self._fixed_interval = every_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="undula-snapshot")
         self._taking: Future[float] | None = None
+        self._counts = False
+        """Whether the snapshot in progress costs as much as later ones. The first one in a slot also takes its memory from the system."""
         self._form: Form | None = None
         self._fixed_meta = b""
         self._slots: list[_Slot] = []
@@ -117,6 +119,7 @@ class SnapshotWriter:
         if self.problem or not self._lay_out(held):
             return
         slot = self._slots[number]
+        self._counts = slot.has_memory
         meta = encoded(self._fixed_meta, step, rows, held.values)
         sources = list({**{name: piece.tensor for name, piece in held.pieces.items()}, **copies}.values())
         self._taking = self._thread.submit(slot.write, sources, _ready(sources), meta)
@@ -137,7 +140,8 @@ class SnapshotWriter:
             cost_s += self._held_up_s + time.perf_counter() - began
             self._held_up_s = 0.0
             self._taken += 1
-            self._cost_s = 0.7 * self._cost_s + 0.3 * cost_s if self._cost_s else cost_s
+            if self._counts:
+                self._cost_s = 0.7 * self._cost_s + 0.3 * cost_s if self._cost_s else cost_s
 
     def delete_former_attempts(self) -> None:
         """Delete the snapshots of former attempts on this node, before the next snapshot is taken."""
@@ -205,6 +209,11 @@ class _Slot:
         self._views: list[Tensor] = []
         self._meta: bytes | None = None
         self.bytes = arrangement.bytes
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the slot has been written to."""
+        return self._map is not None
 
     def write(self, sources: Sequence[Tensor], ready: torch.cuda.Event | None, meta: bytes) -> float:
         """Copy the tensors into the slot.

@@ -143,6 +143,19 @@ def test_the_interval_keeps_the_cost_below_a_hundredth(tmp_path: Path) -> None:
     assert [writer.is_due(step_s=0.1) for _ in range(3)] == [False, False, True]
 
 
+def test_the_first_snapshot_in_each_slot_does_not_count_for_the_interval(tmp_path: Path) -> None:
+    """It takes the slot's memory from the system. If it counted, the second snapshot of a run with short steps would come after minutes."""
+    writer, state = SnapshotWriter(tmp_path, "plan"), rank_state({"model.w": torch.ones(3)})
+    intervals = []
+    for step, waited_s in enumerate([10.0, 10.0, 0.0042, 0.0042]):
+        writer.is_due(step_s=0.1)
+        writer.begin(step, state, {}, [], waited_s=waited_s)
+        writer.wait()
+        intervals.append(writer.every_steps)
+    assert intervals[:2] == [1, 1]
+    assert max(intervals) < 1000
+
+
 def test_the_interval_and_the_memory_are_reported_once(tmp_path: Path) -> None:
     writer = SnapshotWriter(tmp_path, "plan")
     for step in range(1, 9):
