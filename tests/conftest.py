@@ -33,8 +33,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise, hundreds of proces
 settings.register_profile("undula", deadline=None)  # a test on a busy machine must not fail for being slow
 settings.load_profile("undula")
 
-SHARED = {"spot", "cluster"}
-"""Fixtures of clusters that tests share. On few cores, tests on two clusters at the same time would only slow each other."""
+SHARED = ("spot", "cluster")
+"""Fixtures of clusters that tests share, those with the longest tests first."""
+
+
+LONG = ("test_conformance.py", "test_submit.py", "test_doctor_live.py", "test_autoscaler.py")
+"""Files whose tests take longest, of those that share no cluster."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
@@ -44,15 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The longest come first, because one process would be idle if the other ran them last.
     """
     for item in items:
-        is_shared = SHARED.intersection(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("clusters" if is_shared else str(item.path)))
-    items.sort(
-        key=lambda item: (
-            not SHARED.intersection(getattr(item, "fixturenames", ())),
-            "spot" in getattr(item, "fixturenames", ()),  # tests of one cluster follow each other
-            item.path.name != "test_conformance.py",
-        )
-    )
+        item.add_marker(pytest.mark.xdist_group(_cluster_of(item) or str(item.path)))
+    first = (*SHARED, None)
+    items.sort(key=lambda item: (first.index(_cluster_of(item)), item.path.name not in LONG))
+
+
+def _cluster_of(item: pytest.Item) -> str | None:
+    """Return the fixture of the cluster that a test shares, if it does."""
+    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -44,6 +44,7 @@ def test_growth_and_a_notice_to_rank_0_lose_no_step_and_change_no_bit(spot: Node
     assert_certified(job.store.url, alone.url, ledger.steps.num_rows)
 
 
+@pytest.mark.soak
 def test_a_run_that_falls_below_min_workers_saves_trains_until_shortly_before_the_deadline_and_waits(
     spot: Nodes, text: str, tmp_path: Path
 ) -> None:

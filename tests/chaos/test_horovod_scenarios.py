@@ -28,6 +28,13 @@ from undula.testing.faults import parse_faults
 from undula.testing.nodes import Nodes
 
 STEPS = 60
+BRIEF = """
+at step 10: sigkill worker 1
+at step 25: drain node 1 deadline 8
+at step 30: add node
+at step 45: sigkill worker 0
+at step 45: sigkill worker 1
+"""
 INTERLEAVED = """
 at step 10: sigkill worker 1
 at step 25: kill node 0
@@ -79,11 +86,18 @@ def horovod_run(
     return f"{folder}/run"
 
 
+@pytest.mark.parametrize(
+    ("faults", "steps"),
+    [
+        pytest.param(BRIEF, STEPS, id="brief"),
+        pytest.param(INTERLEAVED, SCHEDULED_STEPS, id="interleaved", marks=pytest.mark.soak),
+    ],
+)
 def test_added_and_lost_hosts_and_ranks_do_not_change_the_run(
-    spot: Nodes, text: str, alone: str, tmp_path: Path
+    spot: Nodes, text: str, alone: str, tmp_path: Path, faults: str, steps: int
 ) -> None:
-    url = horovod_run(text, spot, tmp_path, INTERLEAVED, steps=SCHEDULED_STEPS)
-    assert_certified(url, alone, SCHEDULED_STEPS)
+    url = horovod_run(text, spot, tmp_path, faults, steps=steps)
+    assert_certified(url, alone, steps)
     assert "the memory of a worker" in origins_in(url)
     sizes = set(read_run(open_store(url)).ledger.steps["world_size"].to_pylist())
     assert sizes == {1, 2}

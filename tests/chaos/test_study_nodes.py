@@ -29,7 +29,7 @@ def under_way(trials: Store) -> list[str]:
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param({"packed": 1}, id="in-one-process"),
+        pytest.param({"packed": 1, "base_lrs": [1e-3, 1e-2]}, id="in-one-process"),
         pytest.param(
             {"base_lrs": [1e-2], "seeds": [0, 1], "samples": 24000, "overrides": {"workers.max": 2}},
             id="with-workers",
