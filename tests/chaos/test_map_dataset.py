@@ -64,7 +64,8 @@ def loaders_of(rank: psutil.Process) -> list[psutil.Process]:
     ("name", "num_workers", "pace_s"),
     [
         pytest.param("map_job", 0, PACE_S, marks=pytest.mark.soak),
-        ("map_job", 2, PACE_S),
+        ("map_job", 1, PACE_S),
+        pytest.param("map_job", 2, PACE_S, marks=pytest.mark.soak),
         # Its pace is that of a micro-batch, of which a step has eight.
         pytest.param("lightning_job", 2, PACE_S / 8, marks=pytest.mark.soak),
     ],

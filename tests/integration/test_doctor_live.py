@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 from forking.drivers import with_forked_drivers
+from waiting import wait_until
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.elastic.ray.gcs import Head
-from undula.processes import is_alive, send_signal, signal_group
+from undula.processes import send_signal, signal_group
 from undula.storage import open_store
 from undula.testing.nodes import Nodes, nodes
 
@@ -59,10 +59,12 @@ def third_node(two_nodes: Nodes) -> Iterator[str]:
     two_nodes.await_all()
     yield node
     two_nodes.kill(node)
-    deadline = time.monotonic() + LIMIT_S
-    while node in two_nodes.alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)  # limits the polling rate
+    await_without(two_nodes, node)
+
+
+def await_without(cluster: Nodes, node: str) -> None:
+    """Wait until Ray knows that a node has ended."""
+    wait_until(lambda: node not in cluster.alive(), LIMIT_S)
 
 
 def start(cluster: LocalCluster, runs: Path | str, *options: str, **env: str) -> "subprocess.Popen[str]":
@@ -146,6 +148,7 @@ def test_an_unwritable_runs_folder_is_reported_with_the_fix(two_nodes: Nodes, tm
     assert "1 to fix; 3 nodes in" in out
 
 
+@pytest.mark.soak
 def test_ray_without_its_token_fails(forking_python: str, s3: Any) -> None:
     with local_cluster(num_cpus=1, env={"RAY_AUTH_MODE": "disabled"}, python=forking_python) as cluster:
         found = examine(cluster, s3.url("runs"), RAY_AUTH_MODE="disabled")
@@ -199,52 +202,49 @@ def test_a_missing_token_is_reported_with_the_variable_to_set(without_token: "su
 
 
 @pytest.fixture
-def odd_cluster(forking_python: str, tmp_path: Path) -> Iterator[LocalCluster]:
-    """Cluster with a head and a node that has another pyarrow, a configured GPU that does not exist, and another disk at `runs`."""
+def odd_node(two_nodes: Nodes, tmp_path: Path) -> Iterator[str]:
+    """Node that has another pyarrow, a configured GPU that does not exist, and another disk at `runs`."""
+    cluster, others = two_nodes.cluster, set(two_nodes.alive())
     (tmp_path / "runs").mkdir()
     other = tmp_path / "packages" / "pyarrow-25.0.0.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: pyarrow\nVersion: 25.0.0\n")
-    with local_cluster(num_cpus=1, python=forking_python) as cluster:
-        ray_start = (
-            f"{sys.executable} -m ray.scripts.scripts start --block --address={cluster.address} --num-cpus=1 --disable-usage-stats "
-            f"--object-store-memory={200 * 2**20} --include-log-monitor=False --dashboard-agent-listen-port=0"
-        )
-        env = {
-            **os.environ,
-            **cluster.env,
-            "PYTHONPATH": f"{other.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}',
-        }
-        node = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {tmp_path}/runs && exec {ray_start}"],
-            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        head = Head(cluster.address, {**os.environ, **cluster.env})
-        try:
-            deadline = time.monotonic() + LIMIT_S
-            while len(head.ask("alive")) < 2:
-                assert is_alive(node)
-                assert time.monotonic() < deadline
-                time.sleep(0.1)  # limits the polling rate
-            yield cluster
-        finally:
-            head.close()
-            signal_group(node, signal.SIGKILL)
-            node.wait()
+    ray_start = (
+        f"{sys.executable} -m ray.scripts.scripts start --block --address={cluster.address} --num-cpus=1 --disable-usage-stats "
+        f"--object-store-memory={200 * 2**20} --include-log-monitor=False --dashboard-agent-listen-port=0"
+    )
+    env = {
+        **os.environ,
+        **cluster.env,
+        "PYTHONPATH": f"{other.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}',
+    }
+    process = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {tmp_path}/runs && exec {ray_start}"],
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    node = ""
+    try:
+        wait_until(lambda: len(set(two_nodes.alive()) - others) == 1, LIMIT_S, process)
+        (node,) = set(two_nodes.alive()) - others
+        yield node
+    finally:
+        signal_group(process, signal.SIGTERM)  # Ray notices after seconds that a killed node has ended
+        await_without(two_nodes, node)
+        signal_group(process, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
-def test_a_node_that_differs_from_the_others_is_named(odd_cluster: LocalCluster, tmp_path: Path) -> None:
-    found = examine(odd_cluster, tmp_path / "runs")
+def test_a_node_that_differs_from_the_others_is_named(two_nodes: Nodes, odd_node: str, tmp_path: Path) -> None:
+    found = examine(two_nodes.cluster, tmp_path / "runs")
     assert found.status == 1
     fails = found.of("fail")
     assert set(fails) == {"versions", "gpus", "storage"}
     assert fails["versions"].startswith("pyarrow is ")
     assert "25.0.0 on " in fails["versions"]
     assert "torch sees 0" in fails["gpus"]
-    (odd,) = [node["id"] for node in found.facts["nodes"] if not node["is_head"]]
-    assert f"{found.facts['nodes'][0]['address']} ({odd[:8]}): files that the head writes" in fails["storage"]
+    assert f"{found.facts['nodes'][0]['address']} ({odd_node[:8]}): files that the head writes" in fails["storage"]
     assert "all-reduce" in found.of("pass"), "torch without a GPU reduces with gloo"
 
 

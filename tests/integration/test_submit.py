@@ -127,6 +127,7 @@ def await_nothing_left(mark: str) -> None:
         time.sleep(0.1)  # limits the polling rate
 
 
+@pytest.mark.soak
 def test_undula_run_starts_a_cluster_and_leaves_no_process_behind(
     forking_undula: Sequence[str], mark: str, text: str, tmp_path: Path
 ) -> None:
