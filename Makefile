@@ -34,7 +34,7 @@ train: .venv/ready  ## Prepare the data, start a local Ray, train the main job, 
 	@$(BIN)/undula run jobs/language_model.yaml name=$(RUN)
 
 test: .venv/ready-with-horovod check  ## Lint, type check, all tests
-	$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses=3 --dist=loadgroup --no-loadscope-reorder
 
 test-gpu: .venv/ready-to-test  ## Tests that need a GPU; skipped where torch sees none
 	$(BIN)/pytest tests/gpu --confcutdir=tests/gpu

@@ -73,13 +73,15 @@ import pytest
 from undula.cluster.local import LocalCluster
 
 JOBS, STARTED = [], []
+OF_RAY = '{"class_name": "_Coordinator", "ray_namespace": "Coordinator"}'
 
 class Dashboard(BaseHTTPRequestHandler):
     def do_GET(self):
         jobs = str([{"job_id": each, "status": "RUNNING"} for each in JOBS]).replace("'", '"')
         self.send_response(200)
         self.end_headers()
-        self.wfile.write((jobs if "jobs" in self.path else '{"data": {"result": {"result": []}}}').encode())
+        actors = '{"data": {"result": {"result": [' + OF_RAY + ']}}}'
+        self.wfile.write((jobs if "jobs" in self.path else actors).encode())
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
