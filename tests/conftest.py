@@ -38,7 +38,7 @@ SHARED = ("spot", "cluster")
 
 
 LONG = ("test_conformance.py", "test_submit.py", "test_doctor_live.py", "test_autoscaler.py")
-"""Files whose tests take longest, of those that share no cluster."""
+"""Slowest of the other test files."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

@@ -38,9 +38,8 @@ def forks(*modules: str) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *modules, FROZEN])
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # Python 3.11 does not pass sys.path on, and skips what it does not find
+    # Python 3.11 does not pass sys.path on to the server, which skips modules that it does not find.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
     return context

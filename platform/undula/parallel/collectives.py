@@ -82,7 +82,7 @@ def begun_collectives() -> int:
     return sum(backend._get_sequence_number_for_group() for backend in backends)  # type: ignore[attr-defined]
 
 
-def require_begun_collectives(expected: int, work: str) -> None:
+def require_begun_collectives(expected: int, work: str, instead: str) -> None:
     """Refuse collectives that a script has begun in a batch, where some ranks may have more batches than others.
 
     All ranks do this in their first batch with such a collective, for which no rank waits in vain.
@@ -90,6 +90,7 @@ def require_begun_collectives(expected: int, work: str) -> None:
     Args:
         expected: Number of collectives that this process has begun if the script has begun none in the batch.
         work: What the batch belongs to, such as "step 3".
+        instead: What the script should do, for the message.
 
     Raises:
         UsageError: The script has begun one.
@@ -98,7 +99,7 @@ def require_begun_collectives(expected: int, work: str) -> None:
         raise UsageError(
             f"the script has begun a collective of torch.distributed in a batch of {work}, such as dist.all_reduce in the model's "
             "forward pass, but the number of batches differs between workers, and the result would depend on the number of workers; "
-            "compute it from the batch alone, or call run.gather() or step.total() outside of the loop over step.batches()"
+            f"{instead}"
         )
 
 

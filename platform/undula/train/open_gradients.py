@@ -32,8 +32,8 @@ _grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
 class OpenGradients:
     """Notices changes of the gradients of an open step, and refuses them.
 
-    Gradients are compared by identity and by the version that torch counts with every change, so their elements are never read. Those that
-    are held have a subclass of Tensor as their class, which refuses a call that changes one and says which call it was.
+    Gradients are compared by identity and by the version that torch counts with every change, so their elements are never read. While a
+    gradient is held, it is an instance of a subclass of Tensor, which refuses calls that change it and names the call.
 
     Args:
         engine: Engine of the model.

@@ -128,7 +128,11 @@ class ScriptGuard:
     def _require_no_collectives(self, own: int = 0) -> None:
         """Refuse collectives that the script has begun in the current batch, beside `own` ones of the engine."""
         if not self._engine.capabilities.equal_rounds:  # fully_shard has collectives of its own in each batch
-            require_begun_collectives(self._begun_collectives + own, f"step {self._step}")
+            require_begun_collectives(
+                self._begun_collectives + own,
+                f"step {self._step}",
+                "compute it from the batch alone, or call run.gather() or step.total() outside of the loop over step.batches()",
+            )
 
 
 def _changed_in_step(what: str) -> UsageError:

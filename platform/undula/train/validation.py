@@ -135,7 +135,11 @@ class Validation:
         device, begun = self._layout.device, begun_collectives()
         found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
         if not self._equal_rounds:
-            require_begun_collectives(begun, "a validation")
+            require_begun_collectives(
+                begun,
+                "a validation",
+                "return the mean over the batch, and the run averages over the samples of all workers",
+            )
         return found if isinstance(found, Mapping) else {LOSS: found}
 
     def _checked(self, means: Mapping[str, Tensor | float]) -> dict[str, float]:

@@ -182,3 +182,4 @@ def test_a_validation_that_averages_over_ranks_is_refused(tmp_path: Path, world_
     job = replace(job, data=replace(job.data, validation=job.data.train), validation=ValidationSpec(every_steps=1))
     for message in on_ranks(world_size, _validates, job, limit_s=60):
         assert message.startswith("the script has begun a collective of torch.distributed in a batch of a validation")
+        assert message.endswith("return the mean over the batch, and the run averages over the samples of all workers")
