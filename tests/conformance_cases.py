@@ -47,8 +47,8 @@ from conformance_models import (
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from undula.data.rows import Batch
-from undula.data.write import array_column, array_field, write_shards
+from undula.data.prepare.write import array_column, array_field, write_shards
+from undula.data.stored.rows import Batch
 from undula.storage import Store
 from undula.train.run import Run
 

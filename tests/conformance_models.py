@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from undula.data.rows import Batch
+from undula.data.stored.rows import Batch
 
 WIDTH = 4
 WORDS = 7

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from undula.data.indexed import IndexedData, ScriptData
+from undula.data.script.indexed import IndexedData, ScriptData
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec

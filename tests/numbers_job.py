@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from undula.data.prepare.write import write_shards
 from undula.data.spec import DataSpec, ValidationSpec
-from undula.data.write import write_shards
 from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from undula.data.corpora import stdlib_text
+from undula.data.prepare.corpora import stdlib_text
 
 CONTEXT = 32
 PLAN = ("plan.global_batch=24", "plan.virtual_workers=6", "schedule.warmup_samples=240", "validation.samples=96")

@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from undula.data.cache import DiskCache
-from undula.data.cache_sizes import FOLDERS
+from undula.data.stored.cache import DiskCache
+from undula.data.stored.cache_sizes import FOLDERS
 
 ENTRY_BYTES = 1004
 """Size in bytes of an entry of 1000 bytes, with its checksum."""

@@ -28,8 +28,8 @@ from tests.baselines.foreign_rate import rate
 from tests.baselines.result import print_and_write
 from tests.baselines.s3_server import require_moto, s3_server
 from undula.cluster.local import local_cluster
-from undula.data.index import index
-from undula.data.write import array_column, array_field
+from undula.data.prepare.index import index
+from undula.data.prepare.write import array_column, array_field
 from undula.errors import one_sentence
 from undula.plan.plan import PlanSpec
 from undula.storage import Store, open_store

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from jobs.gpt import GPT, GPTConfig
 from tests.baselines.result import print_and_write
+from undula.data.prepare.write import write_shards
 from undula.data.spec import DataSpec, ValidationSpec
-from undula.data.write import write_shards
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec

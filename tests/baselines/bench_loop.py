@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.baselines.result import print_and_write
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.data.corpora import stdlib_text
+from undula.data.prepare.corpora import stdlib_text
 from undula.state.ledger import read_ledger
 from undula.storage import open_store
 

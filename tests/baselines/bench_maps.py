@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.baselines.result import print_and_write
-from undula.data.indexed_stream import IndexedStream
-from undula.data.items import Items
-from undula.data.loader_processes import Loader
+from undula.data.script.indexed_stream import IndexedStream
+from undula.data.script.items import Items
+from undula.data.script.loader_processes import Loader
 from undula.plan.plan import Plan, PlanSpec
 
 SIDE = 96

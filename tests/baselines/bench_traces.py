@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.baselines.result import FOLDER
-from undula.data.corpora import stdlib_text
+from undula.data.prepare.corpora import stdlib_text
 from undula.testing.faults import parse_trace
 
 JOB = Path(__file__).parents[2] / "jobs" / "language_model.yaml"

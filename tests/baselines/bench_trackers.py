@@ -25,7 +25,7 @@ import psutil
 from tests.baselines.bench_loop import SKIPPED_STEPS, differences
 from tests.baselines.result import print_and_write
 from undula.cluster.local import local_cluster
-from undula.data.corpora import stdlib_text
+from undula.data.prepare.corpora import stdlib_text
 
 HERE = Path(__file__).parent
 JOBS = HERE.parents[1] / "jobs"

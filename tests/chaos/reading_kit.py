@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from undula.cluster.local import LocalCluster
 from undula.data import stream
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
 from undula.plan.plan import PlanSpec
 from undula.storage import Store
 
@@ -45,7 +45,8 @@ class Mapped:
 @ray.remote(max_concurrency=2)
 class Rank:
     def __init__(self, rank, settings):
-        from undula.data import read_ahead, stream
+        from undula.data.stored import read_ahead
+        from undula.data import stream
         from undula.plan.plan import PlanSpec
         read_ahead.PATIENCE_S = settings["patience_s"]
         self.steps, self.nodes, self.resident = [], [], []

@@ -18,7 +18,7 @@ from chaos_kit import (
 )
 from jobs_kit import relative_difference
 
-from undula.data.corpora import stdlib_text
+from undula.data.prepare.corpora import stdlib_text
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
 from undula.state.events import CrashEvent, StartEvent, WaitingEvent

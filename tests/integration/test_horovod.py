@@ -10,7 +10,7 @@ import pytest
 from jobs_kit import ROOT, Finished, Jobs, relative_difference
 
 from undula.cluster.local import LocalCluster
-from undula.data.corpora import digits
+from undula.data.prepare.corpora import digits
 
 TOLERANCE = 1e-5
 HOROVOD = pytest.importorskip("horovod", reason="Horovod is not installed: make horovod")

@@ -17,8 +17,8 @@ from forking.drivers import with_forked_drivers
 from jobs_kit import Jobs
 
 from undula.cluster.local import local_cluster
-from undula.data.index import index
-from undula.data.manifest import load_manifest
+from undula.data.prepare.index import index
+from undula.data.stored.manifest import load_manifest
 from undula.storage import open_store
 from undula.storage.s3 import forget_clients
 

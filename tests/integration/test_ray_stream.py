@@ -15,7 +15,7 @@ from forking.drivers import with_forked_drivers
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import stream
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
 from undula.storage import Store, open_store
@@ -104,7 +104,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def planned(url: str, start: int = 0) -> list[list[int]]:
-    from undula.data.manifest import load_manifest
+    from undula.data.stored.manifest import load_manifest
 
     manifest = load_manifest(url)
     plan = Plan(PLAN, manifest.num_rows)

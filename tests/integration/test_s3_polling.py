@@ -21,9 +21,9 @@ from torch import nn
 from waiting import wait_until
 
 from undula.config.job import as_tree
-from undula.data.mixture import load_data
+from undula.data.prepare.write import write_shards
 from undula.data.spec import DataSpec
-from undula.data.write import write_shards
+from undula.data.stored.mixture import load_data
 from undula.plan.plan import Plan, PlanSpec
 from undula.state import ledger, ledger_compaction
 from undula.state.ledger_files import file_names

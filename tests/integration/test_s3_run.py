@@ -12,7 +12,7 @@ from study_kit import Studies
 from waiting import wait_until
 
 from undula.cluster.local import LocalCluster, local_cluster
-from undula.data.corpora import stdlib_text
+from undula.data.prepare.corpora import stdlib_text
 from undula.state.commit import find_commits
 from undula.state.directory import JOB_FILE
 from undula.state.events import StorageEvent

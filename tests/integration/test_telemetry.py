@@ -96,7 +96,7 @@ def scrape(targets: Path) -> str:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from undula.data.corpora import digits
+    from undula.data.prepare.corpora import digits
 
     out = str(tmp_path_factory.mktemp("digits"))
     digits().write(out, num_shards=2, row_group_bytes=8192)

@@ -27,7 +27,7 @@ from undula.adapters.accelerate_steps import AdvancedByRun, PreparedOptimizer, P
 from undula.adapters.script import Offer, place
 from undula.config.yaml_file import Setting
 from undula.data.nested import with_tensors
-from undula.data.script_dataset import check_indexed
+from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
 from undula.parallel.precision import dtype_of
 from undula.plan.precision import Compute

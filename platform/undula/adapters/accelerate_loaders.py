@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.config.yaml_file import Setting
-from undula.data.loader_processes import Loader
 from undula.data.nested import tensors_of, with_tensors
-from undula.data.script_dataset import REPLACEMENTS, check_indexed
+from undula.data.script.dataset import REPLACEMENTS, check_indexed
+from undula.data.script.loader_processes import Loader
 from undula.errors import UsageError
 from undula.train.run import Run
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from undula.data.items import Collate, Items, Request
-from undula.data.loader_processes import Loader
-from undula.data.script_dataset import IndexedDataset
+from undula.data.script.dataset import IndexedDataset
+from undula.data.script.items import Collate, Items, Request
+from undula.data.script.loader_processes import Loader
 from undula.plan.keys import key64, subkeys
 from undula.train.randomness import seed_validation
 from undula.train.run import Run

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from torch.utils.data.sampler import BatchSampler
 
 from undula.adapters.lightning_library import Library, name_of
-from undula.data.script_dataset import check_indexed
+from undula.data.script.dataset import check_indexed
 from undula.errors import UsageError
 from undula.plan.plan import Plan
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 from undula.adapters import script
 from undula.adapters.evaluation import RankBatches, kept_loader
 from undula.adapters.script import Offer, expect_launch, place
-from undula.data.loader_processes import Loader
-from undula.data.script_dataset import check_indexed
+from undula.data.script.dataset import check_indexed
+from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError, UsageError, needs_extra, one_sentence
 from undula.parallel.random_state import kept_random_state
 from undula.train.run import Run

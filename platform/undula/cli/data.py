@@ -10,8 +10,8 @@ import click
 from undula.cli.options import FILE, Commands, FiniteRange, counted, json_option, print_all_json, print_json
 
 if TYPE_CHECKING:
-    from undula.data.corpora import Corpus
-    from undula.data.manifest import Manifest
+    from undula.data.prepare.corpora import Corpus
+    from undula.data.stored.manifest import Manifest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ _if_missing = click.option("--if-missing", is_flag=True, help="Do nothing if the
 )
 def stdlib_text(out: str, shards: int, row_group_mib: float, if_missing: bool, context: int) -> None:
     """Make a data set of the source of this Python's standard library, as bytes. This needs no network."""
-    from undula.data.corpora import stdlib_text as corpus
+    from undula.data.prepare.corpora import stdlib_text as corpus
 
     _write_corpus(lambda: corpus(context=context), out, shards, row_group_mib, if_missing)
 
@@ -69,7 +69,7 @@ def stdlib_text(out: str, shards: int, row_group_mib: float, if_missing: bool, c
 @_if_missing
 def digits(out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
     """Make a data set of scikit-learn's handwritten digits. This needs no network."""
-    from undula.data.corpora import digits as corpus
+    from undula.data.prepare.corpora import digits as corpus
 
     _write_corpus(corpus, out, shards, row_group_mib, if_missing)
 
@@ -80,14 +80,14 @@ def digits(out: str, shards: int, row_group_mib: float, if_missing: bool) -> Non
 @_if_missing
 def cifar10(archive: Path, out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
     """Make a data set of CIFAR-10 from the binary archive that its authors publish."""
-    from undula.data.corpora import cifar10 as corpus
+    from undula.data.prepare.corpora import cifar10 as corpus
 
     _write_corpus(lambda: corpus(archive), out, shards, row_group_mib, if_missing)
 
 
 def _write_corpus(make: "Callable[[], Corpus]", out: str, shards: int, row_group_mib: float, if_missing: bool) -> None:
-    from undula.data.corpora import SPLITS, is_complete
-    from undula.data.manifest import load_manifest
+    from undula.data.prepare.corpora import SPLITS, is_complete
+    from undula.data.stored.manifest import load_manifest
 
     if if_missing and is_complete(out):
         click.echo(f"{out} exists and is complete; nothing to do")
@@ -109,8 +109,8 @@ def index(url: str, out: str | None, anonymous: bool, as_json: bool) -> None:
 
     Files are left out if their name, or that of a folder below URL, begins with `_` or `.`.
     """
-    from undula.data.formats import partitions_of
-    from undula.data.index import index_files, list_to_index
+    from undula.data.prepare.formats import partitions_of
+    from undula.data.prepare.index import index_files, list_to_index
 
     listing = list_to_index(url, out, anonymous)
     with _progress(f"reading footers below {url}", len(listing.files)) as advance:
@@ -138,9 +138,9 @@ def convert(
 
     SOURCE can hold Parquet, CSV, JSON lines, WebDataset tars, or the output of datasets.save_to_disk.
     """
-    from undula.data.shuffle import shuffled
-    from undula.data.sources import open_source
-    from undula.data.write import write_shards
+    from undula.data.prepare.shuffle import shuffled
+    from undula.data.prepare.sources import open_source
+    from undula.data.prepare.write import write_shards
     from undula.errors import SpecError
     from undula.storage import open_store
 
@@ -163,8 +163,8 @@ def convert(
 @json_option
 def check(url: str, as_json: bool) -> int:
     """Read every row group of a data set, and report what would stop or slow down training. The exit status is 1 if there are errors."""
-    from undula.data.check import check as examine
-    from undula.data.manifest import load_manifest
+    from undula.data.prepare.check import check as examine
+    from undula.data.stored.manifest import load_manifest
 
     manifest = load_manifest(url)
     with _progress(f"reading {url}", len(manifest.row_counts)) as advance:

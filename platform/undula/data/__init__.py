@@ -1,19 +1,19 @@
-"""Data sets of sharded Parquet: the manifest, the reader, streams that start at any position, and writers."""
+"""Data of a job: stored data sets, datasets of the script, and the preparation of data sets."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undula.data.loader import Stream, stream
-    from undula.data.manifest import Manifest, load_manifest
+    from undula.data.stored.loader import Stream, stream
+    from undula.data.stored.manifest import Manifest, load_manifest
 
 __all__ = ["Manifest", "Stream", "load_manifest", "stream"]
 
 _HOMES = {
-    "Manifest": "undula.data.manifest",
-    "Stream": "undula.data.loader",
-    "load_manifest": "undula.data.manifest",
-    "stream": "undula.data.loader",
+    "Manifest": "undula.data.stored.manifest",
+    "Stream": "undula.data.stored.loader",
+    "load_manifest": "undula.data.stored.manifest",
+    "stream": "undula.data.stored.loader",
 }
 
 

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
-from undula.data.indexed import IndexedData
-from undula.data.manifest import Manifest
-from undula.data.mixture import Data, Mixture
+from undula.data.script.indexed import IndexedData
+from undula.data.stored.manifest import Manifest
+from undula.data.stored.mixture import Data, Mixture
 from undula.plan.keys import Ids
 from undula.plan.mix import Mix
 from undula.plan.order import EpochOrder, IndexOrder

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from undula.data.pickling import pickle_torch_settings_by_name
+from undula.data.script.pickling import pickle_torch_settings_by_name
 from undula.elastic.ray import private_environment
 from undula.elastic.ray.ray_logging import stop_error_messages
 from undula.errors import ClusterError

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from undula.config.job import LoadedSpec
-from undula.data.indexed import ScriptData
-from undula.data.items import Collate
-from undula.data.maps import SampleFunction
-from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
+from undula.data.script.dataset import NO_MAP, IndexedDataset, script_data
+from undula.data.script.indexed import ScriptData
+from undula.data.script.items import Collate
+from undula.data.stored.maps import SampleFunction
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature

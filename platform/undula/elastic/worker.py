@@ -13,9 +13,9 @@ import ray.train
 import ray.train.torch
 import torch
 
-from undula.data.loader_processes import start_fork_server
-from undula.data.mixture import load_data
-from undula.data.streams import rank_stream
+from undula.data.script.loader_processes import start_fork_server
+from undula.data.stored.mixture import load_data
+from undula.data.stored.streams import rank_stream
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
 from undula.errors import ClusterError, StorageError, UndulaError

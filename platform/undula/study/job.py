@@ -7,7 +7,7 @@ from typing import Any
 
 from undula.config.job import LoadedSpec, as_tree, changed_key
 from undula.config.secrets import hide_secrets
-from undula.data.mixture import load_data
+from undula.data.stored.mixture import load_data
 from undula.errors import ManifestError, RunError, SpecError, StorageError
 from undula.plan.plan import Plan
 from undula.state.directory import JOB_FILE, STUDY_FILE, job_record

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from undula.data.mixture import Data, load_data
+from undula.data.stored.mixture import Data, load_data
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout, timeout_of

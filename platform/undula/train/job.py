@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from undula.data.indexed import ScriptData
+from undula.data.script.indexed import ScriptData
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undula.data.items import Collate
-from undula.data.mixture import load_data
 from undula.data.nested import with_tensors
-from undula.data.script_dataset import IndexedDataset
+from undula.data.script.dataset import IndexedDataset
+from undula.data.script.items import Collate
+from undula.data.stored.mixture import load_data
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import join_layout
 from undula.plan.plan import MicroBatch, Plan

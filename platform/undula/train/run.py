@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from undula.data.indexed import IndexedData
-from undula.data.items import Collate, Items
-from undula.data.loader_processes import Loader
-from undula.data.maps import SampleFunction
-from undula.data.script_dataset import NO_MAP, IndexedDataset, script_data
+from undula.data.script.dataset import NO_MAP, IndexedDataset, script_data
+from undula.data.script.indexed import IndexedData
+from undula.data.script.items import Collate, Items
+from undula.data.script.loader_processes import Loader
+from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
 from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import MakeEngine

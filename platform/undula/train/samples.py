@@ -5,14 +5,14 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
-from undula.data.indexed import IndexedData, ScriptData
-from undula.data.indexed_stream import IndexedStream
-from undula.data.items import Items
-from undula.data.loader_processes import Loader
-from undula.data.manifest import Manifest, load_manifest
-from undula.data.maps import SampleFunction
-from undula.data.mixture import StoredData
-from undula.data.streams import SampleStream, rank_stream
+from undula.data.script.indexed import IndexedData, ScriptData
+from undula.data.script.indexed_stream import IndexedStream
+from undula.data.script.items import Items
+from undula.data.script.loader_processes import Loader
+from undula.data.stored.manifest import Manifest, load_manifest
+from undula.data.stored.maps import SampleFunction
+from undula.data.stored.mixture import StoredData
+from undula.data.stored.streams import SampleStream, rank_stream
 from undula.errors import UsageError
 from undula.plan.plan import Plan, PlanSpec
 from undula.train.job import Job

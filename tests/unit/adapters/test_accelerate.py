@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from undula.adapters import accelerate_loaders
 from undula.adapters.accelerate import Accelerator
-from undula.data.loader_processes import Loader
+from undula.data.script.loader_processes import Loader
 from undula.errors import SpecError
 from undula.plan.plan import Plan
 from undula.recovery.worker_state import Request, WorkerState

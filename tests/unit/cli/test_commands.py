@@ -19,7 +19,7 @@ from undula.cli.main import cli
 from undula.cluster.local import free_ports
 from undula.config.job import absolute_paths, as_tree, load_spec
 from undula.data.planned import PlannedSamples
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
 from undula.driver import submit
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec

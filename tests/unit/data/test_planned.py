@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 
 from undula.data import stream
-from undula.data.manifest import Manifest
-from undula.data.mixture import Mixture
 from undula.data.planned import PlannedSamples
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
+from undula.data.stored.manifest import Manifest
+from undula.data.stored.mixture import Mixture
 from undula.plan.plan import PlanSpec
 from undula.storage import Store
 

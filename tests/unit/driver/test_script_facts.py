@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from undula.config.job import LoadedSpec, load_spec
-from undula.data.indexed import IndexedData, ScriptData
+from undula.data.script.indexed import IndexedData, ScriptData
 from undula.driver.launch import record_job
 from undula.driver.preflight import prepare
 from undula.errors import RunError, UndulaError, UsageError

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from undula.config.job import as_tree
-from undula.data.manifest import Manifest
 from undula.data.planned import PlannedSamples
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
+from undula.data.stored.manifest import Manifest
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec
 from undula.report.data.certificate import certify, data_of

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from strict_s3 import StrictS3, Takes, strict_s3
 
-from undula.data.index import index
-from undula.data.manifest import Manifest
-from undula.data.shards import Shard
+from undula.data.prepare.index import index
+from undula.data.stored.manifest import Manifest
+from undula.data.stored.shards import Shard
 from undula.errors import ManifestError, StorageError
 from undula.storage import Store, open_store
 from undula.storage.etags import bare, is_same

@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from undula.data.manifest import load_manifest
-from undula.data.shards import Shard
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
+from undula.data.stored.manifest import load_manifest
+from undula.data.stored.shards import Shard
 from undula.errors import ManifestError
 from undula.state.events import StopEvent
 from undula.state.ledger import EventWriter, read_ledger

@@ -12,8 +12,8 @@ import pytest
 from faulty_s3 import PassOn, Proxy, serving
 from strict_s3 import StrictS3, strict_s3
 
-from undula.data.index import index
-from undula.data.shards import Shard
+from undula.data.prepare.index import index
+from undula.data.stored.shards import Shard
 from undula.errors import StorageError
 from undula.storage import Store, open_store
 from undula.storage.s3 import forget_clients

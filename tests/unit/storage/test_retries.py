@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 from faulty_s3 import PassOn, Proxy, serving
 
-from undula.data.manifest import load_manifest
-from undula.data.read import WindowDatasource, window_read
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
+from undula.data.stored.manifest import load_manifest
+from undula.data.stored.read import WindowDatasource, window_read
 from undula.errors import StorageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec

@@ -9,11 +9,11 @@ import pyarrow as pa
 import torch
 from numbers_job import numbers_job
 
-from undula.data.cache import DiskCache
-from undula.data.manifest import load_manifest
-from undula.data.read import WindowDatasource, window_read
+from undula.data.prepare.write import write_shards
 from undula.data.spec import CacheSpec, DataSpec
-from undula.data.write import write_shards
+from undula.data.stored.cache import DiskCache
+from undula.data.stored.manifest import load_manifest
+from undula.data.stored.read import WindowDatasource, window_read
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.events import CacheEvent

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import undula
-from undula.data.indexed import IndexedData, ScriptData
+from undula.data.script.indexed import IndexedData, ScriptData
 from undula.data.spec import ValidationSpec
 from undula.parallel.spec import ActivationsSpec, GradientSpec
 from undula.plan.precision import PrecisionSpec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from undula.data.rows import Batch
+from undula.data.stored.rows import Batch
 from undula.state.ledger import read_ledger
 from undula.storage import Store
 from undula.train.job import Job

@@ -15,7 +15,7 @@ from numbers_job import cpu_run, leave_after_next, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from undula.data.write import write_shards
+from undula.data.prepare.write import write_shards
 from undula.parallel.capabilities import Feature, refusal
 from undula.parallel.engines.engine import trainable
 from undula.parallel.norms import gradient_norm

@@ -19,7 +19,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from undula.data.rows import Batch
+from undula.data.stored.rows import Batch
 from undula.parallel.engines.data_parallel import DataParallelEngine
 from undula.parallel.engines.fsdp import FSDPEngine
 from undula.parallel.layout import join_layout

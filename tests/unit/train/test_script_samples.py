@@ -14,8 +14,8 @@ from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import nn
 
-from undula.data.indexed import IndexedData, ScriptData
 from undula.data.planned import PlannedSamples
+from undula.data.script.indexed import IndexedData, ScriptData
 from undula.errors import UsageError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan

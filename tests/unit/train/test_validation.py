@@ -13,8 +13,8 @@ from pytorch_optimizer import ScheduleFreeSGD
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from undula.data.rows import Batch
 from undula.data.spec import ValidationSpec
+from undula.data.stored.rows import Batch
 from undula.errors import UsageError
 from undula.plan.schedule import ScheduleSpec
 from undula.state.events import ValidationEvent

@@ -21,7 +21,7 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker
 from ray.train.v2._internal.util import ObjectRefWrapper
 
-from undula.data.pickling import dumps
+from undula.data.script.pickling import dumps
 from undula.elastic.ray.gpus import refuse_unseen_gpus, reserved_device
 from undula.elastic.sockets import cut_connections, cut_sockets, listening_ports
 from undula.errors import ClusterError

@@ -1,0 +1,130 @@
+"""Indexing of existing Parquet files: it lists them once, reads their footers many at a time, and writes the manifest."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import sha256
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from undula.data.prepare.listing import Listing, list_data
+from undula.data.stored.manifest import MANIFEST_NAME, Column, Manifest, ManifestFile, column_of
+from undula.data.stored.shards import Shard, read_footer
+from undula.errors import ManifestError
+from undula.storage import Entry, Store, open_store
+
+PARALLEL_FOOTERS = 32
+"""Number of footers that are read at the same time."""
+FOOTERS_AHEAD = 4 * PARALLEL_FOOTERS
+"""Maximum number of footers that are read or wait to be read before the first of them is taken."""
+_TAIL_BYTES = 8  # a Parquet file ends with the length of its footer and a magic number
+
+
+def index(
+    url: str,
+    advance: Callable[[int], None] = lambda files: None,
+    out: str | None = None,
+    anonymous: bool = False,
+) -> Manifest:
+    """Write the manifest of the Parquet files below `url`; see `listing` for what is data.
+
+    Args:
+        url: Folder with Parquet files of one schema.
+        advance: Progress callback, called with 1 after each file.
+        out: URL to write the manifest to, under which the data set is then loaded; by default the manifest is written beside the files.
+        anonymous: Whether to read S3 without credentials, both now and whenever the data set is read.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ManifestError: The files cannot be indexed as one data set.
+    """
+    return index_files(list_to_index(url, out, anonymous), advance, out)
+
+
+def list_to_index(url: str, out: str | None, anonymous: bool) -> Listing:
+    """List the files that `index` would index with the same arguments.
+
+    Raises:
+        ManifestError: There are none, or the manifest could not be written.
+    """
+    if anonymous and out is None:
+        raise ManifestError(f"{url} is read without credentials, so the manifest cannot be written there; set --out")
+    return list_data(open_store(url, anonymous))
+
+
+def index_files(listing: Listing, advance: Callable[[int], None], out: str | None = None) -> Manifest:
+    """Write the manifest of listed files. The arguments and the result are those of `index`."""
+    store, first = listing.store, listing.files[0].name
+    files: list[ManifestFile] = []
+    seen: _Footer | None = None
+    with closing(_footers(listing)) as footers:
+        for footer in footers:
+            if seen and (footer.columns != seen.columns or not footer.schema.equals(seen.schema)):
+                raise ManifestError(
+                    f"{store.url}/{footer.file.name} has another schema than {first}; "
+                    "write all files of a data set with one schema"
+                )
+            seen = footer
+            files.append(footer.file)
+            advance(1)
+    assert seen is not None  # a listing has at least one file
+    home = open_store(out) if out else store
+    # A manifest elsewhere must not depend on the working directory, so it has the absolute path of the data.
+    url = store.url if home == store or store.is_s3 else store.path()
+    manifest = Manifest(url, tuple(files), seen.columns, store.anonymous)
+    home.write(MANIFEST_NAME, manifest.to_json(is_beside=home == store).encode())
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Footer:
+    """What the footer of a file says."""
+
+    file: ManifestFile
+    schema: pa.Schema
+    columns: tuple[Column, ...]
+
+
+def _footers(listing: Listing) -> Generator[_Footer, None, None]:
+    """Read the footers of all files at the same time, and yield them in the order of the files."""
+    pool = ThreadPoolExecutor(PARALLEL_FOOTERS, thread_name_prefix="undula-index")
+    ahead: deque[Future[_Footer]] = deque()
+    try:
+        for entry in listing.files:
+            if len(ahead) == FOOTERS_AHEAD:
+                yield ahead.popleft().result()
+            ahead.append(pool.submit(_footer, listing.store, entry))
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, the other files are not of interest
+
+
+def _footer(store: Store, entry: Entry) -> _Footer:
+    where = f"{store.url}/{entry.name}"
+    data = read_footer(Shard(store, entry.name, entry.bytes, entry.version))
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(data))
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowInvalid, OSError) as error:
+        detail = " ".join(str(error).split())
+        raise ManifestError(f"{where} is not an intact Parquet file: {detail}") from error
+    columns = tuple(column_of(field, where) for field in schema)
+    if len(set(schema.names)) < len(schema.names):
+        twice = next(name for name in schema.names if schema.names.count(name) > 1)
+        raise ManifestError(f"{where} has two columns named {twice!r}; rename one of them")
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    file = ManifestFile(
+        name=entry.name,
+        bytes=entry.bytes,
+        version=entry.version,
+        row_groups=tuple(group.num_rows for group in groups),
+        row_group_bytes=tuple(group.total_byte_size for group in groups),
+        footer_sha256=sha256(data[:-_TAIL_BYTES]).hexdigest(),
+    )
+    return _Footer(file, schema, columns)

@@ -1,0 +1,117 @@
+"""Micro-batches of a script's dataset: samples by index, collated, with random numbers that are keyed by what they are drawn for.
+
+A sample's random numbers are keyed by (seed, epoch, index), and those of `collate_fn` by (seed, step, virtual worker, micro-batch). A
+micro-batch therefore depends neither on the process that loads it nor on the world size.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch.utils.data import Dataset, default_collate
+
+from undula.data.script.dataset import IndexedDataset, reads_several
+from undula.data.script.generators import on_host, seed_generators
+from undula.data.script.pickling import dumps
+from undula.errors import UsageError
+from undula.plan.keys import Ids, Keys, key64, subkeys
+from undula.plan.order import IndexOrder
+from undula.plan.plan import Plan
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+"""Function that makes a micro-batch of a list of samples, as `collate_fn` of torch's DataLoader."""
+Purpose: TypeAlias = Literal["training", "validation"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Samples of a micro-batch, and the keys of the random numbers that are drawn for them."""
+
+    ids: Ids
+    """Indices of the samples; shape [samples]."""
+    sample_keys: Keys
+    """Key of each sample; shape [samples]."""
+    collate_key: int
+
+
+class Items(Dataset[Any]):
+    """Dataset whose items are micro-batches of a script's dataset.
+
+    It is pickled with cloudpickle, because loader processes do not have the classes and functions of a script's `__main__`.
+
+    Args:
+        dataset: Dataset of the script. One that has `__getitems__` is asked for the samples of a micro-batch at once; the random numbers
+            that it draws for them are keyed by the first of them.
+        collate_fn: Function that makes a micro-batch of samples; by default that of torch, which stacks them.
+    """
+
+    def __init__(self, dataset: IndexedDataset, collate_fn: Collate | None = None):
+        self._dataset = dataset
+        self._collate = collate_fn or default_collate
+        self._reads_several = reads_several(dataset)
+
+    def __len__(self) -> int:
+        """Return the number of samples of the dataset."""
+        return len(self._dataset)
+
+    def __getitem__(self, request: Request) -> Any:
+        """Return the micro-batch of a request."""
+        with on_host():  # whose generator is seeded
+            return self._collated(request)
+
+    def _collated(self, request: Request) -> Any:
+        indices = request.ids.tolist()
+        try:
+            samples = self._several(indices, request) if self._reads_several else self._each(indices, request)
+        except Exception as error:
+            error.add_note(f"raised by the dataset for one of the samples {indices}")
+            raise
+        seed_generators(request.collate_key)
+        return self._collate(samples)
+
+    def _each(self, indices: list[int], request: Request) -> list[Any]:
+        samples = []
+        for index, key in zip(indices, request.sample_keys.tolist(), strict=True):
+            seed_generators(key)
+            samples.append(self._dataset[index])
+        return samples
+
+    def _several(self, indices: list[int], request: Request) -> list[Any]:
+        seed_generators(int(request.sample_keys[0]))
+        return list(self._dataset.__getitems__(indices))  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "Items"], tuple[bytes]]:
+        try:
+            return _loaded, (dumps((self._dataset, self._collate)),)
+        except Exception as error:
+            raise UsageError(
+                f"the dataset of run.dataset() cannot be sent to loader processes ({error}); open files and connections on the first "
+                "sample instead of in __init__, or set num_workers=0"
+            ) from error
+
+
+def _loaded(content: bytes) -> Items:
+    return Items(*pickle.loads(content))
+
+
+def requests(plan: Plan, virtual_workers: range, start: int, purpose: Purpose) -> Iterator[Request]:
+    """Yield the micro-batches of some virtual workers from step `start` to the end of the plan, in the order in which steps take them."""
+    seed, order = plan.spec.seed, IndexOrder(plan, -1)
+    samples, collate = key64(f"{purpose} sample", seed), key64(f"{purpose} collate", seed)
+    for step in range(start, plan.total_steps):
+        shape = plan.step(step)
+        if shape.epoch != order.epoch:
+            order = IndexOrder(plan, shape.epoch)
+        for virtual_worker in virtual_workers:
+            ids, begin = order.ids(shape.step_in_epoch, virtual_worker), 0
+            for number, size in enumerate(plan.micro_batches(shape.step_in_epoch, virtual_worker)):
+                part = ids[begin : begin + size]
+                key = int(subkeys(collate, step, virtual_worker, number))
+                yield Request(part, subkeys(samples, shape.epoch, part), key)
+                begin += size
+
+
+def any_request(ids: Ids) -> Request:
+    """Return a request for samples whose micro-batch has no weight, so that it does not matter what is drawn for them."""
+    return Request(ids, subkeys(0, ids), 0)

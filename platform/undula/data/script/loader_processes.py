@@ -1,0 +1,230 @@
+"""torch's DataLoader over micro-batches. Its processes outlive worker groups, end with their rank, and are replaced if they are lost."""
+
+import logging
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from undula.data.script.generators import kept_generators, on_host
+from undula.data.script.items import Items, Request
+from undula.errors import UsageError
+
+PRELOADED = ["ray.cloudpickle", "undula.data.script.loader_processes"]
+"""Modules that the fork server imports once, for all loader processes."""
+MOST_LOSSES = 3
+"""Number of times in a row that loader processes may be lost at the same micro-batch before the run fails."""
+LOSS_LIMIT_S = 5.0
+"""Maximum time in seconds between an error of a connection to a process that is being lost and the end of this process."""
+Result = TypeVar("Result")
+
+
+def start_fork_server(waits: bool = False) -> None:
+    """Start the process from which loader processes are forked, unless it is there. Its imports take seconds.
+
+    Args:
+        waits: Whether to wait until it has imported its modules.
+    """
+    context = ForkServerContext()
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    if waits:
+        process = context.Process(target=_nothing)
+        process.start()
+        process.join()
+
+
+def _nothing() -> None:
+    """Do nothing, in a process that ends at once."""
+
+
+class Loader:
+    """Loads the micro-batches of a dataset, in loader processes or in this process.
+
+    Loader processes are forked from a fork server: children of the rank itself would hold its sockets, so that other ranks would notice
+    its death late. They start with the first micro-batch.
+
+    Args:
+        num_workers: Number of loader processes; with 0, this process loads the micro-batches.
+    """
+
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
+        self._source = _Source()
+        self._requests = _Requests()
+        self._context = _Context()
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._losses = 0
+        if num_workers:
+            start_fork_server()  # it imports its modules while this process makes the model
+
+    def begin(self, items: Items, requests: Iterable[Request]) -> None:
+        """Load these micro-batches from now on. What was loaded ahead of others before is discarded.
+
+        Args:
+            items: Dataset of micro-batches. Processes that have started already keep theirs, which must have the same content.
+            requests: Micro-batches to load, in order.
+        """
+        self._source.items = items
+        self._requests.replace(requests)
+        self._batches = None
+        self._losses = 0
+        if self._num_workers:
+            self._with_processes(self._start)
+
+    def next(self) -> tuple[Request, Any]:
+        """Return the next micro-batch with its request.
+
+        Raises:
+            UsageError: Loader processes were lost repeatedly at this micro-batch.
+            Exception: Any exception that the dataset or the collate function raises.
+        """
+        batch = self._with_processes(self._load)
+        self._losses = 0
+        return self._requests.sent.popleft(), batch
+
+    def free(self) -> None:
+        """Free the dataset in this process, which the next group makes anew. The loader processes stay."""
+        self._source.items = None
+
+    def close(self) -> None:
+        """End the loader processes."""
+        for process in self._context.started():
+            process.kill()
+        self._loader = self._batches = None
+        self._context = _Context()
+
+    def _start(self) -> Iterator[Any]:
+        """Begin to load, in the processes of before if they are still there."""
+        if self._loader is None:
+            self._loader = self._make_loader()
+        with on_host():  # a DataLoader draws a seed, for which its generator must be on the default device
+            self._batches = iter(self._loader)
+        return self._batches
+
+    def _load(self) -> Any:
+        # The script's own random numbers must not depend on which rank has loaded what.
+        kept: AbstractContextManager[None] = nullcontext() if self._num_workers else kept_generators()
+        with kept:
+            return next(self._start() if self._batches is None else self._batches)
+
+    def _make_loader(self) -> DataLoader[Any]:
+        in_processes: dict[str, Any] = {
+            "multiprocessing_context": self._context,
+            "persistent_workers": True,
+            "worker_init_fn": _end_with_rank,
+        }
+        return DataLoader(
+            self._source,
+            batch_size=None,  # an item is a micro-batch
+            sampler=self._requests,
+            collate_fn=_unchanged,
+            num_workers=self._num_workers,
+            generator=torch.Generator(),  # otherwise it would draw from that of the script
+            **in_processes if self._num_workers else {},
+        )
+
+    def _with_processes(self, act: Callable[[], Result]) -> Result:
+        """Return the result of `act`, for which lost processes are replaced."""
+        while True:
+            if self._context.has_lost_process():
+                self._replace_processes()
+            try:
+                return act()
+            except Exception as error:
+                # A process that is killed can close its connections before it counts as ended.
+                if not self._context.has_lost_process(LOSS_LIMIT_S if isinstance(error, OSError | EOFError) else 0.0):
+                    raise
+
+    def _replace_processes(self) -> None:
+        exits = sorted({process.exitcode for process in self._context.started() if process.exitcode is not None})
+        self._losses += 1
+        if self._losses > MOST_LOSSES:
+            raise UsageError(
+                f"loader processes ended {self._losses} times in a row with exit status {exits[0]} while they loaded the samples "
+                f"{self._requests.open_ids()}; look for a crash in the dataset's code, or for too little memory, also in /dev/shm"
+            )
+        logging.getLogger("undula").warning("loader processes ended with exit status %s; starting new ones", exits[0])
+        self.close()
+
+
+class _Source(Dataset[Any]):
+    """Dataset of a DataLoader, which does not allow to set another one."""
+
+    def __init__(self) -> None:
+        self.items: Items | None = None
+
+    def __getitem__(self, request: Request) -> Any:
+        assert self.items is not None, "nothing is loaded before `begin` or after `free`"
+        return self.items[request]
+
+
+class _Requests:
+    """Requests for a DataLoader's sampler. Those without an answer are sent again when the DataLoader starts anew."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Request] = deque()
+        """Requests whose micro-batches have not been returned, in order."""
+        self._rest: Iterator[Request] = iter(())
+
+    def replace(self, requests: Iterable[Request]) -> None:
+        self.sent.clear()
+        self._rest = iter(requests)
+
+    def open_ids(self) -> list[int]:
+        """Return the ids of the samples of all requests without an answer."""
+        return [index for request in self.sent for index in request.ids.tolist()]
+
+    def __iter__(self) -> Iterator[Request]:
+        self._rest = chain(tuple(self.sent), self._rest)
+        self.sent.clear()
+        for request in self._rest:
+            self.sent.append(request)
+            yield request
+
+
+class _Context(ForkServerContext):
+    """Context that knows the processes that it has made, which a DataLoader does not publish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[ForkServerProcess] = []
+
+    def Process(self, *arguments: Any, **more: Any) -> ForkServerProcess:  # type: ignore[override]
+        self._made.append(ForkServerProcess(*arguments, **more))
+        return self._made[-1]
+
+    def started(self) -> list[ForkServerProcess]:
+        return [process for process in self._made if process.pid is not None]
+
+    def has_lost_process(self, limit_s: float = 0.0) -> bool:
+        """Return whether a process has ended, or ends within `limit_s` seconds."""
+        sentinels = [process.sentinel for process in self.started()]
+        return bool(sentinels and wait(sentinels, limit_s))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _end_with_rank(worker_id: int) -> None:
+    """End this loader process as soon as its rank ends. torch looks only for the end of the fork server, and every 5 s."""
+    threading.Thread(target=_await_end_of_rank, daemon=True).start()
+
+
+def _await_end_of_rank() -> None:
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()
+    os._exit(1)

@@ -1,0 +1,172 @@
+"""Tests of indexing: which files are data, one request per file, and many files at once."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+from faulty_s3 import FaultyS3, faulty_s3
+
+from undula.data.prepare import index as indexing
+from undula.data.prepare.index import index, index_files
+from undula.data.prepare.listing import list_data
+from undula.data.stored import shards
+from undula.data.stored.manifest import MANIFEST_NAME, load_manifest
+from undula.errors import ManifestError
+from undula.storage import Store, open_store
+from undula.storage.s3 import forget_clients
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "data"))
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Store:
+    return open_store(request.getfixturevalue("s3").url("data"))
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str, bucket: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    with faulty_s3(s3_endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        forget_clients()
+        yield server
+
+
+def parquet(rows: int = 3, columns: int = 1) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({f"column {number}": range(rows) for number in range(columns)}), sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+DATA = ("a.parquet", "day=1/b.parquet", "day=2/b_.parquet")
+HIDDEN = ("_temporary/0/a.parquet", ".part-1.parquet", "day=1/_c.parquet", "day=1/.spark/d/e.parquet")
+
+
+def test_hidden_files_are_no_data_as_for_pyarrow(folder: Store) -> None:
+    for name in (*DATA, *HIDDEN):
+        folder.write(name, parquet())
+    folder.write("_SUCCESS", b"")
+    folder.write(".a.parquet.crc", b"")
+    assert {folder.path(name) for name in DATA} == set(pyarrow.dataset.dataset(folder.path()).files)
+    listing = list_data(folder)
+    assert [entry.name for entry in listing.files] == list(DATA)
+    assert listing.num_hidden == len(HIDDEN)
+    assert index(folder.url).num_rows == 9
+
+
+def test_hidden_objects_are_no_data(bucket: Store) -> None:
+    for name in (DATA[0], *HIDDEN[:2]):
+        bucket.write(name, parquet())
+    assert [file.name for file in index(bucket.url).files] == [DATA[0]]
+
+
+def test_the_url_itself_may_be_hidden(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / ".cache" / "_data"))
+    store.write("a.parquet", parquet())
+    assert index(store.url).num_rows == 3
+
+
+def test_a_folder_with_hidden_files_alone_is_refused(folder: Store) -> None:
+    folder.write("_temporary/a.parquet", parquet())
+    with pytest.raises(ManifestError, match=r"has no .parquet files to index except 1 whose names, or those"):
+        index(folder.url)
+
+
+@pytest.mark.parametrize("table", ["", "tables/one/"])
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", r"a Delta table \(it has _delta_log/\)"),
+        ("metadata/v3.metadata.json", r"an Iceberg table \(it has metadata/v3.metadata.json\)"),
+        (".hoodie/hoodie.properties", r"a Hudi table \(it has .hoodie/\)"),
+    ],
+)
+def test_a_table_with_a_log_is_refused_with_the_way_out(folder: Store, table: str, log: str, kind: str) -> None:
+    folder.write(f"{table}data/part-0.parquet", parquet())
+    folder.write(f"{table}{log}", b"{}")
+    with pytest.raises(
+        ManifestError, match=f"^{(folder / table).url.rstrip('/')} is {kind}.*; write the .*to another folder"
+    ):
+        index(folder.url)
+    assert not folder.exists(MANIFEST_NAME)
+
+
+def test_a_hidden_table_and_metadata_of_others_are_ignored(folder: Store) -> None:
+    folder.write("a.parquet", parquet())
+    folder.write("_old/_delta_log/0.json", b"{}")
+    folder.write("metadata/notes.json", b"{}")
+    folder.write("metadata/more/v1.metadata.json", b"{}")
+    assert index(folder.url).num_rows == 3
+
+
+def test_indexing_takes_one_request_for_each_file(bucket: Store, proxy: FaultyS3) -> None:
+    for number in range(5):
+        bucket.write(f"{number}.parquet", parquet(rows=20_000))
+    listing = list_data(bucket)
+    index_files(listing, lambda files: None)
+    assert len(proxy.ranges) == 5
+    assert all(last - first + 1 == shards.FOOTER_BYTES for first, last in proxy.ranges)
+
+
+def test_a_large_footer_takes_a_second_request(bucket: Store, proxy: FaultyS3) -> None:
+    data = parquet(columns=1000)
+    assert int.from_bytes(data[-8:-4], "little") > shards.FOOTER_BYTES
+    bucket.write("a.parquet", data)
+    manifest = index(bucket.url)
+    assert len(manifest.columns) == 1000
+    (first, second) = proxy.ranges
+    assert second[1] + 1 == first[0]  # no byte is fetched twice
+    assert load_manifest(bucket.url) == manifest
+
+
+def test_a_file_that_changes_after_it_is_listed_is_refused(folder: Store, bucket: Store) -> None:
+    for store in (folder, bucket):
+        store.write("a.parquet", parquet(rows=3))
+        listing = list_data(store)
+        store.write("a.parquet", parquet(rows=4))
+        with pytest.raises(ManifestError, match=f"^{store.url}/a.parquet has changed"):
+            index_files(listing, lambda files: None)
+        assert not store.exists(MANIFEST_NAME)
+
+
+def test_many_footers_are_read_at_once_and_kept_in_order(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(16):
+        folder.write(f"{number:02}.parquet", parquet(rows=number + 1))
+    together, read_footer = threading.Barrier(16, timeout=60), indexing.read_footer
+
+    def meet(shard: shards.Shard) -> bytes:
+        together.wait()
+        return read_footer(shard)
+
+    monkeypatch.setattr(indexing, "read_footer", meet)
+    assert index(folder.url).row_counts.tolist() == list(range(1, 17))
+
+
+def test_an_error_ends_the_reading_of_the_other_footers(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(100):
+        folder.write(f"{number:03}.parquet", parquet() if number else b"not Parquet")
+    read, read_footer = [], indexing.read_footer
+
+    def counted(shard: shards.Shard) -> bytes:
+        read.append(shard.name)
+        return read_footer(shard)
+
+    monkeypatch.setattr(indexing, "FOOTERS_AHEAD", 10)
+    monkeypatch.setattr(indexing, "read_footer", counted)
+    with pytest.raises(ManifestError, match=r"000.parquet is not an intact Parquet file"):
+        index(folder.url)
+    assert len(read) <= 10
+
+
+def test_the_rows_of_a_small_object_take_one_request(bucket: Store, proxy: FaultyS3) -> None:
+    bucket.write("a.parquet", parquet())
+    (file,) = index(bucket.url).files
+    proxy.ranges.clear()
+    assert shards.Shard(bucket, file.name, file.bytes, file.version).row_group(0, ["column 0"]).num_rows == 3
+    assert len(proxy.ranges) == 1

@@ -1,0 +1,345 @@
+"""Tests of which files of a source are data: nothing is mixed, doubled or dropped silently, and odd files are refused by name."""
+
+import gzip
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from source_files import ROWS, TABLE, add, arrow, saved_to_disk
+
+from undula.data.prepare import formats
+from undula.data.prepare.sources import open_source
+from undula.errors import ManifestError
+from undula.storage import open_store
+
+
+def rows(url: Path | str, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+    source = open_source(str(url), columns)
+    table = pa.concat_tables(source.tables())
+    assert table.num_rows == source.num_rows
+    assert table.schema == source.schema
+    return [dict(row) for row in table.to_pylist()]
+
+
+def parquet(file: Path, **columns: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), file)
+
+
+def refusal(url: Path | str, columns: tuple[str, ...] | None = None) -> str:
+    with pytest.raises(ManifestError) as refused:
+        rows(url, columns)
+    return str(refused.value)
+
+
+def test_results_of_map_in_a_saved_data_set_are_not_data(tmp_path: Path) -> None:
+    saved_to_disk(tmp_path)
+    arrow(tmp_path / "cache-70710d892e3e56e1.arrow", pa.table({"indices": pa.array([2, 0, 1], pa.uint64())}))
+    arrow(tmp_path / "cache-7c238fed72eb949e.arrow", TABLE)
+    assert rows(tmp_path) == TABLE.to_pylist()
+
+
+def test_the_files_of_a_saved_data_set_are_read_in_the_order_of_its_state(tmp_path: Path) -> None:
+    names = ["data-00001-of-00003.arrow", "data-00000-of-00003.arrow"]
+    saved_to_disk(tmp_path, _data_files=[{"filename": name} for name in names])
+    assert [row["n"] for row in rows(tmp_path)] == [*range(19, 38), *range(19)]
+
+
+def test_the_splits_of_a_saved_dictionary_are_refused_with_their_urls(tmp_path: Path) -> None:
+    saved_to_disk(tmp_path / "train")
+    saved_to_disk(tmp_path / "test")
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    text = refusal(tmp_path)
+    assert "is a DatasetDict with the splits train, test, which a data set must not mix" in text
+    assert f"from its own URL: {tmp_path}/train, {tmp_path}/test" in text
+    assert len(rows(tmp_path / "train")) == ROWS
+
+
+def test_several_saved_data_sets_in_a_folder_are_refused(tmp_path: Path) -> None:
+    saved_to_disk(tmp_path / "one")
+    saved_to_disk(tmp_path / "two")
+    assert "wrote in one, two; convert each of them from its own URL" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"_indices_data_files": [{"filename": "indices.arrow"}]},
+        {"_data_files": [{"filename": "data-00000-of-00003.arrow", "skip": 3, "take": 4}]},
+    ],
+)
+def test_an_old_data_set_that_selects_rows_of_its_files_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Version 1.2.1 of datasets writes the whole files and the numbers of the selected rows."""
+    saved_to_disk(tmp_path, **state)
+    assert "state.json selects or reorders the rows of its files; load it and write it again" in refusal(tmp_path)
+
+
+def test_a_saved_data_set_whose_file_is_missing_is_refused(tmp_path: Path) -> None:
+    saved_to_disk(tmp_path, _data_files=[{"filename": "data-00007-of-00008.arrow"}])
+    with pytest.raises(Exception, match=r"cannot read .*data-00007-of-00008\.arrow"):
+        rows(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["{}", "[1", '{"_data_files": []}'])
+def test_a_damaged_state_of_a_saved_data_set_is_refused(tmp_path: Path, state: str) -> None:
+    saved_to_disk(tmp_path)
+    (tmp_path / "state.json").write_text(state)
+    assert "state.json" in refusal(tmp_path)
+
+
+def test_a_cache_of_the_datasets_library_is_refused(tmp_path: Path) -> None:
+    """The cache has the splits side by side, and the results of map."""
+    arrow(tmp_path / "imdb-train.arrow", TABLE)
+    arrow(tmp_path / "imdb-test.arrow", TABLE)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert "is a cache of the datasets library" in refusal(tmp_path)
+    assert len(rows(tmp_path / "imdb-test.arrow")) == ROWS
+
+
+def test_an_arrow_file_with_a_footer_is_read_like_a_stream(tmp_path: Path) -> None:
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    assert rows(tmp_path) == TABLE.to_pylist()
+
+
+def write_parquet(file: Path, table: pa.Table) -> None:
+    pq.write_table(table, f"{file}.parquet")
+
+
+def write_csv(file: Path, table: pa.Table) -> None:
+    lines = [",".join(table.column_names), *(",".join(map(str, row.values())) for row in table.to_pylist())]
+    Path(f"{file}.csv").write_text("\n".join(lines))
+
+
+def write_json(file: Path, table: pa.Table) -> None:
+    Path(f"{file}.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())))
+
+
+def write_arrow(file: Path, table: pa.Table) -> None:
+    arrow(Path(f"{file}.arrow"), table)
+
+
+every_format = pytest.mark.parametrize("write", [write_parquet, write_csv, write_json, write_arrow])
+
+
+@every_format
+def test_a_column_that_only_some_files_have_is_refused(tmp_path: Path, write: Callable[[Path, pa.Table], None]) -> None:
+    write(tmp_path / "a", pa.table({"n": [1, 2]}))
+    write(tmp_path / "b", pa.table({"late": [0.5], "n": [3]}))
+    assert "has a column 'late', but a." in refusal(tmp_path)
+    assert "has a column 'late', but a." in refusal(tmp_path, ("late",))
+    assert rows(tmp_path, ("n",)) == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+@every_format
+def test_numbers_of_several_types_are_promoted_without_loss(
+    tmp_path: Path, write: Callable[[Path, pa.Table], None]
+) -> None:
+    write(tmp_path / "a", pa.table({"n": [1, 2]}))
+    write(tmp_path / "b", pa.table({"n": [0.5]}))
+    assert rows(tmp_path) == [{"n": 1.0}, {"n": 2.0}, {"n": 0.5}]
+    write(tmp_path / "c", pa.table({"n": [2**53 + 1]}))
+    assert "column 'n' of" in (text := refusal(tmp_path))
+    assert "c." in text
+    assert "double, does not hold exactly" in text
+
+
+@every_format
+def test_types_without_a_common_one_are_refused(tmp_path: Path, write: Callable[[Path, pa.Table], None]) -> None:
+    write(tmp_path / "a", pa.table({"n": [1, 2]}))
+    write(tmp_path / "b", pa.table({"n": ["x"]}))
+    assert "column 'n' of" in (text := refusal(tmp_path))
+    assert "has type int64 in a." in text
+    assert "and string in b." in text
+
+
+def test_encodings_of_one_type_are_joined(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", kind=pa.array(["x", "y"]).dictionary_encode(), n=pa.array([1, 2], pa.int8()))
+    parquet(tmp_path / "b.parquet", kind=pa.array(["z"], pa.large_string()), n=pa.array([300], pa.int32()))
+    assert rows(tmp_path) == [{"kind": "x", "n": 1}, {"kind": "y", "n": 2}, {"kind": "z", "n": 300}]
+
+
+def test_text_does_not_become_bytes_because_of_another_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("name\nZoë".encode())
+    (tmp_path / "b.csv").write_bytes("name\nZoë".encode("latin-1"))
+    assert "has type string in a.csv and binary in b.csv" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"), [(("1", "2"), (1, 2)), (("ant", "b%20e"), ("ant", "b e")), (("01", "x"), ("01", "x"))]
+)
+def test_partitions_become_a_column(tmp_path: Path, values: tuple[str, str], kept: tuple[Any, Any]) -> None:
+    for value in values:
+        parquet(tmp_path / f"label={value}" / "day=3" / "a.parquet", n=[1, 2])
+    assert rows(tmp_path) == [{"n": n, "label": label, "day": 3} for label in kept for n in (1, 2)]
+    assert rows(tmp_path, ("label",)) == [{"label": label} for label in kept for _ in (1, 2)]
+    assert rows(tmp_path / f"label={values[0]}" / "day=3") == [{"n": 1}, {"n": 2}]
+
+
+def test_a_partition_of_null_is_refused(tmp_path: Path) -> None:
+    parquet(tmp_path / "label=1" / "a.parquet", n=[1, 2])
+    parquet(tmp_path / "label=__HIVE_DEFAULT_PARTITION__" / "a.parquet", n=[1, 2])
+    assert "column 'label'" in (text := refusal(tmp_path))
+    assert "null" in text
+
+
+def test_a_file_outside_of_the_partitions_is_refused(tmp_path: Path) -> None:
+    parquet(tmp_path / "label=1" / "a.parquet", n=[1, 2])
+    parquet(tmp_path / "b.parquet", n=[3])
+    assert "label=1/a.parquet has a column 'label', but b.parquet does not" in refusal(tmp_path)
+
+
+def test_hidden_files_and_folders_are_not_data(tmp_path: Path) -> None:
+    for name in ("a", "_temporary/0/a", ".ipynb_checkpoints/a", ".a"):
+        parquet(tmp_path / f"{name}.parquet", n=[1])
+    (tmp_path / "_SUCCESS").touch()
+    assert rows(tmp_path) == [{"n": 1}]
+
+
+def test_a_delta_table_is_refused(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", n=[1])
+    (tmp_path / "_delta_log").mkdir()
+    (tmp_path / "_delta_log" / "00000000000000000000.json").write_text("{}")
+    assert "is a Delta table" in refusal(tmp_path)
+
+
+def test_files_of_several_formats_are_refused(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", n=[1])
+    (tmp_path / "info.json").write_text('{"about": "this"}')  # many tools write some
+    assert rows(tmp_path) == [{"n": 1}]
+    (tmp_path / "b.csv").write_text("n\n2\n")
+    assert "files of several formats, such as a.parquet and b.csv" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["csv.gz", "jsonl.gz"])
+def test_compressed_text_is_read(tmp_path: Path, ending: str) -> None:
+    text = {"csv.gz": "n,word\n1,one\n", "jsonl.gz": '{"n": 1, "word": "one"}\n'}[ending]
+    (tmp_path / f"a.{ending}").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / f"empty.{ending.removesuffix('.gz')}").touch()  # as Spark writes them for empty partitions
+    assert rows(tmp_path) == [{"n": 1, "word": "one"}]
+
+
+def test_a_single_file_of_each_format_is_a_source(tmp_path: Path) -> None:
+    for write in (write_parquet, write_csv, write_json, write_arrow):
+        write(tmp_path / "one", pa.table({"n": [1, 2]}))
+    with tarfile.open(tmp_path / "one.tar", "w") as archive:
+        add(archive, "0.cls", b"1")
+    for ending in ("parquet", "csv", "jsonl", "arrow"):
+        assert rows(tmp_path / f"one.{ending}") == [{"n": 1}, {"n": 2}]
+    assert rows(tmp_path / "one.tar") == [{"cls": 1, "key": "0"}]
+    assert "other.csv does not exist" in refusal(tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.csv", b"n,n\n1,2\n", "a.csv has 2 columns with the name 'n'; rename them"),
+        ("a.csv", b"n,m\n1\n", "cannot read .*/a.csv: .*Expected 2 columns, got 1"),
+        ("a.csv", b"n,m\n", "no rows to convert"),
+        ("a.csv", b"n,m\n1,\n", "column 'm' of .* has a null"),
+        ("a.csv.gz", b"n,m\n1,2\n", "cannot read .*/a.csv.gz: "),
+        ("a.jsonl", b'{"n": 1}\n{"n": ', "cannot read .*/a.jsonl: "),
+        ("a.json", b'[{"n": 1}, {"n": 2}]', "cannot read .*/a.json: .*object to array"),
+        ("a.json", b'{"n": []}\n{"n": [1]}', "column 'n' of .* has an empty list in the first row"),
+        ("a.json", b'{"n": [[], []]}', "column 'n' of .* has an empty list in the first row"),
+        ("a.json", b'{"n": {"x": 1}}', "column 'n' of .* has type struct"),
+        ("a.parquet", b"", "cannot read .*/a.parquet: "),
+        ("a.parquet", b"PAR1 is not enough", "cannot read .*/a.parquet: "),
+        ("a.arrow", b"", "cannot read .*/a.arrow: "),
+        ("a.tar", b"no tar", "a.tar is not an intact tar archive: "),
+        ("a.tar", b"", "a.tar is not an intact tar archive: "),
+        ("a.tar.gz", gzip.compress(b"no tar", mtime=0)[:-4], "a.tar.gz is not an intact tar archive: "),
+    ],
+)
+def test_an_odd_file_is_refused_by_name(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ManifestError, match=problem):
+        rows(tmp_path)
+
+
+def test_a_field_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 100)
+    lines = [json.dumps({"n": n}) for n in range(30)] + [json.dumps({"n": 30, "late": 1})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert "a.jsonl: JSON parse error: unexpected field; the types" in refusal(tmp_path)
+
+
+def test_a_line_of_two_megabytes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 2**21}) + "\n" + json.dumps({"text": "y"}))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.csv").write_text("n,text\n1," + "x" * 2**21 + "\n2,y\n")
+    assert [len(row["text"]) for row in rows(tmp_path / "a.jsonl")] == [2**21, 1]
+    assert [len(row["text"]) for row in rows(tmp_path / "b")] == [2**21, 1]
+
+
+def test_a_null_struct_is_refused(tmp_path: Path) -> None:
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    parquet(tmp_path / "a.parquet", image=pa.array([{"bytes": b"x", "path": "x"}, None], kind))
+    assert "column 'image' of" in (text := refusal(tmp_path))
+    assert "null in or near row 1" in text
+
+
+def tar(file: Path, *members: tuple[str, bytes]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with tarfile.open(file, "w") as archive:
+        for name, data in members:
+            add(archive, name, data)
+
+
+def test_members_of_a_tar_that_belong_to_no_sample_are_left_out(tmp_path: Path) -> None:
+    members = [("README", b"about"), ("./a/._0.jpg", b"of macOS"), ("./a/0.JPG", b"x"), ("./a/0.Cls", b"7\n")]
+    tar(tmp_path / "a.tar", *members)
+    assert rows(tmp_path) == [{"key": "a/0", "jpg": b"x", "cls": 7}]
+
+
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        ([("0.txt", b"a"), ("0.TXT", b"b")], "a.tar has a member '0.TXT' for the column 'txt', which it already has"),
+        ([("0.key", b"a")], "a.tar has a member '0.key' for the column 'key', which is the name of the sample's own"),
+        (
+            [("0.cls", b"99999999999999999999")],
+            "content of .*a.tar: 0.cls does not match its file extension: .*64 bits",
+        ),
+        ([("0.txt", b"\xff")], "content of .*a.tar: 0.txt does not match its file extension"),
+    ],
+)
+def test_an_odd_member_of_a_tar_is_refused_by_name(
+    tmp_path: Path, members: list[tuple[str, bytes]], problem: str
+) -> None:
+    tar(tmp_path / "a.tar", *members)
+    with pytest.raises(ManifestError, match=problem):
+        rows(tmp_path)
+
+
+def test_a_tar_that_was_cut_is_refused(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar", ("0.jpg", bytes(5000)), ("1.jpg", bytes(5000)))
+    data = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(data[:8000])
+    assert "a.tar is not an intact tar archive" in refusal(tmp_path)
+
+
+def test_sources_on_s3_are_read(s3: Any, tmp_path: Path) -> None:
+    saved_to_disk(tmp_path / "saved")
+    arrow(tmp_path / "saved" / "cache-1.arrow", TABLE)
+    parquet(tmp_path / "hive" / "label=3" / "a.parquet", n=[1])
+    tar(tmp_path / "tars" / "a.tar", ("0.cls", b"7"))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"n\n5\n"))
+    bucket = open_store(s3.url("data"))
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        bucket.write(file.relative_to(tmp_path).as_posix(), file.read_bytes())
+    assert rows(s3.url("data/saved")) == TABLE.to_pylist()
+    assert rows(s3.url("data/hive")) == [{"n": 1, "label": 3}]
+    assert rows(s3.url("data/tars/a.tar")) == [{"cls": 7, "key": "0"}]
+    assert rows(s3.url("data/a.csv.gz")) == [{"n": 5}]
+    assert "data/b.csv does not exist" in refusal(s3.url("data/b.csv"))
+
+
+def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", n=[1])
+    assert "--columns names 'n' twice" in refusal(tmp_path, ("n", "n"))

@@ -1,0 +1,152 @@
+"""Tests of loader processes: they serve one group after another, are replaced if they are lost, and never outlive their rank."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from drawn_data import ROWS, Drawn, with_noise
+from torch.utils.data import Dataset
+from waiting import wait_until
+
+from undula.data.script.items import Items, requests
+from undula.data.script.loader_processes import MOST_LOSSES, Loader
+from undula.errors import UsageError
+from undula.plan.plan import Plan, PlanSpec
+from undula.processes import is_alive, send_signal
+
+PLAN = Plan(PlanSpec(global_batch=12, virtual_workers=4, micro_batch=2, epochs=2), ROWS)
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    made = Loader(num_workers=2)
+    yield made
+    made.close()
+
+
+def processes_of(loader: Loader) -> list[psutil.Process]:
+    """Return the loader processes of this process. Other children of it, such as ranks of other tests, have ended."""
+    return [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+
+
+def from_step(loader: Loader, step: int = 0, dataset: Any = None, collate: Any = with_noise) -> list[int]:
+    """Begin to load at a step, and return the keys of the micro-batches to come."""
+    items = Items(dataset or Drawn(), collate)
+    loader.begin(items, requests(PLAN, range(4), step, "training"))
+    return [request.collate_key for request in requests(PLAN, range(4), step, "training")]
+
+
+def test_the_same_processes_serve_the_next_group(loader: Loader) -> None:
+    from_step(loader)
+    for _ in range(5):
+        loader.next()
+    before = processes_of(loader)
+    assert len(before) == 2
+    keys = from_step(loader, 3)
+    assert [loader.next()[0].collate_key for _ in keys] == keys
+    assert processes_of(loader) == before
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7])
+def test_no_micro_batch_is_lost_or_repeated_when_a_process_is_killed(loader: Loader, taken: int) -> None:
+    alone = Loader(num_workers=0)
+    keys = from_step(loader)
+    from_step(alone)
+    for place, key in enumerate(keys[:20]):
+        if place == taken:
+            send_signal(processes_of(loader)[0], signal.SIGKILL)
+        (request, batch), (_, expected) = loader.next(), alone.next()
+        assert request.collate_key == key
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+class Fatal(Drawn):
+    """Dataset with a sample that ends its process."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 40 and multiprocessing.parent_process() is not None:
+            os._exit(7)
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_ends_every_process_ends_the_run_with_its_name() -> None:
+    loader = Loader(num_workers=1)
+    keys = from_step(loader, dataset=Fatal())
+    sentence = rf"ended {MOST_LOSSES + 1} times in a row with exit status 7 while they loaded the samples \[.*\b40\b"
+    with pytest.raises(UsageError, match=sentence):
+        assert [loader.next() for _ in keys]
+    loader.close()
+
+
+def test_closing_ends_the_processes(loader: Loader) -> None:
+    from_step(loader)
+    loader.next()
+    before = processes_of(loader)
+    loader.close()
+    wait_until(lambda: not any(is_alive(process) for process in before))
+
+
+def test_classes_and_functions_of_the_script_itself_reach_the_processes() -> None:
+    """In a worker, those of the script's `__main__` can only be pickled by value, like these."""
+
+    class Local(Dataset[int]):
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    loader = Loader(num_workers=1)
+    from_step(loader, dataset=Local(), collate=lambda samples: sum(samples))
+    request, batch = loader.next()
+    assert batch == request.ids.sum()
+    loader.close()
+
+
+def test_a_dataset_that_cannot_be_pickled_is_refused_with_the_fix() -> None:
+    dataset: Any = Drawn()
+    dataset.file = threading.Lock()
+    loader = Loader(num_workers=1)
+    with pytest.raises(
+        UsageError, match=r"cannot be sent to loader processes \(.*lock.*\); open files .* on the first sample"
+    ):
+        from_step(loader, dataset=dataset)
+
+
+RANK = """
+from drawn_data import ROWS, Drawn
+from undula.data.script.items import Items, requests
+from undula.data.script.loader_processes import Loader
+from undula.plan.plan import Plan, PlanSpec
+import multiprocessing, time
+
+if __name__ == "__main__":
+    loader = Loader(2)
+    loader.begin(Items(Drawn()), requests(Plan(PlanSpec(global_batch=12, virtual_workers=4), ROWS), range(4), 0, "training"))
+    loader.next()
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_processes_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    path = [str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env) as rank:
+        assert rank.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        assert len(processes) == 2
+        rank.kill()
+    wait_until(lambda: not any(is_alive(process) for process in processes))
