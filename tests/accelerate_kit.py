@@ -18,6 +18,8 @@ from undula.recovery.worker_state import LeaveGroup, WorkerState
 from undula.storage import open_store
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.session import GroupSession
+from undula.train.setup import RunSetup
 from undula.train.single_process import local_world
 
 ROWS = TensorDataset(torch.ones(12, 2))
@@ -89,7 +91,8 @@ def train_once(script: Script, job: Job, worker: WorkerState | None = None) -> N
     worker = worker or WorkerState()
     with local_world(torch.device("cpu")):
         worker.join_group()
-        run = Run(job, join_layout(0, 1, torch.device("cpu")), worker, lambda message: None)
+        layout = join_layout(0, 1, torch.device("cpu"))
+        run = Run(GroupSession(RunSetup.of(job, layout, worker, lambda message: None)))
         try:
             script(run)
         except (OSError, LeaveGroup):

@@ -24,6 +24,8 @@ from undula.state.spec import CheckpointSpec
 from undula.storage import Store
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.session import GroupSession
+from undula.train.setup import RunSetup
 
 
 def numbers_job(folder: Path, **plan: Any) -> Job:
@@ -69,7 +71,8 @@ def cpu_run(
 ) -> Run:
     """Return a run on the CPU of this process, with all ranks on the same node."""
     layout = join_layout(rank, world_size, torch.device("cpu"), local_rank=rank)
-    return Run(job, layout, worker or WorkerState(), lambda message: None, engine=engine)
+    setup = RunSetup.of(job, layout, worker or WorkerState(), lambda message: None)
+    return Run(GroupSession(setup, engine))
 
 
 def leave_after_next(steps: Iterator[Any], worker: WorkerState) -> None:

@@ -24,9 +24,9 @@ def prepared(module):
 """
 STALL = """
 def before(step):
-    context = step._context
-    if step.index == 20 and context.setup.layout.rank == 1:
-        stream, take = context.stream, context.stream.take
+    if step.index == 20 and step._layout.rank == 1:
+        stream = step._batches._batches._stream
+        take = stream.take
         def late(*arguments):
             time.sleep(12)
             stream.take = take

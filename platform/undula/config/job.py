@@ -8,65 +8,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import MinLen
-from pydantic import StringConstraints, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.config.secrets import hide_secrets, same_value
 from undula.config.yaml_file import Setting, flatten, load_file, validated
-from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
-from undula.parallel.capabilities import Feature, features_of, refusal
-from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
-from undula.plan.plan import PlanSpec
-from undula.plan.precision import FP32, PrecisionSpec
-from undula.plan.schedule import ScheduleSpec
+from undula.plan.precision import FP32
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
-from undula.state.goals import StopSpec
-from undula.state.spec import CheckpointSpec
 from undula.trackers.spec import TrackersSpec
+from undula.train.job import JobSettings
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class JobSpec:
+class JobSpec(JobSettings):
     """A training job. `undula run JOB.yaml --print` shows every value with its origin."""
 
-    name: Name
-    """Name of the run directory below `runs`. A job with the name of a run that exists resumes that run."""
-    data: DataSpec = field(default_factory=DataSpec)
-    """Data that the job reads; by default the script gives them to `run.dataset()`."""
     runs: Annotated[str, MinLen(1)] = DEFAULT_RUNS
     """Path or s3:// URL of the folder that holds the run directories. All nodes must reach it."""
-    engine: EngineName = "torch"
-    """Library that reduces the gradients: `torch` (torch.distributed), or `horovod`, which `undula build-horovod` installs."""
-    plan: PlanSpec = field(default_factory=PlanSpec)
-    """Samples that each step consumes."""
-    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
-    """Number format in which the model computes."""
-    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """Learning rate over the course of the run."""
-    gradient: GradientSpec = field(default_factory=GradientSpec)
-    """Reduction and clipping of the gradient before the optimizer's step."""
-    activations: ActivationsSpec = field(default_factory=ActivationsSpec)
-    """Activations that the forward pass keeps for the backward pass, and where."""
-    compile: bool = False
-    """Whether torch.compile compiles the forward pass of the model, for each size of micro-batch of the plan. If activations are recomputed
-    or offloaded, or if the model is sharded, it compiles the units instead. Nodes need a C++ compiler."""
-    validation: ValidationSpec = field(default_factory=ValidationSpec)
-    """Interval and size of the validations."""
-    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    """Intervals of checkpoints and snapshots, and the number of checkpoints to keep."""
-    stop: StopSpec | None = None
-    """Early stopping: the run ends after `patience` validations in which the mean `metric` has not improved. By default, the run takes all
-    steps of its plan."""
-    deterministic: bool = False
-    """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
-    Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs time and 16 bytes of memory per
-    parameter."""
     workers: WorkersSpec = field(default_factory=WorkersSpec)
     """Number of workers, and the resources of each."""
     horovod: HorovodSpec = field(default_factory=HorovodSpec)
@@ -78,56 +41,12 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         """Check values that must fit each other. The message of each error begins with the key that it is about."""
-        self._refuse_idle_workers()
-        self._refuse_combinations()
-        self._refuse_unmeasurable_noise()
-        if self.compile and self.activations.keep == "selective":
-            raise ValueError(
-                "activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
-                "activations.keep=none, or remove one of them"
-            )
-        self._refuse_goals_without_validation()
-
-    def _refuse_idle_workers(self) -> None:
         if self.workers.max > self.plan.virtual_workers:
             raise ValueError(
                 f"workers.max is {self.workers.max}, more than plan.virtual_workers ({self.plan.virtual_workers}), and a worker without "
                 "a virtual worker has nothing to do; lower workers.max or raise plan.virtual_workers"
             )
-
-    def _refuse_combinations(self) -> None:
-        """Refuse combinations of settings that no engine supports."""
-        if problem := refusal(self.features):
-            raise ValueError(problem)
-
-    def _refuse_unmeasurable_noise(self) -> None:
-        """Refuse to measure the gradient noise scale if a step has a single micro-batch.
-
-        The measurement compares the gradients of several micro-batches with their mean.
-        """
-        plan = self.plan
-        if self.schedule.is_measured(plan):
-            setting = f"schedule.batch_rule={self.schedule.batch_rule}"
-        elif self.gradient.noise_every_steps:
-            setting = f"gradient.noise_every_steps={self.gradient.noise_every_steps}"
-        else:
-            return
-        if plan.virtual_workers == 1 and (plan.micro_batch or plan.global_batch) >= plan.global_batch:
-            raise ValueError(
-                f"{setting} needs at least two micro-batches per step, but a step has one; raise plan.virtual_workers or lower "
-                "plan.micro_batch"
-            )
-
-    def _refuse_goals_without_validation(self) -> None:
-        for key, goal in (("stop", self.stop), ("checkpoint.keep_best", self.checkpoint.keep_best)):
-            if goal is not None and self.data.validation is None and not self.data.is_of_script:
-                raise ValueError(f"{key} needs validations, but data.validation is missing; set it or remove {key}")
-
-    @property
-    def features(self) -> set[Feature]:
-        """Features that the settings require of an engine; the model may require more."""
-        measures_noise = self.schedule.is_measured(self.plan) or self.gradient.noise_every_steps > 0
-        return features_of(self.engine, self.deterministic, self.gradient, measures_noise, self.precision.compute)
+        super().__post_init__()
 
     @property
     def run_url(self) -> str:
@@ -245,6 +164,10 @@ def as_overrides(values: Mapping[str, Any]) -> list[str]:
 def json_schema(of: type = JobSpec) -> dict[str, Any]:
     """Return the JSON schema of a job's YAML, or of the YAML of another spec, for editors."""
     schema = TypeAdapter(of).json_schema()
+    for base in of.__mro__:  # pydantic reads docstrings of the class itself only
+        for name, key in getattr(base, "__pydantic_fields__", {}).items():
+            if key.description:
+                schema["properties"][name].setdefault("description", key.description)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

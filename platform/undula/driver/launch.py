@@ -70,25 +70,12 @@ def record_job(loaded: LoadedSpec, plan: Plan, store: Store, script_data: Script
 
 def job_of(loaded: LoadedSpec, run_id: str, submission: str = "", script_data: ScriptData | None = None) -> Job:
     """Return the part of a job's spec that its workers need."""
-    spec = loaded.spec
-    return Job(
-        name=spec.name,
-        run_url=spec.run_url,
+    return Job.of(
+        loaded.spec,
+        run_url=loaded.spec.run_url,
+        config=loaded.config,
         run_id=run_id,
         submission=submission,
-        data=spec.data,
-        plan=spec.plan,
-        schedule=spec.schedule,
-        gradient=spec.gradient,
-        precision=spec.precision,
-        validation=spec.validation,
-        checkpoint=spec.checkpoint,
-        deterministic=spec.deterministic,
-        config=loaded.config,
-        engine=spec.engine,
-        activations=spec.activations,
-        compile=spec.compile,
-        stop=spec.stop,
         script_data=script_data,
     )
 

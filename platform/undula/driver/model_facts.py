@@ -11,17 +11,15 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from undula.config.job import LoadedSpec
-from undula.data.script.dataset import NO_MAP, IndexedDataset, script_data
 from undula.data.script.indexed import ScriptData
-from undula.data.script.items import Collate
-from undula.data.stored.maps import SampleFunction
+from undula.data.script.items import Items
 from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature
@@ -29,12 +27,12 @@ from undula.parallel.compile import problem_of_compilation
 from undula.parallel.engines.engine import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
+from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import Shapes, model_shapes
+from undula.train.job import Job
 from undula.train.run import Run
-from undula.train.script_state import ScriptState
+from undula.train.session import Maps
 from undula.train.single_process import local_world
-
-Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def script_facts(train: Callable[[Run], None], loaded: LoadedSpec, num_rows: int
         warnings.simplefilter("ignore")
         probe = _Probe(loaded, num_rows, stack)
         try:
-            train(probe)
+            train(Run(probe))
         except _ModelBuiltError as built:
             return ScriptFacts(probe.data, built.facts)
         except (
@@ -104,29 +102,28 @@ class _ModelBuiltError(Exception):
         self.facts = facts
 
 
-class _Probe(Run):
-    """Run of one rank that ends as soon as the script passes its model. It takes no part in a worker group, and stores nothing.
+class _Probe:
+    """Session of a run that ends as soon as the script passes its model. It takes no part in a worker group, and stores nothing.
 
     Args:
         loaded: The job.
         num_rows: Number of rows of the training data; None if the script gives them.
-        stack: Contexts that end with the inspection, to which the probe adds the meta device and what closes the script's objects.
+        stack: Stack of contexts that end with the script.
     """
 
+    rank, world_size, device = 0, 1, torch.device("meta")
+
     def __init__(self, loaded: LoadedSpec, num_rows: int | None, stack: ExitStack):
+        self.job = Job.of(loaded.spec, run_url=loaded.spec.run_url, config=loaded.config)
+        self.worker = WorkerState()
         self._loaded, self._stack = loaded, stack
-        self._kept: dict[str, Any] = {}
-        self._spec = spec = loaded.spec
-        self._script_state = ScriptState()
-        self.config, self.url = loaded.config, spec.run_url
-        self.base_lr, self.compute = spec.schedule.base_lr, spec.precision.compute
-        self.rank, self.world_size, self.device = 0, 1, torch.device("meta")
         self.data: ScriptData | None = None
         self.refusal: UndulaError | None = None
         """Error for what the script passed; the script may have caught it."""
         self._plan: Plan | None = None
+        stack.callback(self.worker.close_kept)
         if num_rows is not None:
-            self._plan = Plan(spec.plan, num_rows)
+            self._plan = Plan(self.job.plan, num_rows)
             self._enter_meta_device()
 
     @property
@@ -138,63 +135,41 @@ class _Probe(Run):
             raise self.refusal
         return self._plan
 
-    def gives(self, key: str) -> bool:
-        """Return whether the user has set a dotted key of the job, which adapters of other libraries ask in the driver."""
-        return key in self._loaded.origins
-
-    def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
-        if name not in self._kept:
-            self._kept[name] = made = make()
-            if close is not None:
-                self._stack.callback(close, made)
-        return self._kept[name]  # type: ignore[no-any-return]
-
     def gather(self, value: object) -> list[Any]:
         return [value]
 
-    def alive(self) -> None:
-        """Do nothing, because the driver waits for the script."""
-
-    def dataset(
-        self,
-        dataset: IndexedDataset,
-        *,
-        validation: IndexedDataset | None = None,
-        collate_fn: Collate | None = None,
-        num_workers: int = 0,
-        name: str | None = None,
-        **loader_arguments: object,
-    ) -> None:
+    def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> None:
         """Record the length and the identity of the data."""
         try:
-            self.data = script_data(dataset, validation, name, num_workers, loader_arguments)
-            if not self._spec.data.is_of_script:
-                key = "data.mix" if self._spec.data.mix else "data.train"
+            if not self.job.data.is_of_script:
+                key = "data.mix" if self.job.data.mix else "data.train"
                 raise UsageError(
                     f"run.dataset() was called, but {self._loaded.origin(key)} has {key}; remove {key}, or the call of run.dataset()"
                 )
-            self.data.training.check_plan(self._spec.plan)
-            self._plan = Plan(self._spec.plan, self.data.training.num_rows)
+            data.training.check_plan(self.job.plan)
+            self._plan = Plan(self.job.plan, data.training.num_rows)
         except UndulaError as error:
             self.refusal = error
             raise
+        self.data = data
         self._enter_meta_device()
 
-    def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
-        """Refuse it for a dataset of the script. Otherwise do nothing: the shapes of a model do not depend on the samples."""
-        if self._spec.data.is_of_script:
-            self.refusal = UsageError(NO_MAP)
-            raise self.refusal
-
-    def model(self, module: nn.Module) -> nn.Module:
+    def place(self, module: nn.Module) -> NoReturn:
+        """End the script with the facts about its model."""
         self.require_data(None)
-        activations, problem = self._spec.activations, None
+        activations, problem = self.job.activations, None
         if not activations.is_default:
             problem = problem_of_units(module, activations.units)
-        if self._spec.compile and problem is None:
+        if self.job.compile and problem is None:
             problem = problem_of_compilation(module)
         problem = problem or problem_of_batch_norm(module)
         raise _ModelBuiltError(ModelFacts(model_shapes(module), frozenset(features_of_model(module)), problem))
+
+    def stored_samples(self, maps: Maps) -> NoReturn:
+        raise AssertionError("`place` ends the script")
+
+    def loop(self, parts: Any, validate: Any, after_step: Any) -> NoReturn:
+        raise AssertionError("`place` ends the script")
 
     def _enter_meta_device(self) -> None:
         """From now on, tensors are made without memory."""

@@ -97,7 +97,9 @@ def examine(train: Callable[[Run], None], loaded: LoadedSpec, stored: StoredData
         return Examined(stored, Plan(loaded.spec.plan, stored.num_rows), None, facts.model)
     assert facts.data is not None
     if facts.data.validation is None:
-        _refuse_goals(loaded)
+        no_data = "the script gives no validation data", "pass validation= to run.dataset()"
+        if problem := loaded.spec.problem_without_validation(*no_data):
+            raise SpecError(problem)
     else:
         Plan(replace(loaded.spec.plan, last_step="short"), facts.data.validation.num_rows)
     return Examined(facts.data.training, Plan(loaded.spec.plan, facts.data.training.num_rows), facts.data, facts.model)
@@ -204,15 +206,6 @@ def _checked(
     except (StorageError, ManifestError, SpecError) as error:
         raise type(error)(f"{loaded.origin(key)}: {key}: {error}") from error
     return data
-
-
-def _refuse_goals(loaded: LoadedSpec) -> None:
-    """Refuse settings that need validations. The spec itself refuses them if its own data lack a validation."""
-    for key, goal in (("stop", loaded.spec.stop), ("checkpoint.keep_best", loaded.spec.checkpoint.keep_best)):
-        if goal is not None:
-            raise SpecError(
-                f"{key} needs validations, but the script gives no validation data; pass validation= to run.dataset(), or remove {key}"
-            )
 
 
 def _refuse_format_on_cpu(loaded: LoadedSpec) -> None:

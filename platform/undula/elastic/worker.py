@@ -33,6 +33,8 @@ from undula.train.job import Job
 from undula.train.randomness import compute_deterministically
 from undula.train.rehearsal import rehearse
 from undula.train.run import Run
+from undula.train.session import GroupSession
+from undula.train.setup import RunSetup
 from undula.train.tracebacks import is_of_collective, keep_traceback
 
 
@@ -61,7 +63,7 @@ class JobWorker:
             run: Run | None = None
             try:
                 layout = join_layout(rank, world_size, device, local_rank)
-                run = Run(self.job, layout, worker, self.publish, _replicas(worker))
+                run = Run(GroupSession(RunSetup.of(self.job, layout, worker, self.publish, _replicas(worker))))
                 self.train(run)
             except LeaveGroup:
                 assert run is not None

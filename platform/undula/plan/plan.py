@@ -89,6 +89,26 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class OptimizerStep:
+    """Step of the optimizer: a step of the plan, or several if an elastic batch merges them."""
+
+    index: int
+    """Number of the first step of the plan."""
+    merged_steps: int
+    """Number of steps of the plan."""
+    epoch: int
+    samples: int
+    """Number of samples in the step."""
+    samples_after: int
+    """Number of samples that the run has consumed after the step."""
+
+    @property
+    def done(self) -> int:
+        """Number of steps of the plan that are committed after the step."""
+        return self.index + self.merged_steps
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Samples that run through the model at once."""
 
@@ -196,6 +216,13 @@ class Plan:
         """
         left = min(self.steps_per_epoch - index % self.steps_per_epoch, self.total_steps - index)
         return min(self.batch_factor(world_size), left)
+
+    def optimizer_step(self, index: int, world_size: int) -> OptimizerStep:
+        """Return the step of the optimizer that begins with step `index`, on `world_size` workers."""
+        merged_steps = self.merged_steps(index, world_size)
+        shapes = [self.step(number) for number in range(index, index + merged_steps)]
+        samples = sum(shape.samples for shape in shapes)
+        return OptimizerStep(index, merged_steps, shapes[0].epoch, samples, shapes[0].samples_before + samples)
 
     def share(self, step_in_epoch: int, virtual_worker: int) -> int:
         """Return a virtual worker's number of samples in a step. A short step is shared as evenly as possible, so it can be zero."""

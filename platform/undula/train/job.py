@@ -1,43 +1,108 @@
-"""Settings of a job that its workers use: the parts of its spec that do not mention the cluster."""
+"""Settings of a job that its workers use: those that do not mention the cluster."""
 
-from dataclasses import dataclass, field
-from typing import Any, assert_never
+import dataclasses
+from dataclasses import field
+from typing import Annotated, Any, Self, assert_never
+
+from pydantic import StringConstraints
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.data.script.indexed import ScriptData
 from undula.data.spec import DataSpec, ValidationSpec
+from undula.errors import STRICT
+from undula.parallel.capabilities import Feature, features_of, refusal
 from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
 from undula.plan.plan import PlanSpec
-from undula.plan.precision import FP32, PrecisionSpec
+from undula.plan.precision import PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
 from undula.state.goals import GoalSpec, StopSpec
 from undula.state.spec import CheckpointSpec
 
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
-@dataclass(frozen=True)
-class Job:
-    """Settings of a job that its workers use."""
 
-    name: str
-    run_url: str
-    data: DataSpec
-    plan: PlanSpec
-    schedule: ScheduleSpec
-    gradient: GradientSpec
-    validation: ValidationSpec
-    checkpoint: CheckpointSpec
-    deterministic: bool
-    config: Any
-    precision: PrecisionSpec = FP32
+@checked_dataclass(frozen=True, config=STRICT)
+class JobSettings:
+    """Settings of a job that its workers use. A setting is written here once, as a field with the dataclass of the package that owns it."""
+
+    name: Name
+    """Name of the run directory below `runs`. A job with the name of a run that exists resumes that run."""
+    data: DataSpec = field(default_factory=DataSpec)
+    """Data that the job reads; by default the script gives them to `run.dataset()`."""
     engine: EngineName = "torch"
+    """Library that reduces the gradients: `torch` (torch.distributed), or `horovod`, which `undula build-horovod` installs."""
+    plan: PlanSpec = field(default_factory=PlanSpec)
+    """Samples that each step consumes."""
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    """Number format in which the model computes."""
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    """Learning rate over the course of the run."""
+    gradient: GradientSpec = field(default_factory=GradientSpec)
+    """Reduction and clipping of the gradient before the optimizer's step."""
     activations: ActivationsSpec = field(default_factory=ActivationsSpec)
+    """Activations that the forward pass keeps for the backward pass, and where."""
     compile: bool = False
+    """Whether torch.compile compiles the forward pass of the model, for each size of micro-batch of the plan. If activations are recomputed
+    or offloaded, or if the model is sharded, it compiles the units instead. Nodes need a C++ compiler."""
+    validation: ValidationSpec = field(default_factory=ValidationSpec)
+    """Interval and size of the validations."""
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    """Intervals of checkpoints and snapshots, and the number of checkpoints to keep."""
     stop: StopSpec | None = None
-    script_data: ScriptData | None = None
-    """Data that the script gives to the run, as the driver has seen them; None if the job's YAML names the data."""
-    run_id: str = ""
-    """Identity that distinguishes this run from an earlier run in the same directory."""
-    submission: str = ""
-    """Identity of the submission, which stands in job.json until the run is submitted again; empty for none."""
+    """Early stopping: the run ends after `patience` validations in which the mean `metric` has not improved. By default, the run takes all
+    steps of its plan."""
+    deterministic: bool = False
+    """Whether the weights after every step are the same bit for bit at any sequence of world sizes, on nodes with one kind of CPU or GPU.
+    Gradients are then summed exactly, and torch uses only deterministic algorithms. This costs time and 16 bytes of memory per
+    parameter."""
+
+    def __post_init__(self) -> None:
+        """Check values that must fit each other. The message of each error begins with the key that it is about."""
+        if problem := refusal(self.features):
+            raise ValueError(problem)
+        self._refuse_unmeasurable_noise()
+        if self.compile and self.activations.keep == "selective":
+            raise ValueError(
+                "activations.keep=selective cannot be combined with compile=true, which leaves no single operations to keep; set "
+                "activations.keep=none, or remove one of them"
+            )
+        lacks_validation = self.data.validation is None and not self.data.is_of_script
+        if lacks_validation and (problem := self.problem_without_validation("data.validation is missing", "set it")):
+            raise ValueError(problem)
+
+    def _refuse_unmeasurable_noise(self) -> None:
+        """Refuse to measure the gradient noise scale if a step has a single micro-batch.
+
+        The measurement compares the gradients of several micro-batches with their mean.
+        """
+        plan = self.plan
+        if self.schedule.is_measured(plan):
+            setting = f"schedule.batch_rule={self.schedule.batch_rule}"
+        elif self.gradient.noise_every_steps:
+            setting = f"gradient.noise_every_steps={self.gradient.noise_every_steps}"
+        else:
+            return
+        if plan.virtual_workers == 1 and (plan.micro_batch or plan.global_batch) >= plan.global_batch:
+            raise ValueError(
+                f"{setting} needs at least two micro-batches per step, but a step has one; raise plan.virtual_workers or lower "
+                "plan.micro_batch"
+            )
+
+    def problem_without_validation(self, reason: str, fix: str) -> str | None:
+        """Return why the run cannot go without validations, as a sentence; None if it can.
+
+        Args:
+            reason: Reason for which it would.
+            fix: What the user can do about it.
+        """
+        return next((f"{key} needs validations, but {reason}; {fix}, or remove {key}" for key in self.goals), None)
+
+    @property
+    def features(self) -> set[Feature]:
+        """Features that the settings require of an engine; the model may require more."""
+        return features_of(
+            self.engine, self.deterministic, self.gradient, self.noise_every_steps > 0, self.precision.compute
+        )
 
     @property
     def compiled(self) -> str | None:
@@ -47,8 +112,8 @@ class Job:
     @property
     def goals(self) -> dict[str, GoalSpec]:
         """Goals that need validations, by the key of the setting."""
-        found = {"checkpoint.keep_best": self.checkpoint.keep_best, "stop": self.stop.goal if self.stop else None}
-        return {key: goal for key, goal in found.items() if goal}
+        goals = {"stop": self.stop.goal if self.stop else None, "checkpoint.keep_best": self.checkpoint.keep_best}
+        return {key: goal for key, goal in goals.items() if goal}
 
     @property
     def noise_every_steps(self) -> int:
@@ -65,3 +130,28 @@ class Job:
                 return self.plan.virtual_workers
             case _:
                 assert_never(self.gradient.reduce)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(JobSettings):
+    """A job as its workers get it."""
+
+    run_url: str = ""
+    """Path or URL of the run directory."""
+    config: Any = None
+    """Settings of the script."""
+    script_data: ScriptData | None = None
+    """Data that the script gives to the run, as the driver has seen them; None if the job's YAML names the data."""
+    run_id: str = ""
+    """Identity that distinguishes this run from an earlier run in the same directory."""
+    submission: str = ""
+    """Identity of the submission, which stands in job.json until the run is submitted again; empty for none."""
+
+    def __post_init__(self) -> None:
+        """Do nothing, because the settings were checked when they were loaded."""
+
+    @classmethod
+    def of(cls, settings: JobSettings, **others: Any) -> Self:
+        """Return a job with the given settings. `others` has the fields of this class itself."""
+        shared = {each.name: getattr(settings, each.name) for each in dataclasses.fields(JobSettings)}
+        return cls(**shared, **others)

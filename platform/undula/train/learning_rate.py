@@ -133,6 +133,13 @@ class OptimizerRates(Protocol):
         """Restore the values that `values` returned."""
 
 
+def rates_of(
+    optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, schedule: ScheduleSpec, plan: Plan
+) -> OptimizerRates:
+    """Return the learning rates that a scheduler of the script sets, or else those of the job's schedule."""
+    return GroupRates(optimizer, schedule, plan) if scheduler is None else SchedulerRates(scheduler, schedule, plan)
+
+
 class SchedulerRates:
     """Learning rates that a scheduler of the script sets. Its state is part of the run's.
 
@@ -231,7 +238,7 @@ class GroupRates:
 
     def advance(self) -> None:
         """Note the rates, which the optimizer itself may have changed. The schedule follows from the number of samples."""
-        self._rates = _rates_of(self._optimizer)
+        self._rates = _lrs_of(self._optimizer)
 
     def set(self, optimizer: torch.optim.Optimizer, rate: StepRate) -> None:
         """Set the learning rate of each group, and the averages that the rule scales.
@@ -244,10 +251,10 @@ class GroupRates:
         for group, initial in zip(optimizer.param_groups, self._initial, strict=True):
             group.update(_scaled_averages(initial, rate.scaled))
             group["lr"] = initial["lr"] * rate.lr
-        self._rates = _rates_of(optimizer)
+        self._rates = _lrs_of(optimizer)
 
     def _refuse_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        found = _rates_of(optimizer)[: len(self._rates)]
+        found = _lrs_of(optimizer)[: len(self._rates)]
         for number, (known, now) in enumerate(zip(self._rates, found, strict=True)):
             if known != now:
                 raise UsageError(
@@ -262,11 +269,11 @@ class GroupRates:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Restore the initial settings that `values` returned, for the groups that the script added before the checkpoint."""
-        self._rates = _rates_of(self._optimizer)  # of the restored state, if there is one
+        self._rates = _lrs_of(self._optimizer)  # of the restored state, if there is one
         self._initial += [dict(initial) for initial in values.get(GROUP_RATES, ())[len(self._initial) :]]
 
 
-def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+def _lrs_of(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 

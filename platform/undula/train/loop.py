@@ -2,30 +2,31 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from undula.errors import UsageError
 from undula.parallel.collectives import any_rank
+from undula.recovery.live_state import LiveState
 from undula.recovery.progress import BETWEEN_STEPS
-from undula.recovery.rank_snapshots import RankSnapshots, find_state
-from undula.recovery.restore import Restored, Restorer
-from undula.recovery.snapshot import folder_of
-from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.restore import Restored
 from undula.recovery.worker_state import LeaveGroup
-from undula.state.events import Event, StartEvent, ValidationEvent, WarningEvent
-from undula.state.goals import LOSS
-from undula.telemetry.reporter import Telemetry
-from undula.train.arithmetic import STATE, arithmetic_of, difference
+from undula.state.events import ValidationEvent
+from undula.state.goals import LOSS, ValidationResults
+from undula.train.arithmetic import STATE, arithmetic_of
+from undula.train.attempt import Attempt, close_in_thread
 from undula.train.boundary import StepBoundary
-from undula.train.context import TrainContext
-from undula.train.device_batches import DeviceBatches
-from undula.train.learning_rate import rate_for
+from undula.train.measurement import StepPhases
+from undula.train.micro_batches import MicroBatches
+from undula.train.model import watch_compilation_of
+from undula.train.parts import ScriptParts
 from undula.train.randomness import seed_between_steps
+from undula.train.saver import StateSaver
 from undula.train.script_state import AfterStep
+from undula.train.setup import RunSetup
 from undula.train.step import Step
-from undula.train.step_reduction import exact_means
+from undula.train.trained_model import TrainedModel
 from undula.train.validation import Validation, ValidationFunction
 
 LEAVE_EVERY_S = 0.2
@@ -36,18 +37,48 @@ class TrainingLoop:
     """Yields the remaining steps of a run. Between steps it validates and saves whenever that is due.
 
     Args:
-        context: State of the run on this rank.
+        setup: Parts of the run that the rank knows before it has a model.
+        parts: What the script has given to the run.
         validate: Function that returns the means of a batch; None if the script does not validate.
         after_step: Function that is called after each step and its validation; None if the script works in its loop only.
+
+    Attributes:
+        attempt: What this attempt has committed and reports.
+        saver: Storage of the run's state.
+        boundary: Boundary between two steps.
+        model: Model of the run.
     """
 
-    def __init__(self, context: TrainContext, validate: ValidationFunction | None, after_step: AfterStep | None = None):
-        self.boundary = StepBoundary(context)
-        self._context = context
+    def __init__(
+        self,
+        setup: RunSetup,
+        parts: ScriptParts,
+        validate: ValidationFunction | None = None,
+        after_step: AfterStep | None = None,
+    ):
+        job, layout = setup.job, setup.layout
+        self._setup, self._parts = setup, parts
+        self._arithmetic = arithmetic_of(layout.device, job.compiled) if job.deterministic else None
+        self._results = ValidationResults()
+        self.model = TrainedModel(job, setup.plan, layout, parts.engine, parts.model, parts.rates)
+        self.attempt = Attempt(setup)
+        self.saver = StateSaver(setup, self.attempt, LiveState(parts.model, parts.engine.optimizer, self._beside))
+        self.boundary = StepBoundary(setup, self.model, parts.state, self.attempt, self.saver)
+        self._phases = StepPhases(setup.worker)
+        self._batches: MicroBatches | None = None
         self._restored: Restored | None = None
-        self._has_loss = validate is not None
         self._after = after_step
-        self._validation = self._make_validation(validate)
+        self._validation = None
+        if validate is not None and parts.samples.has_validation:
+            self._validation = Validation(setup, self.model, validate, parts.samples)
+        self._closing = ExitStack()
+        for close in (self.saver.close, self.model.guard.close, watch_compilation_of(setup.worker.progress)):
+            self._closing.callback(close)
+
+    def _beside(self) -> dict[str, Any]:
+        """Return the state of the run beside that of the model and the optimizer: pieces and values by name."""
+        arithmetic = {STATE: self._arithmetic} if self._arithmetic else {}
+        return {**self.model.values(), **self._results.values(), **self._parts.state.values(), **arithmetic}
 
     @property
     def done(self) -> int:
@@ -56,45 +87,46 @@ class TrainingLoop:
         Raises:
             UsageError: No state is restored yet.
         """
-        if self._context.committed is None:
+        if self.attempt.committed is None:
             raise UsageError("the loop over run.steps() has not begun; call this in the loop, after step.update()")
-        return self._context.committed
+        return self.attempt.committed
 
     def stop(self, reason: str) -> None:
         """End the run after the step that was committed last."""
-        self._context.results.stop(reason)
+        self._results.stop(reason)
 
-    def begin(self) -> Restored:
-        """Restore the newest complete state and report the start of the attempt, unless this was done before."""
+    def begin(self) -> int:
+        """Restore the newest complete state and report the start of the attempt, unless this was done before.
+
+        Returns:
+            Number of committed steps.
+        """
         if self._restored is None:
-            self._restored = self._restore()
+            self._restored = self.saver.restore(self._open)
             self._begin(self._restored)
-        return self._restored
+        return self._restored.step
 
     def steps(self) -> Iterator[Step]:
         """Restore the newest complete state, and yield the steps that follow it."""
-        context, setup = self._context, self._context.setup
-        worker = setup.worker
-        restored = self.begin()
-        start = restored.step
+        setup, script_state = self._setup, self._parts.state
+        start = self.begin()
+        assert self._restored is not None
         try:
-            worker.progress.begin(start)
-            owed_since = context.script_state.owed_since
-            is_saved = restored.is_checkpoint and owed_since is None
+            setup.worker.progress.begin(start)
+            owed_since = script_state.owed_since
+            is_saved = self._restored.is_checkpoint and owed_since is None
             if start == 0:
                 self._validate(0)
             elif owed_since is not None:
                 self._work(owed_since, start)
-            if start and not is_saved:
-                self._save_owed_best(start)
-            index = start
+            if start and not is_saved and self._is_best(start) and not self._ends(start):
+                self.saver.save_best(start)  # the former group was lost, or left, before it had done so
             # A script with state of its own, but without `after_step`, can repeat its work up to the first batch.
-            repeats = context.script_state.is_used and self._after is None
+            repeats = script_state.is_used and self._after is None
             self.boundary.settle(owed_since if repeats else None)
+            index = start
             while not self._ends(index):
-                seed_between_steps(setup.job.plan.seed, "before the batches", index)
-                step = Step(context, self.boundary, index)
-                yield step
+                yield (step := self._step(index))
                 if not step.updated:
                     raise UsageError(
                         f"step {index} ended without step.update(); call it after the loop over step.batches()"
@@ -106,125 +138,69 @@ class TrainingLoop:
                 self.boundary.settle(owed_since=None)
                 self._save(start - 1, start)
             is_early = index < setup.plan.total_steps
-            self.boundary.end(index, context.results.reason_to_stop(setup.job.stop) if is_early else "")
+            self.boundary.end(index, self._results.reason_to_stop(setup.job.stop) if is_early else "")
         except LeaveGroup:
             # The held state takes rows that are not stored yet to the next group. In a single process, there is no next group.
-            self.boundary.close(wait=context.setup.worker.controller is None)
+            self.close(wait=setup.worker.controller is None)
             raise
         except Exception:
-            self.boundary.report_unfinished()  # before the reporter is closed
+            self.boundary.report_unfinished()  # before the reports end
             raise
         finally:
-            self.boundary.close()
+            self.close()
 
-    def _restore(self) -> Restored:
-        context, setup = self._context, self._context.setup
-        folder = folder_of(setup.job.run_url, setup.job.run_id)
+    def _step(self, index: int) -> Step:
+        assert self._batches is not None
+        seed_between_steps(self._setup.job.plan.seed, "before the batches", index)
+        return Step(self._setup, self.model, self._batches, self.boundary, self._phases, index)
 
-        def begin(step: int) -> None:
-            context.stream = context.samples.training(step)
-            context.stream.open()
-            context.batches = DeviceBatches(context.stream, setup.layout.device)
-
-        restorer = Restorer(
-            context.live,
-            context.checkpoints,
-            setup.plan_digest,
-            setup.before.newest + 1,
-            setup.layout,
-            find=lambda: [
-                each
-                for each in find_state(folder, setup.plan_digest, setup.replicas, setup.layout)
-                if setup.before.includes_state(*each.age)
-            ],
-            begin=begin,
-            enter=setup.worker.enter,
-        )
-        held = setup.worker.held
-        restored = restorer.restore(held if held and setup.before.includes_state(*held.age) else None)
-        setup.worker.held = None
-        return restored
+    def _open(self, step: int) -> None:
+        """Begin to read the samples from a step on."""
+        setup, stream = self._setup, self._parts.samples.training(step)
+        stream.open()
+        work_of = partial(setup.micro_batches, equal_rounds=self.model.engine.capabilities.equal_rounds)
+        self._batches = MicroBatches(work_of, stream, setup.layout.device, setup.worker.enter)
+        self._closing.callback(close_in_thread, stream.close)  # may wait for Ray Data's first block
 
     def _begin(self, restored: Restored) -> None:
-        """Record the start of the attempt, start telemetry and snapshots, set the learning rate, and report the restored state."""
-        context, setup = self._context, self._context.setup
-        job, layout, start = setup.job, setup.layout, restored.step
-        context.committed, context.committed_by = start, restored.attempt
-        context.baseline.take()
-        context.rows = list(restored.rows)
-        if layout.is_first:
-            context.checkpoints.begin(start)
-            context.telemetry = Telemetry(
-                setup.store, job.name, setup.attempt, start, setup.plan.total_steps, setup.publish
-            )
-            context.telemetry.repeat(restored.rows)
-        self._report_start(restored)
-        context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
-        context.rates.restore(restored.values)
-        context.results.restore(restored.values)
-        seed_between_steps(job.plan.seed, "after the update", start)  # for work that the script repeats
-        context.script_state.restore(restored.values)
-        if context.telemetry:
-            context.telemetry.export_means(context.results.means)
+        """Begin the attempt with the restored state, and report what the user should know about the run."""
+        attempt, parts, start = self.attempt, self._parts, restored.step
+        self.model.baseline.take()
+        attempt.begin(restored)
+        change = self.model.restore(restored.values, start)
+        self._results.restore(restored.values)
+        seed_between_steps(self._setup.job.plan.seed, "after the update", start)  # for work that the script repeats
+        parts.state.restore(restored.values)
+        attempt.export_means(self._results.means)
         if change:
-            context.report(change)
-        if job.deterministic:
-            self._compare_arithmetic(restored)
-        for warning in context.warnings if start == 0 else ():
-            context.report(warning)
-        if start == 0 and context.rates.warning:
-            context.report(WarningEvent("batch_rule", context.rates.warning))
-        if start == 0 and context.rates.others:
-            context.report(WarningEvent("other_rates", context.rates.others))
-        if not self._has_loss and context.samples.has_validation:
-            context.report(WarningEvent("no_validation"))
-        if start == 0 and self._has_loss and not context.samples.has_validation:
-            context.report(WarningEvent("no_validation_data"))
-        if (every := job.checkpoint.snapshot_every_steps) != 0:
-            folder = folder_of(job.run_url, job.run_id)
-            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, layout.local_rank, every)
-            context.snapshots = RankSnapshots(context.live, writer, setup.replicas, layout, setup.worker)
-
-    def _report_start(self, restored: Restored) -> None:
-        context, layout = self._context, self._context.setup.layout
-        for problem in restored.damaged.values():
-            context.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
-        origin, attempt = restored.origin or None, context.setup.attempt
-        context.report(StartEvent(layout.world_size, attempt, origin, layout.num_cells, step=restored.step))
-
-    def _compare_arithmetic(self, restored: Restored) -> None:
-        """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation."""
-        layout = self._context.setup.layout
-        known: list[Any] = [None] * layout.world_size
-        dist.all_gather_object(
-            known, arithmetic_of(layout.device, self._context.setup.job.compiled), group=layout.control
-        )
-        former = [restored.values[STATE]] if STATE in restored.values else []
-        if found := difference([*former, *known]):
-            self._context.report(WarningEvent("mixed_machines", found))
+            attempt.report(change)
+        if self._arithmetic:
+            attempt.compare_arithmetic(self._arithmetic, restored)
+        for warning in parts.warnings(start):
+            attempt.report(warning)
+        self.saver.begin(start)
 
     def _end_step(self, before: int, done: int) -> None:
         """Validate, do the work of the script and save after `done` steps, whatever of these is due.
 
         Ranks that have agreed to leave do so before the validation and the work of the script, which the next group then does.
         """
-        context = self._context
-        validates = self._validation is not None and self._is_validation_due(before, done)
-        has_work = validates or self._after is not None
+        is_due = self._is_validation_due(before, done)
+        has_work = (self._validation is not None and is_due) or self._after is not None
         self.boundary.settle(owed_since=before if has_work else None)
         # Only now, because the group may have ended while the script worked, and its state would not be settled.
-        context.setup.worker.enter(BETWEEN_STEPS)
+        self._setup.worker.enter(BETWEEN_STEPS)
         self.boundary.snapshot(done, is_whole_at_once=has_work)
         if has_work:
-            if context.wants.leaves and not self._ends(done):
+            if self.boundary.wants.leaves and not self._ends(done):
                 self._save(before, done)
             self._work(before, done)
-        if context.telemetry and self._validation is None and self._is_validation_due(before, done):
-            context.telemetry.mean_loss(done)
+        if self._validation is None and is_due:
+            self.attempt.report_mean_loss(done)
         self._save(before, done)
 
     def _is_validation_due(self, before: int, done: int) -> bool:
-        setup = self._context.setup
+        setup = self._setup
         return done == setup.plan.total_steps or _is_due(setup.job.validation.every_steps, before, done)
 
     def _work(self, before: int, done: int) -> None:
@@ -233,12 +209,12 @@ class TrainingLoop:
         Raises:
             LeaveGroup: The ranks were asked to leave by some time. The next group validates.
         """
-        context, setup = self._context, self._context.setup
+        setup, results = self._setup, self._results
         if self._is_validation_due(before, done):
             # A script with work of its own may have other weights in the model until that work.
             can_end_early = self._after is None and done < setup.plan.total_steps
             while not self._validate(done, can_end_early):
-                if any_rank(not context.baseline.is_intact, setup.layout.control):
+                if any_rank(not self.model.baseline.is_intact, setup.layout.control):
                     can_end_early = False
                     continue
                 self.boundary.agree()
@@ -246,69 +222,35 @@ class TrainingLoop:
                 time.sleep(LEAVE_EVERY_S)
         if self._after is not None:
             seed_between_steps(setup.job.plan.seed, "after_step", done)
-            results = context.results
             self._after(done, results.means if results.step == done else None)
         self.boundary.settle(owed_since=None)
 
     def _save(self, before: int, done: int) -> None:
         """Save the state after `done` steps if that is due, and leave the group if the ranks were asked to."""
-        context = self._context
-        spec = context.setup.job.checkpoint
-        is_due, is_best = _is_due(spec.every_steps, before, done), context.results.is_best(spec.keep_best, done)
-        self.boundary.save_and_leave(done, is_due, self._ends(done), is_best)
+        is_due = _is_due(self._setup.job.checkpoint.every_steps, before, done)
+        self.boundary.save_and_leave(done, is_due, self._ends(done), self._is_best(done))
+
+    def _is_best(self, done: int) -> bool:
+        return self._results.is_best(self._setup.job.checkpoint.keep_best, done)
 
     def _ends(self, done: int) -> bool:
         """Return whether the run ends after `done` steps."""
-        context = self._context
-        job, plan = context.setup.job, context.setup.plan
-        return done == plan.total_steps or bool(context.results.reason_to_stop(job.stop))
-
-    def _save_owed_best(self, done: int) -> None:
-        """Save the restored state if it is the best one and the previous group was lost, or left, before its checkpoint was committed."""
-        if self._context.results.is_best(self._context.setup.job.checkpoint.keep_best, done) and not self._ends(done):
-            self.boundary.save_best(done)
-
-    def _make_validation(self, function: ValidationFunction | None) -> Validation | None:
-        context, setup = self._context, self._context.setup
-        if function is None or not context.samples.has_validation:
-            return None
-        return Validation(
-            context.model,
-            context.optimizer,
-            function,
-            setup.job,
-            context.samples.validation_plan,
-            context.samples.validation,
-            setup.layout,
-            setup.worker,
-            context.baseline.put_back_buffers,
-            equal_rounds=context.engine.capabilities.equal_rounds,
-        )
+        setup = self._setup
+        return done == setup.plan.total_steps or bool(self._results.reason_to_stop(setup.job.stop))
 
     def _validate(self, done: int, can_end_early: bool = False) -> bool:
-        """Validate the state after `done` steps. All ranks do the same.
+        """Validate the state after `done` steps if the script validates, and return whether the validation was completed.
 
         Args:
             done: Number of committed steps.
             can_end_early: Whether the validation ends early if its ranks are asked to leave by some time.
-
-        Returns:
-            Whether the validation was completed.
         """
         if self._validation is None:
             return True
-        context, control = self._context, self._context.setup.layout.control
-        found = self._validation.sums(can_end_early)
-        context.setup.worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
-        if can_end_early and any_rank(found is None, control):
-            return False
-        assert found is not None
-        self.add_validation(done, *exact_means(*found, control))
-        return True
-
-    def report(self, event: Event) -> None:
-        """Report an event of the run. Only the events of rank 0 reach the ledger."""
-        self._context.report(event)
+        result = self._validation.means(can_end_early)
+        if result is not None:
+            self.add_validation(done, *result)
+        return result is not None
 
     def add_validation(self, done: int, means: Mapping[str, float], samples: int) -> None:
         """Record the result of a validation after `done` steps. All ranks do the same.
@@ -316,16 +258,29 @@ class TrainingLoop:
         Raises:
             UsageError: A goal of the job is about another mean.
         """
-        context = self._context
-        for key, goal in context.setup.job.goals.items():
+        for key, goal in self._setup.job.goals.items():
             if goal.metric not in means:
                 raise UsageError(
                     f"{key} has metric {goal.metric!r}, but the validation function returns {sorted(means)}; set one of these, or return "
                     f"{goal.metric!r} as well"
                 )
-        context.results.add(done, means)
+        self._results.add(done, means)
         others = {name: mean for name, mean in means.items() if name != LOSS}
-        context.report(ValidationEvent(means[LOSS], samples, others, step=done))
+        self.attempt.report(ValidationEvent(means[LOSS], samples, others, step=done))
+
+    def hand_over(self) -> None:
+        """Hand over the state of the last step boundary to the next worker group of this process, and close the loop."""
+        self.boundary.hand_over()
+        self.close(wait=not self._setup.worker.is_sound)
+
+    def close(self, wait: bool = True) -> None:
+        """End what watches optimizers, and the threads that run beside the training loop.
+
+        Args:
+            wait: Whether to wait until all reports are stored.
+        """
+        self._closing.close()
+        self.attempt.close(wait)
 
 
 def _is_due(every: int, before: int, done: int) -> bool:

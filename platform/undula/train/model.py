@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from weakref import WeakSet
 
 from torch import nn
@@ -13,9 +14,9 @@ from undula.parallel.activations import keep_activations
 from undula.parallel.batch_norm import replace_sync_batch_norm
 from undula.parallel.compile import compile_forward, watch_compilation
 from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.select import make_engine
+from undula.parallel.engines.select import MakeEngine, make_engine
 from undula.parallel.layout import Layout
-from undula.parallel.precision import dtype_of
+from undula.parallel.precision import cpu_problem, dtype_of
 from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
 from undula.state.events import WarningEvent
@@ -39,54 +40,61 @@ def engine_of(job: Job, module: nn.Module, layout: Layout) -> Engine:
     )
 
 
-def prepare_module(module: nn.Module) -> tuple[WarningEvent, ...]:
-    """Give a module's SyncBatchNorms the statistics of virtual workers, before the module has an engine.
+@dataclass(frozen=True)
+class PlacedModel:
+    """A module that a run can train."""
 
-    Returns:
-        Warnings for the run's records.
+    model: nn.Module
+    """Module that the script calls."""
+    engine: Engine
+    warnings: tuple[WarningEvent, ...]
+    """Warnings for the run's records."""
+    undo: tuple[Callable[[], None], ...]
+    """Functions that undo the changes of the module. Without them, it can stay in memory although nothing uses it."""
+
+    def remove(self) -> None:
+        """Undo the changes of the module."""
+        self.engine.close()
+        for undo in self.undo:
+            undo()
+
+
+def place_model(module: nn.Module, job: Job, plan: Plan, layout: Layout, make_engine: MakeEngine) -> PlacedModel:
+    """Place a module on its device, and change its forward passes as a job's settings say.
 
     Raises:
-        UsageError: A parameter has no shape yet, or a layer is of a subclass of SyncBatchNorm.
+        UsageError: A parameter has no shape yet, a layer is of a subclass of SyncBatchNorm, the module is, or contains, one that divides
+            batches or reduces gradients as well, no engine can train it with these settings, or not on this device.
     """
+    if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
+        raise UsageError(problem)
+    _check_module(module)
+    replaced = replace_sync_batch_norm(module)
+    warnings = (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
+    undo: list[Callable[[], None]] = []
+    # Sharding or copying comes first, because it moves the parameters. Compiled units are recomputed as a whole, all of it in 16 bits.
+    engine = make_engine(module, layout)
+    model = engine.place(module)
+    if job.compile:
+        # Training and validation have graphs of their own; a micro-batch without samples and one of a validation may have other sizes.
+        undo.append(compile_forward(module, job.activations, graphs=4 * (len(plan.sizes()) + 1)))
+    undo.append(keep_activations(module, job.activations))
+    if dtype := dtype_of(job.precision.compute):
+        engine.compute_in(dtype)
+    undo.append(register_module_module_registration_hook(_refuse_wrapping(WeakSet(module.modules()))).remove)
+    return PlacedModel(model, engine, warnings, tuple(reversed(undo)))
+
+
+def _check_module(module: nn.Module) -> None:
     if lazy := [name for name, each in module.named_parameters() if isinstance(each, nn.UninitializedParameter)]:
         raise UsageError(
             f"run.model() got a module whose parameter {lazy[0]!r} has no shape yet; run a batch through the module first"
         )
-    replaced = replace_sync_batch_norm(module)
-    return (WarningEvent("sync_batch_norm", ", ".join(replaced) or "the model itself"),) if replaced else ()
-
-
-def place_model(module: nn.Module, engine: Engine, job: Job, plan: Plan) -> tuple[nn.Module, Callable[[], None]]:
-    """Place a module on its device, and change its forward passes as a job's settings say.
-
-    Returns:
-        The module that the script calls, and a function that undoes the changes. Without it, the module can stay in memory although
-        nothing uses it.
-
-    Raises:
-        UsageError: The module is, or contains, one that divides batches or reduces gradients as well.
-    """
-    for each in module.modules():
-        if isinstance(each, _WRAPPERS):
-            raise UsageError(
-                f"run.model() got a {type(each).__name__} module; pass the module that it wraps, because the run divides the samples and "
-                "reduces the gradients"
-            )
-    model = engine.place(module)
-    # Training and validation have graphs of their own; a micro-batch without samples and one of a validation may have other sizes.
-    forget_compiled = compile_forward(module, job.activations, 4 * (len(plan.sizes()) + 1)) if job.compile else None
-    keep_all = keep_activations(module, job.activations)
-    if dtype := dtype_of(job.precision.compute):
-        engine.compute_in(dtype)
-    wrapping = register_module_module_registration_hook(_refuse_wrapping(WeakSet(module.modules())))
-
-    def undo() -> None:
-        wrapping.remove()
-        keep_all()
-        if forget_compiled:
-            forget_compiled()
-
-    return model, undo
+    if wrapper := next((part for part in module.modules() if isinstance(part, _WRAPPERS)), None):
+        raise UsageError(
+            f"run.model() got a {type(wrapper).__name__} module; pass the module that it wraps, because the run divides the samples and "
+            "reduces the gradients"
+        )
 
 
 def _refuse_wrapping(modules: WeakSet[nn.Module]) -> Callable[[nn.Module, str, nn.Module | None], None]:
@@ -102,8 +110,8 @@ def _refuse_wrapping(modules: WeakSet[nn.Module]) -> Callable[[nn.Module, str, n
     return refuse
 
 
-def watch_compilation_of(progress: Progress) -> Callable[[], None] | None:
+def watch_compilation_of(progress: Progress) -> Callable[[], None]:
     """Record in a rank's progress when torch compiles, also what the script itself lets it compile; return a function that ends this."""
     if "torch._dynamo" not in sys.modules:  # nothing can be compiled then, and its import takes seconds
-        return None
+        return lambda: None
     return watch_compilation(progress.begin_compiling, progress.end_compiling)

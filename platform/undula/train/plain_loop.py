@@ -6,6 +6,7 @@ shows what a script means by its step even if the script clears or changes gradi
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,17 @@ from undula.data.nested import with_tensors
 from undula.parallel.engines.engine import Engine
 from undula.parallel.random_state import kept_random_state
 from undula.plan.plan import MicroBatch
-from undula.recovery.baseline import Baseline
 from undula.recovery.worker_state import WorkerState
 from undula.state.model_state import bare_module
 from undula.train.buffers import BufferMean
 from undula.train.job import Job
+from undula.train.loop import TrainingLoop
+from undula.train.parts import ScriptParts
 from undula.train.randomness import seed_between_steps, seed_micro_batch, seed_update
-from undula.train.rehearsal import RehearsedRun
+from undula.train.rehearsal import LocalSession
 from undula.train.run import Run
 from undula.train.script_state import AfterStep
+from undula.train.setup import RunSetup
 from undula.train.single_process import local_world
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction, in_eval_mode
@@ -67,16 +70,17 @@ def train_plainly(
 ) -> dict[str, Tensor]:
     """Train on recorded steps in a plain loop, and return the parameters at its end by name."""
     with local_world(device):
-        run = PlainRun(job, device, recorded)
+        session = _PlainSession(job, device, recorded)
+        run = Run(session)
         try:
             train(run)
-            return run.parameters()
+            return session.parameters()
         finally:
             run.free()
 
 
-class PlainRun(RehearsedRun):
-    """Run in a plain loop.
+class _PlainSession(LocalSession):
+    """Session of a run in a plain loop.
 
     Args:
         job: Settings of the job.
@@ -86,38 +90,51 @@ class PlainRun(RehearsedRun):
 
     def __init__(self, job: Job, device: torch.device, recorded: Sequence[RecordedStep]):
         super().__init__(job, device, WorkerState())
-        self.rank, self.world_size = 0, 1
         self._recorded = recorded
 
-    def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
+    def loop(
+        self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
+    ) -> TrainingLoop:
+        self.parameters = partial(parameters_of, bare_module(parts.engine.module))
+        return _PlainLoop(self.setup, parts, validate, after_step, self._recorded)
+
+
+class _PlainLoop(TrainingLoop):
+    """Loop over recorded steps."""
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        parts: ScriptParts,
+        validate: ValidationFunction | None,
+        after_step: AfterStep | None,
+        recorded: Sequence[RecordedStep],
+    ):
+        super().__init__(setup, parts, None, after_step)
+        self._recorded, self._means_of = recorded, validate
+
+    def begin(self) -> int:
+        """Begin at the beginning of the run."""
+        self.attempt.committed = 0
+        return 0
+
+    def steps(self) -> Iterator[Step]:
         """Yield the recorded steps."""
-        self._check_parts(validate)
-        assert self._engine is not None
-        job = self._setup.job
-        assert self._optimizer is not None
-        baseline = Baseline(self._engine.module, self._optimizer)
+        self.model.guard.close()  # what the script does is checked in a run
+        job, baseline = self._setup.job, self.model.baseline
         for recorded in self._recorded:
             if recorded.index >= 0:
                 seed_between_steps(job.plan.seed, "before the batches", recorded.index)
-                yield PlainStep(self._engine, job, recorded)
+                yield PlainStep(self.model.engine, job, recorded)
             baseline.take()
-            if validate is not None and recorded.validated:
-                self._validate(validate, recorded.validated, baseline)
-            if after_step is not None and recorded.index >= 0:
+            if self._means_of is not None:
+                with kept_random_state(), torch.no_grad(), in_eval_mode(self.model.module):
+                    for batch in recorded.validated:
+                        self._means_of(copied(batch))
+                        baseline.put_back_buffers()
+            if self._after is not None and recorded.index >= 0:
                 seed_between_steps(job.plan.seed, "after_step", recorded.index + 1)
-                after_step(recorded.index + 1, recorded.means)
-
-    def _validate(self, validate: ValidationFunction, batches: Sequence[Any], baseline: Baseline) -> None:
-        assert self._model is not None
-        with kept_random_state(), torch.no_grad(), in_eval_mode(self._model):
-            for batch in batches:
-                validate(copied(batch))
-                baseline.put_back_buffers()
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return copies of the parameters by name."""
-        assert self._engine is not None
-        return parameters_of(bare_module(self._engine.module))
+                self._after(recorded.index + 1, recorded.means)
 
 
 class PlainStep(Step):

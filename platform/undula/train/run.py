@@ -10,42 +10,26 @@ def train(run: undula.Run) -> None:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from undula.data.script.dataset import NO_MAP, IndexedDataset, script_data
-from undula.data.script.indexed import IndexedData
+from undula.data.script.dataset import IndexedDataset, script_data
 from undula.data.script.items import Collate, Items
-from undula.data.script.loader_processes import Loader
 from undula.data.stored.maps import SampleFunction
 from undula.errors import UsageError
-from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.select import MakeEngine
-from undula.parallel.layout import Layout
-from undula.parallel.precision import cpu_problem
 from undula.plan.plan import Plan
-from undula.recovery.progress import BETWEEN_STEPS, VALIDATE
-from undula.recovery.replica import ReplicaClient
-from undula.recovery.worker_state import Kept, WorkerState
-from undula.state.events import LogEvent, WarningEvent
+from undula.recovery.progress import VALIDATE
+from undula.recovery.worker_state import Kept
+from undula.state.events import LogEvent
 from undula.state.goals import LOSS
-from undula.state.model_state import check_state
-from undula.state.optimizer_state import check_step
 from undula.state.pieces import RankState
-from undula.telemetry.messages import Publisher
-from undula.train.context import RunSetup, TrainContext
-from undula.train.job import Job
-from undula.train.learning_rate import GroupRates, OptimizerRates, SchedulerRates
 from undula.train.loop import TrainingLoop
-from undula.train.model import engine_of, place_model, prepare_module, watch_compilation_of
-from undula.train.randomness import compute_deterministically, seed_weights
-from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
-from undula.train.script_state import AfterStep, Capture, Restore, ScriptState
+from undula.train.parts import GivenParts
+from undula.train.script_state import AfterStep, Capture, Restore
+from undula.train.session import Session
 from undula.train.step import Step
 from undula.train.validation import ValidationFunction
 
@@ -54,12 +38,7 @@ class Run:
     """A run on one rank, as the script uses it.
 
     Args:
-        job: Settings of the job.
-        layout: Layout of the worker group.
-        worker: State of this process that outlives the group.
-        publish: Function that sends messages to the driver.
-        replicas: Client of the controller's replica store; None with Ray Train's own controller.
-        engine: Function that makes the engine of the model; by default the job's settings select the engine.
+        session: What stands behind the run.
 
     Attributes:
         config: Settings of the script.
@@ -71,46 +50,21 @@ class Run:
         url: Path or URL of the run directory.
     """
 
-    _warnings: tuple[WarningEvent, ...] = ()
-    _engine: Engine | None = None
-    _model: nn.Module | None = None
-    _optimizer: torch.optim.Optimizer | None = None
-    _rates: OptimizerRates | None = None
-    _undo: Callable[[], None] | None = None
-    _stop_watching: Callable[[], None] | None = None
-    _script_samples: ScriptSamples | None = None
-    _maps: tuple[SampleFunction | None, SampleFunction | None] = None, None
     _loop: TrainingLoop | None = None
-    _has_started = _is_restored = False
+    _is_restored = False
 
-    def __init__(
-        self,
-        job: Job,
-        layout: Layout,
-        worker: WorkerState,
-        publish: Publisher,
-        replicas: ReplicaClient | None = None,
-        engine: MakeEngine | None = None,
-    ):
-        self._set_up(RunSetup.of(job, layout, worker, publish, replicas), engine)
-
-    def _set_up(self, setup: RunSetup, engine: MakeEngine | None = None) -> None:
-        """Begin the run, without work on its directory or its other ranks."""
-        job, layout = setup.job, setup.layout
+    def __init__(self, session: Session):
+        job = session.job
         self.config, self.url = job.config, job.run_url
         self.base_lr, self.compute = job.schedule.base_lr, job.precision.compute
-        self.rank, self.world_size, self.device = layout.rank, layout.world_size, layout.device
-        self._setup = setup
-        self._make_engine = engine or partial(engine_of, job)
-        self._script_state = ScriptState()
-        if job.deterministic:
-            compute_deterministically()
-        seed_weights(job.plan.seed)
+        self.rank, self.world_size, self.device = session.rank, session.world_size, session.device
+        self._session = session
+        self._parts = GivenParts(session)
 
     @property
     def plan(self) -> Plan:
         """Plan of the run, which defines the samples of each step."""
-        return self._setup.plan
+        return self._session.plan
 
     def keep(self, name: str, make: Callable[[], Kept], close: Callable[[Kept], None] | None = None) -> Kept:
         """Return an object that is made once in each worker process, although the train function runs again when the group changes.
@@ -122,7 +76,7 @@ class Run:
             make: Function that makes it.
             close: Function that is called with it before the process ends; None for none.
         """
-        return self._setup.worker.keep(f"of the script: {name}", make, close)
+        return self._session.worker.keep(f"of the script: {name}", make, close)
 
     def dataset(
         self,
@@ -152,21 +106,9 @@ class Run:
         Raises:
             UsageError: The run cannot use an argument, the driver got other data, `model` was called before, or the job's YAML names data.
         """
-        if self._model is not None:
-            raise UsageError("run.dataset() was called after run.model(); call run.dataset() first")
-        if self._script_samples is not None:
-            raise UsageError("run.dataset() was called twice; call it once, with all samples in one dataset")
-        setup = self._setup
-        found = script_data(dataset, validation, name, num_workers, loader_arguments)
-        require_same(found, setup.job)
-        self._script_samples = ScriptSamples(
-            setup.job,
-            found,
-            setup.virtual_workers,
-            Items(dataset, collate_fn),
-            None if validation is None else Items(validation, collate_fn),
-            lambda kept_as: setup.worker.keep(kept_as, lambda: Loader(num_workers), Loader.close),
-        )
+        data = script_data(dataset, validation, name, num_workers, loader_arguments)
+        validation_items = None if validation is None else Items(validation, collate_fn)
+        self._parts.add_dataset(data, Items(dataset, collate_fn), validation_items)
 
     def model(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and give all ranks the weights of rank 0. If the run resumes, `steps` restores its weights.
@@ -180,17 +122,7 @@ class Run:
             UsageError: The run already has a model, the module has lazy parameters or is wrapped in DistributedDataParallel, a
                 layer is of a subclass of SyncBatchNorm, or no engine can train it with the job's settings, or not on this device.
         """
-        if self._script_samples is None and self._setup.job.script_data is not None:
-            raise UsageError("run.model() was called before run.dataset(); call run.dataset() first")
-        if self._model is not None:
-            raise UsageError("run.model() was called twice, but a run has one model; combine several modules into one")
-        job, layout = self._setup.job, self._setup.layout
-        if layout.device.type == "cpu" and (problem := cpu_problem(job.precision.compute)):
-            raise UsageError(problem)
-        self._warnings = prepare_module(module)
-        self._engine = self._make_engine(module, layout)
-        self._model, self._undo = place_model(module, self._engine, job, self.plan)
-        return self._model
+        return self._parts.place(module)
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
@@ -208,22 +140,7 @@ class Run:
             UsageError: The run has no model yet, it already has an optimizer, the optimizer is Horovod's, or the run cannot use the
                 scheduler.
         """
-        if self._model is None or self._engine is None:
-            raise UsageError("run.optimizer() was called before run.model(); call run.model() first")
-        if hasattr(optimizer, "skip_synchronize"):
-            raise UsageError("run.optimizer() got a DistributedOptimizer of Horovod; pass the optimizer that it wraps")
-        if self._optimizer is not None:
-            raise UsageError(
-                "run.optimizer() was called twice, but a run has one optimizer; use one optimizer with several parameter groups"
-            )
-        self._optimizer = optimizer
-        self._engine.prepare(self._model, optimizer)
-        schedule = self._setup.job.schedule
-        self._rates = (
-            GroupRates(optimizer, schedule, self.plan)
-            if scheduler is None
-            else SchedulerRates(scheduler, schedule, self.plan)
-        )
+        self._parts.add_optimizer(optimizer, scheduler)
         return optimizer
 
     def map(self, function: SampleFunction, validation: SampleFunction | None = None) -> None:
@@ -238,13 +155,7 @@ class Run:
         Raises:
             UsageError: `steps` was called before, or the samples are those of a dataset of the script.
         """
-        if self._has_started:
-            raise UsageError(
-                "run.map() was called after run.steps(), which starts to read samples; call run.map() first"
-            )
-        if self._setup.job.script_data is not None:
-            raise UsageError(NO_MAP)
-        self._maps = function, validation or function
+        self._parts.add_maps(function, validation or function)
 
     def state(self, name: str, capture: Capture, restore: Restore) -> None:
         """Make values of the script part of the run's state, which snapshots and checkpoints hold and a new group restores.
@@ -261,11 +172,7 @@ class Run:
         Raises:
             UsageError: `steps` was called before, or the name is taken.
         """
-        if self._has_started:
-            raise UsageError(
-                "run.state() was called after run.steps(), which restores the state; call run.state() first"
-            )
-        self._script_state.add(name, capture, restore)
+        self._parts.add_state(name, capture, restore)
 
     def validated(self, means: Mapping[str, float], samples: int) -> None:
         """Record the result of a validation that the script has done itself after a step, or before the first one.
@@ -289,7 +196,7 @@ class Run:
     def log(self, values: Mapping[str, float]) -> None:
         """Record numbers by name between two steps, as an event of the step that was committed last. All ranks may call this."""
         loop = self._begun("log")
-        loop.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
+        loop.attempt.report(LogEvent({name: float(value) for name, value in values.items()}, step=loop.done))
 
     def save(self) -> None:
         """Ask for a checkpoint at the end of the next step that is committed, in addition to those of `checkpoint.every_steps`."""
@@ -305,10 +212,7 @@ class Run:
 
     def gather(self, value: object) -> list[Any]:
         """Return a value of every rank, by rank. All ranks call this together, so that it also waits for all of them."""
-        self._setup.worker.enter(BETWEEN_STEPS)
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._setup.layout.control)
-        return found
+        return self._session.gather(value)
 
     def alive(self) -> None:
         """Tell the platform that the script makes progress between two steps.
@@ -316,7 +220,7 @@ class Run:
         A worker counts as hung if nothing happens for 600 seconds, or for `workers.hang_limit_s` if that is more. Call this in long work
         of the script, such as its own validation, once for each part of it.
         """
-        self._setup.worker.enter(VALIDATE)
+        self._session.worker.enter(VALIDATE)
 
     def _begun(self, name: str) -> TrainingLoop:
         if self._loop is None:
@@ -330,7 +234,7 @@ class Run:
         """
         self._loop = self._made_loop(None, None)
         self._is_restored = True
-        return self._loop.begin().step
+        return self._loop.begin()
 
     def steps(self, validate: ValidationFunction | None = None, after_step: AfterStep | None = None) -> Iterator[Step]:
         """Restore the newest complete state of the run, and yield the steps of the plan that follow it.
@@ -355,58 +259,21 @@ class Run:
         yield from self._loop.steps()
 
     def _made_loop(self, validate: ValidationFunction | None, after_step: AfterStep | None) -> TrainingLoop:
-        self._check_parts(validate)
-        self._stop_watching = watch_compilation_of(self._setup.worker.progress)
-        return TrainingLoop(self._context(), validate, after_step)
-
-    def _check_parts(self, validate: ValidationFunction | None) -> None:
-        """Check that the script has given the run all that its steps need. From now on, nothing can be added."""
-        if self._optimizer is None:
-            raise UsageError("run.steps() was called before run.model() and run.optimizer(); call both first")
-        if validate is None and (goals := self._setup.job.goals):
-            key = next(iter(goals))
-            raise UsageError(f"{key} needs validations; pass validate= to run.steps(), or remove {key}")
-        self._has_started = True
-        assert self._model is not None
-        check_step(self._optimizer)
-        check_state(self._model, self._optimizer)
+        return self._session.loop(self._parts.complete(validate is not None), validate, after_step)
 
     def copies(self) -> dict[str, RankState]:
         """Return the copies of the state that this rank has stored, would send or would hand over now, by their purpose, for tests."""
-        return self._begun("copies").boundary.copies()
+        loop = self._begun("copies")
+        return loop.saver.copies(loop.done)
 
     def hand_over(self) -> None:
         """Hand over the state of the last step boundary to the next worker group of this process, and end the threads beside the loop."""
         if self._loop:
-            self._loop.boundary.hand_over()
+            self._loop.hand_over()
 
     def free(self) -> None:
         """Free the model, the optimizer and the dataset. The next group makes new ones, and there may not be memory for both."""
         if self._loop:
-            self._loop.boundary.close()
-        if self._engine:
-            self._engine.close()
-        for undo in filter(None, (self._undo, self._stop_watching)):
-            undo()
-        if self._script_samples:
-            self._script_samples.free()
-        self._model = self._optimizer = self._engine = self._loop = self._rates = self._undo = None
-        self._stop_watching = self._script_samples = None
-
-    def _context(self) -> TrainContext:
-        assert self._engine is not None
-        assert self._model is not None
-        assert self._optimizer is not None
-        assert self._rates is not None
-        context = TrainContext.of(
-            self._setup, self._engine, self._model, self._optimizer, self._rates, self._samples(), self._script_state
-        )
-        context.warnings = self._warnings
-        return context
-
-    def _samples(self) -> SampleSource:
-        if self._script_samples is not None:
-            return self._script_samples
-        setup = self._setup
-        assert not isinstance(setup.data, IndexedData), "run.model() refuses a run without its dataset"
-        return StoredSamples(setup.job, setup.data, setup.virtual_workers, self._maps)
+            self._loop.close()
+        self._parts.free()
+        self._loop = None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from undula.data.script.indexed import IndexedData, ScriptData
 from undula.data.script.indexed_stream import IndexedStream
@@ -14,10 +14,36 @@ from undula.data.stored.maps import SampleFunction
 from undula.data.stored.mixture import StoredData
 from undula.data.stored.streams import SampleStream, rank_stream
 from undula.errors import UsageError
+from undula.plan.keys import Ids
 from undula.plan.plan import Plan, PlanSpec
 from undula.train.job import Job
 
-AnyStream = SampleStream | IndexedStream
+
+class TakenSamples(Protocol):
+    """Samples of a micro-batch in host memory."""
+
+    @property
+    def ids(self) -> Ids:
+        """Ids of the samples; shape [samples]."""
+
+    @property
+    def batch(self) -> Any: ...
+
+
+class AnyStream(Protocol):
+    """Samples of a rank's virtual workers from some step on."""
+
+    def open(self) -> None:
+        """Begin to read ahead."""
+
+    def take(self, virtual_worker: int, count: int) -> TakenSamples:
+        """Return the next `count` samples of a virtual worker."""
+
+    def any_rows(self, count: int) -> TakenSamples:
+        """Return `count` arbitrary samples, some of them twice if need be."""
+
+    def close(self) -> None:
+        """Stop reading ahead."""
 
 
 class SampleSource(Protocol):
@@ -36,6 +62,9 @@ class SampleSource(Protocol):
 
     def validation(self) -> AnyStream:
         """Return the samples of a validation."""
+
+    def free(self) -> None:
+        """Free the datasets of this process, which the next group makes anew. Loader processes stay."""
 
 
 class StoredSamples:
@@ -78,6 +107,9 @@ class StoredSamples:
         spec, function = self._job.data, self._validation_map
         return rank_stream(self._validation_data, self.validation_plan, self._virtual_workers, spec, 0, function)
 
+    def free(self) -> None:
+        """Do nothing, because the manifests are small."""
+
 
 class ScriptSamples:
     """Samples of a script's dataset.
@@ -114,7 +146,6 @@ class ScriptSamples:
         return validation_plan(self._job, self._data.validation.num_rows)
 
     def free(self) -> None:
-        """Free the datasets of this process, which the next group makes anew. The loader processes stay."""
         for loader in (self._loader, self._validation_loader):
             if loader is not None:
                 loader.free()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from undula.errors import UsageError
 from undula.parallel.collectives import begun_collectives, require_begun_collectives
@@ -133,6 +133,20 @@ class ScriptGuard:
                 f"step {self._step}",
                 "compute it from the batch alone, or call run.gather() or step.total() outside of the loop over step.batches()",
             )
+
+
+def check_loss(loss: object) -> None:
+    """Raise UsageError if a loss is not a tensor with one element."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    kind = (
+        f"a tensor of shape {tuple(loss.shape)}"
+        if isinstance(loss, Tensor)
+        else f"an object of type {type(loss).__name__}"
+    )
+    raise UsageError(
+        f"step.backward(loss) got {kind}; pass the mean loss over the batch's samples as a tensor with one element"
+    )
 
 
 def _changed_in_step(what: str) -> UsageError:

@@ -14,6 +14,8 @@ from undula.recovery.worker_state import LeaveGroup, Request, WorkerState
 from undula.telemetry.messages import Publisher
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.session import GroupSession
+from undula.train.setup import RunSetup
 
 
 class SingleProcess:
@@ -62,7 +64,7 @@ class SingleProcess:
         """
         with local_world(self.device, self._rank, self._world_size, self._rendezvous):
             layout = join_layout(self._rank, self._world_size, self.device, local_rank=self._rank)
-            run = Run(self._job, layout, self._worker, self._publish)
+            run = Run(GroupSession(RunSetup.of(self._job, layout, self._worker, self._publish)))
             try:
                 self._train(run)
             except BaseException as error:

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from undula.data.nested import with_tensors
 from undula.errors import UsageError
 from undula.parallel.collectives import any_rank, begun_collectives, require_begun_collectives
-from undula.parallel.layout import Layout
 from undula.parallel.random_state import kept_random_state
-from undula.plan.plan import Plan
-from undula.recovery.progress import DATA, SHARDED_VALIDATE, VALIDATE
-from undula.recovery.worker_state import WorkerState
+from undula.recovery.progress import BETWEEN_STEPS, DATA, SHARDED_VALIDATE, VALIDATE
 from undula.state.goals import LOSS
-from undula.train.job import Job
 from undula.train.randomness import seed_validation
-from undula.train.samples import AnyStream
+from undula.train.samples import SampleSource
+from undula.train.setup import RunSetup
+from undula.train.step_reduction import exact_means
+from undula.train.trained_model import TrainedModel
 
 ValidationFunction = Callable[[Any], Tensor | Mapping[str, Tensor | float]]
 """Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss"."""
@@ -30,71 +29,77 @@ ValidationFunction = Callable[[Any], Tensor | Mapping[str, Tensor | float]]
 
 Sums = tuple[dict[str, list[float]], int]
 """Sums of each mean over the samples of each micro-batch, by name, and the number of all these samples."""
+Means = tuple[dict[str, float], int]
+"""Means by name, and the number of samples over which they are means."""
 
 
 class Validation:
     """Validates the model on one rank.
 
     Args:
-        model: Module that the script calls.
-        optimizer: Optimizer of the run.
+        setup: Parts of the run that the rank knows before it has a model.
+        model: Model of the run. Changes of its buffers are undone before each batch and at the end, because the number of batches of a
+            rank depends on the number of ranks.
         function: Function that returns the means of a batch.
-        job: Settings of the job.
-        plan: Plan of a validation.
-        stream_of: Function that returns the rank's samples of a validation.
-        layout: Layout of the worker group.
-        worker: State of this process, to which the phases and the requests of the controller belong.
-        put_back_buffers: Function that undoes changes of the model's buffers. It is called before each batch and at the end, because the
-            number of batches of a rank depends on the number of ranks.
-        equal_rounds: Whether all ranks must run the same number of micro-batches, because forward passes contain collectives.
+        samples: Source of the rank's samples.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        function: ValidationFunction,
-        job: Job,
-        plan: Plan,
-        stream_of: Callable[[], AnyStream],
-        layout: Layout,
-        worker: WorkerState,
-        put_back_buffers: Callable[[], None],
-        equal_rounds: bool,
-    ):
+    def __init__(self, setup: RunSetup, model: TrainedModel, function: ValidationFunction, samples: SampleSource):
+        self._job, self._layout, self._worker = setup.job, setup.layout, setup.worker
         self._model = model
-        self._optimizer = optimizer
         self._means_of = function
-        self._job = job
-        self._plan = plan
-        self._stream_of = stream_of
-        self._layout = layout
-        self._worker = worker
-        self._put_back_buffers = put_back_buffers
-        self._phase = SHARDED_VALIDATE if equal_rounds else VALIDATE
-        self._equal_rounds = equal_rounds
-        self._rounds = layout.rounds(self._plan, range(self._plan.total_steps)) if equal_rounds else 0
+        self._samples = samples
+        self._plan = samples.validation_plan
+        # Otherwise forward passes that contain collectives would wait for ranks with fewer micro-batches.
+        self._equal_rounds = model.engine.capabilities.equal_rounds
+        steps = range(self._plan.total_steps)
+        self._rounds = setup.layout.rounds(self._plan, steps) if self._equal_rounds else 0
 
-    def sums(self, can_end_early: bool = False) -> Sums | None:
-        """Return the sums of each mean over the samples of each micro-batch of this rank, by name, and the number of all these samples.
+    def means(self, can_end_early: bool = False) -> Means | None:
+        """Validate the model. All ranks call this together.
 
         Args:
             can_end_early: Whether to end early if the ranks are asked to leave by some time.
 
         Returns:
-            The sums and the number; None if the validation has ended early.
+            Means over all samples by name, and the number of samples; None if the validation has ended early.
 
         Raises:
-            UsageError: The function did not return means, or other ones than for a batch before, or has begun a collective.
+            UsageError: The function returned no means by name, other names for one batch than for the one before, or other names on one
+                rank than on another, or it has begun a collective.
         """
-        if can_end_early and self._is_asked_to_leave():
+        control = self._layout.control
+        sums = self._sums(can_end_early)
+        self._worker.enter(BETWEEN_STEPS)  # the other ranks may still validate
+        if can_end_early and any_rank(sums is None, control):
             return None
-        with kept_random_state(), torch.no_grad(), in_eval_mode(self._model), in_eval_weights(self._optimizer):
-            return self._sums(can_end_early)
+        assert sums is not None
+        return exact_means(*sums, control)
 
     def _sums(self, can_end_early: bool) -> Sums | None:
+        """Return the sums over the samples of this rank; None if the validation has ended early."""
+        if can_end_early and self._is_asked_to_leave():
+            return None
+        with self._evaluating():
+            return self._sums_in_eval_mode(can_end_early)
+
+    def rehearse(self) -> None:
+        """Call the function with arbitrary samples, once with each size of a batch."""
+        stream = self._samples.validation()
+        with self._evaluating():
+            for size in sorted(self._plan.sizes(), reverse=True):
+                self._run(stream.any_rows(size or 2).batch)
+        stream.close()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        model = self._model
+        with kept_random_state(), torch.no_grad(), in_eval_mode(model.module), in_eval_weights(model.optimizer):
+            yield
+
+    def _sums_in_eval_mode(self, can_end_early: bool) -> Sums | None:
         virtual_workers = self._layout.virtual_workers(self._job.plan.virtual_workers)
-        stream = self._stream_of()
+        stream = self._samples.validation()
         steps = range(self._plan.total_steps)
         sums: dict[str, list[float]] = {}
         batches = samples = 0
@@ -120,7 +125,7 @@ class Validation:
                 self._run(stream.any_rows(1).batch)
         finally:
             stream.close()
-            self._put_back_buffers()
+            self._model.baseline.put_back_buffers()
         return (sums, samples) if self._layout.leads_cell else ({}, 0)
 
     def _is_asked_to_leave(self) -> bool:
@@ -130,8 +135,8 @@ class Validation:
         return any_rank(asked, self._layout.control) if self._equal_rounds else asked
 
     def _run(self, batch: Any) -> Mapping[str, Tensor | float]:
-        self._worker.enter(self._phase)
-        self._put_back_buffers()
+        self._worker.enter(SHARDED_VALIDATE if self._equal_rounds else VALIDATE)
+        self._model.baseline.put_back_buffers()
         device, begun = self._layout.device, begun_collectives()
         found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
         if not self._equal_rounds:

@@ -143,7 +143,7 @@ def test_printed_spec_loads_as_the_same_spec(load: Load, file: Path) -> None:
         ("checkpoint: {zzz: 1}\n", (), "job.yaml:4: unknown key checkpoint.zzz: known keys: every_steps, keep"),
         ("1: 2\n", (), "job.yaml:4: unknown key 1: known keys: "),
         ("plan: {seed: x}\n", (), 'job.yaml:4: plan.seed is "x": it should be a valid integer'),
-        ("stop: {patience: 3}\n", (), "job.yaml:4: stop needs validations, but data.validation is missing; set it or"),
+        ("stop: {patience: 3}\n", (), "job.yaml:4: stop needs validations, but data.validation is missing; set it, or"),
         (
             "checkpoint: {keep_best: {}}\n",
             (),

@@ -25,7 +25,7 @@ from undula.state.goals import GoalSpec, StopSpec
 from undula.state.ledger import events_of, last_event, read_ledger
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
-from undula.train import boundary
+from undula.train import saver
 from undula.train.job import Job
 
 Moment: TypeAlias = Literal["the validation", "the checkpoint", "the step after it"]
@@ -186,7 +186,7 @@ def test_the_best_checkpoint_is_written_again_if_the_storage_fails(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint, "write_share", failing)
-    monkeypatch.setattr(boundary, "BEST_PAUSES_S", [0.0] * 3)
+    monkeypatch.setattr(saver, "BEST_PAUSES_S", [0.0] * 3)
     job = job_in(tmp_path)
     train_here(job)
     if failures == 2:
@@ -208,7 +208,7 @@ def test_a_best_checkpoint_at_the_end_that_cannot_be_written_fails_the_run(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checkpoint, "write_share", failing)
-    monkeypatch.setattr(boundary, "BEST_PAUSES_S", ())
+    monkeypatch.setattr(saver, "BEST_PAUSES_S", ())
     job = replace(job_in(tmp_path), stop=StopSpec(patience=1, metric="loss", mode="max"))
     keep_best = GoalSpec("loss", "min")
     with pytest.raises(StorageError, match="the last checkpoint of the run could not be written: the disk is full"):
@@ -257,7 +257,9 @@ def test_goals_that_no_validation_can_decide_are_refused(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     job = job_in(tmp_path)
     run, model = start(job, 0, 1)
-    with pytest.raises(UsageError, match=r"checkpoint\.keep_best needs validations; pass validate= to run\.steps\(\)"):
+    with pytest.raises(
+        UsageError, match=r"stop needs validations, but run\.steps\(\) got no function; pass validate= to it"
+    ):
         next(run.steps())
     run, model = start(replace(job, checkpoint=CheckpointSpec()), 0, 1)
     with pytest.raises(

@@ -280,7 +280,7 @@ def test_a_snapshot_is_whole_before_a_validation_changes_the_weights(job: Job, m
             lose_a_rank()
 
     def plan(run: Run) -> str:
-        return run._setup.plan_digest
+        return run._session.setup.plan_digest
 
     assert Script(job, validate=on_the_average, in_batch=look).group() is None
     assert ended
@@ -414,6 +414,6 @@ def test_a_run_that_changes_parameters_before_its_batches_keeps_no_snapshot_of_t
             for batch in step.batches():
                 step.backward(model(batch["x"][:, None] / 48).square().mean())
             step.update()
-    found = find_snapshots(folder_of(job.run_url, job.run_id), run._setup.plan_digest)
+    found = find_snapshots(folder_of(job.run_url, job.run_id), run._session.setup.plan_digest)
     run.free()
     assert [each.age[1] for each in found] == [1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from numbers_job import cpu_run, leave_after_next, numbers_job
 from torch import nn
 
@@ -21,9 +22,11 @@ from undula.state.commit import find_commits
 from undula.state.pieces import RankState
 from undula.state.spec import CheckpointSpec
 from undula.storage import Store
+from undula.train.attempt import Attempt
 from undula.train.boundary import StepBoundary
 from undula.train.job import Job
 from undula.train.run import Run
+from undula.train.script_state import ScriptState
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -171,12 +174,9 @@ class FullNode:
 
 def test_the_ranks_agree_on_a_step_only_after_each_has_stored_the_last_snapshot() -> None:
     """Otherwise a fast rank could replace the last complete state while a slow one has not stored the newer one yet."""
-    context: Any = SimpleNamespace(
-        snapshots=FullNode(),
-        step_s=0.1,
-        setup=SimpleNamespace(worker=WorkerState()),
-        checkpoints=SimpleNamespace(saving_step=None, has_finished_here=False),
-    )
-    wants = StepBoundary(context).wants()
+    layout = SimpleNamespace(control=dist.group.WORLD)
+    setup: Any = SimpleNamespace(worker=WorkerState(), layout=layout)
+    saver: Any = SimpleNamespace(snapshots=FullNode(), checkpoints=SimpleNamespace(has_finished_here=False))
+    wants = StepBoundary(setup, Any, ScriptState(), Attempt(setup), saver)._wants()  # type: ignore[arg-type]
     assert wants.snapshots
     assert wants.lacks_memory

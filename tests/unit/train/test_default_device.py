@@ -78,7 +78,7 @@ class Embedded(nn.Module):
 def train(run: Run, make: Make, device: str | None, after: Callable[[int], None] = lambda index: None) -> None:
     """Train a model that the script puts on the CPU, with another default device."""
     torch.set_default_device(device)
-    if run._setup.job.script_data is not None:
+    if run._session.job.script_data is not None:
         run.dataset(Labelled(), validation=Labelled(), num_workers=run.config["num_workers"])
     with CPU:
         module = make()

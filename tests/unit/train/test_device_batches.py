@@ -14,7 +14,7 @@ from torch import nn
 from undula.recovery.worker_state import WorkerState
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store
-from undula.train import loop
+from undula.train import micro_batches
 from undula.train.device_batches import DeviceBatches
 from undula.train.job import Job
 
@@ -22,7 +22,7 @@ from undula.train.job import Job
 def trained(
     rank: int, world_size: int, job: Job, reads_ahead: bool, steps: int | None = None, worker: WorkerState | None = None
 ) -> None:
-    loop.DeviceBatches = partial(DeviceBatches, reads_ahead=reads_ahead)  # type: ignore[misc,assignment]
+    micro_batches.DeviceBatches = partial(DeviceBatches, reads_ahead=reads_ahead)  # type: ignore[misc,assignment]
     run = cpu_run(job, rank, world_size, worker)
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
@@ -65,7 +65,7 @@ def test_what_was_only_read_ahead_is_consumed_by_the_next_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "DeviceBatches", DeviceBatches)
+    monkeypatch.setattr(micro_batches, "DeviceBatches", DeviceBatches)
     job = numbers_job(tmp_path, epochs=2)
     whole = replace(job, run_url=f"{tmp_path}/whole", run_id="whole")
     trained(0, 1, whole, reads_ahead=False)

@@ -30,7 +30,7 @@ def train_with_full_disk(job: Job) -> None:
         run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))
         for step in run.steps():
             if step.index in (FULL.start, FULL.stop):
-                checkpoints = step._context.checkpoints
+                checkpoints = step._boundary._saver.checkpoints
                 wait_until(lambda of=checkpoints: of.saving_step is None or of.has_finished_here)
             limit = LIMIT if step.index in FULL else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

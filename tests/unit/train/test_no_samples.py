@@ -58,7 +58,7 @@ def _train(rank: int, world_size: int, job: Job, is_sharded: bool) -> list[float
             has_samples = step.micro_batch.samples > 0
             step.log(inside=1.0 if has_samples else math.nan)
             step.backward(loss(batch, has_samples))
-        has_samples = any(samples for _, samples in step._losses)
+        has_samples = any(samples for _, samples in step._measured._losses)
         step.log(outside=2.0 if has_samples else math.nan)
         step.update()
     weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]

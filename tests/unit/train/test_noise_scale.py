@@ -25,8 +25,8 @@ from undula.plan.schedule import ScheduleSpec
 from undula.recovery.worker_state import WorkerState
 from undula.state.ledger import read_ledger
 from undula.storage import Store
-from undula.train.context import TrainContext
 from undula.train.job import Job
+from undula.train.loop import TrainingLoop
 from undula.train.noise_scale import NoiseScaleMeter
 from undula.train.run import Run
 
@@ -135,9 +135,9 @@ def steps_of(job: Job, rank: int = 0, world_size: int = 1, worker: WorkerState |
         yield run
 
 
-def context_of(run: Run) -> TrainContext:
+def loop_of(run: Run) -> TrainingLoop:
     assert run._loop is not None
-    return run._loop._context
+    return run._loop
 
 
 def recorded_rates(job: Job) -> list[tuple[float, float | None]]:
@@ -148,8 +148,8 @@ def recorded_rates(job: Job) -> list[tuple[float, float | None]]:
 
 def _train(rank: int, world_size: int, job: Job) -> list[float]:
     for run in steps_of(job, rank, world_size):
-        weights = torch.cat([each.detach().flatten() for each in run._model.parameters()]).tolist()  # type: ignore[union-attr]
-    return [*weights, *context_of(run).noise.measured.values()]
+        weights = torch.cat([each.detach().flatten() for each in loop_of(run).model.module.parameters()]).tolist()  # type: ignore[union-attr]
+    return [*weights, *loop_of(run).model._noise.measured.values()]
 
 
 @pytest.mark.parametrize(("rule", "deterministic"), [("noise_scale", True), ("adascale", False), ("surge", False)])
@@ -200,7 +200,7 @@ def test_measurements_survive_their_worker_group(
         run.hand_over()
         assert worker.held is not None
     else:
-        context_of(run).snapshots.delete()  # type: ignore[union-attr]
+        loop_of(run).saver.snapshots.delete()  # type: ignore[union-attr]
     steps.close()
     for _ in steps_of(job, worker=worker):
         pass
@@ -212,7 +212,7 @@ def test_a_run_without_measurements_saves_no_additional_state(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     job = numbers_job(tmp_path)
     for run in steps_of(job):
-        held = context_of(run).live.held()
+        held = loop_of(run).saver._live.held()
         assert not [name for name in (*held.pieces, *held.values) if not name.startswith(("model.", "optimizer."))]
     assert {noise for _, noise in recorded_rates(job)} == {None}
 

@@ -18,7 +18,7 @@ from undula.recovery.progress import REDUCE, START_LIMIT_S, ProgressView
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import WorkerState
 from undula.state.spec import CheckpointSpec
-from undula.train import loop
+from undula.train import validation
 from undula.train.job import Job
 from undula.train.run import Run
 from undula.train.step import Step
@@ -144,13 +144,13 @@ def test_a_rank_that_has_validated_waits_for_the_others(tmp_path: Path, monkeypa
     worker = WorkerState()
     computes: list[ProgressView] = []
     waits: list[ProgressView] = []
-    mean = loop.exact_means
+    mean = validation.exact_means
 
     def watched(*arguments: Any) -> Any:
         waits.append(worker.progress.view())
         return mean(*arguments)
 
-    monkeypatch.setattr(loop, "exact_means", watched)
+    monkeypatch.setattr(validation, "exact_means", watched)
     run = cpu_run(job, worker=worker)
     model = run.model(nn.Linear(1, 1))
     run.optimizer(torch.optim.SGD(model.parameters(), lr=run.base_lr))

@@ -188,7 +188,7 @@ def test_the_scale_survives_its_worker_group(
         run.hand_over()
         assert worker.held is not None
     else:
-        run._loop._context.snapshots.delete()  # type: ignore[union-attr]
+        run._loop.saver.snapshots.delete()  # type: ignore[union-attr]
     steps.close()
     for _ in trained(job, worker=worker):
         pass

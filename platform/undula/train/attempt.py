@@ -1,0 +1,178 @@
+"""What one attempt of a run, from the start of a worker group to its end, has committed on a rank, and what it reports."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from json import dumps
+from typing import Any
+
+import torch.distributed as dist
+
+from undula.plan.plan import OptimizerStep
+from undula.recovery.restore import Restored
+from undula.state.events import Event, SkipEvent, StartEvent, WarningEvent
+from undula.state.records import StepRow
+from undula.telemetry.reporter import Telemetry
+from undula.train.arithmetic import STATE, Arithmetic, difference
+from undula.train.loss_scale import LONG_SKIPPED_STEPS
+from undula.train.setup import RunSetup
+from undula.train.step_reduction import StepTotals
+
+
+class Attempt:
+    """Committed steps of an attempt on a rank, whose reports go to the ledger.
+
+    Args:
+        setup: Parts of the run that the rank knows before it has a model.
+
+    Attributes:
+        committed: Number of committed steps; None before the state is restored, and while the optimizer changes it.
+        committed_by: Number of the attempt that committed the last of these steps. A state has the age under which it was committed,
+            because this attempt may fail before it has recorded that it begins.
+        rows: Rows of the ledger that may not have reached storage.
+        step_s: Duration of the last step in seconds.
+    """
+
+    def __init__(self, setup: RunSetup):
+        self._setup = setup
+        self._telemetry: Telemetry | None = None
+        self._has_overflowed = False
+        """Whether the attempt has reported that the compression of gradients may have made them infinite."""
+        self.committed: int | None = None
+        self.committed_by = 0
+        self.rows: tuple[StepRow, ...] = ()
+        self.step_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether reports of this rank reach the ledger now."""
+        return self._telemetry is not None
+
+    @property
+    def stored_steps(self) -> int:
+        """Number of steps whose rows rank 0 has stored; 0 on other ranks."""
+        return self._telemetry.stored_steps if self._telemetry else 0
+
+    def begin(self, restored: Restored) -> None:
+        """Begin with a restored state, and report the start."""
+        setup, layout = self._setup, self._setup.layout
+        self.committed, self.committed_by, self.rows = restored.step, restored.attempt, restored.rows
+        if layout.is_first:
+            total = setup.plan.total_steps
+            self._telemetry = Telemetry(setup.store, setup.job.name, setup.attempt, restored.step, total, setup.publish)
+            self._telemetry.repeat(restored.rows)
+        for problem in restored.damaged.values():
+            self.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
+        origin = restored.origin or None
+        self.report(StartEvent(layout.world_size, setup.attempt, origin, layout.num_cells, step=restored.step))
+
+    def compare_arithmetic(self, own: Arithmetic, restored: Restored) -> None:
+        """Warn if the ranks, or the group that computed the restored state, may produce other bits for the same computation."""
+        layout = self._setup.layout
+        known: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(known, own, group=layout.control)
+        former = [restored.values[STATE]] if STATE in restored.values else []
+        if gap := difference([*former, *known]):
+            self.report(WarningEvent("mixed_machines", gap))
+
+    def report(self, event: Event) -> None:
+        """Report an event of the run. Only the events of rank 0 reach the ledger."""
+        if self._telemetry:
+            self._telemetry.event(event)
+
+    def export_means(self, means: Any) -> None:
+        """Export the means of the newest validation, which may be one of a former attempt."""
+        if self._telemetry:
+            self._telemetry.export_means(means)
+
+    def report_mean_loss(self, done: int) -> None:
+        """Report the mean training loss since the last such report."""
+        if self._telemetry:
+            self._telemetry.mean_loss(done)
+
+    def commit(
+        self,
+        step: OptimizerStep,
+        totals: StepTotals,
+        lr: float,
+        measured: dict[str, float],
+        weights_digest: int | None,
+    ) -> None:
+        """Record a committed step.
+
+        Args:
+            step: The step.
+            totals: Measurements of the step.
+            lr: Learning rate of the step.
+            measured: Other values for the ledger, by name.
+            weights_digest: Digest of the model's weights; None if none is due.
+        """
+        setup = self._setup
+        row = StepRow(
+            attempt=setup.attempt,
+            step=step.index,
+            merged_steps=step.merged_steps,
+            epoch=step.epoch,
+            samples=step.samples_after,
+            step_samples=step.samples,
+            world_size=setup.layout.world_size,
+            cells=setup.layout.num_cells,
+            lr=lr,
+            time=time.time(),
+            weights_digest=weights_digest,
+            grad_norm=totals.grad_norm,
+            applied=not totals.overflows,
+            loss=totals.losses / step.samples,
+            sample_digest=totals.sample_digest,
+            logged=dumps({**totals.logged, **measured}),
+            **totals.seconds,
+        )
+        if not math.isfinite(totals.grad_norm):
+            self._report_overflow(step.done)
+        self.rows = (*(former for former in self.rows if former.step >= int(totals.stored_steps)), row)
+        self.step_s = row.seconds
+        if self._telemetry:
+            self._telemetry.step(row)
+
+    def report_skip(self, done: int, before: float, after: float, skipped_steps: int) -> None:
+        """Report that a step was skipped, and warn if no step has been applied for long.
+
+        Args:
+            done: Number of committed steps.
+            before: Loss scale of the step.
+            after: Loss scale of the next step.
+            skipped_steps: Number of steps in a row that were skipped.
+        """
+        self.report(SkipEvent(before, after, step=done))
+        if skipped_steps == LONG_SKIPPED_STEPS:
+            self.report(WarningEvent("no_finite_gradients", str(skipped_steps), step=done))
+
+    def _report_overflow(self, done: int) -> None:
+        """Report, once in a group, that compression may have made the gradient infinite. A single rank sends nothing."""
+        compression = self._setup.job.gradient.compression
+        if compression != "none" and self._setup.layout.num_cells > 1 and not self._has_overflowed:
+            self._has_overflowed = True
+            self.report(WarningEvent("gradient_overflow", f"gradient.compression={compression}", step=done))
+
+    def flush(self) -> None:
+        """Write all previous reports to storage.
+
+        Raises:
+            StorageError: The storage cannot be written to.
+        """
+        if self._telemetry:
+            self._telemetry.flush()
+
+    def close(self, wait: bool) -> None:
+        """End the reports. If `wait`, this returns once all of them are stored."""
+        telemetry, self._telemetry = self._telemetry, None
+        if telemetry and wait:
+            telemetry.close()
+        elif telemetry:
+            close_in_thread(telemetry.close)
+
+
+def close_in_thread(close: Callable[[], None]) -> None:
+    """Close something that may wait, which must not delay the next worker group."""
+    threading.Thread(target=close, name="undula-close", daemon=True).start()

@@ -1,0 +1,242 @@
+"""Storage of a run's state on a rank: in snapshots, in checkpoints, with the controller, and in this process for the next group."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from undula.errors import StorageError, SupersededError
+from undula.parallel.layout import timeout_of
+from undula.recovery.live_state import LiveState
+from undula.recovery.progress import SAVE, SNAPSHOT, STORAGE_BYTES_S
+from undula.recovery.rank_snapshots import RankSnapshots, find_state
+from undula.recovery.replica import state_bytes
+from undula.recovery.restore import Restored, Restorer
+from undula.recovery.snapshot import Snapshot, find_snapshots, folder_of, packed, parsed
+from undula.recovery.snapshot_writer import SnapshotWriter
+from undula.recovery.worker_state import HeldState
+from undula.state.checkpoint import Checkpointer
+from undula.state.digest import additive_digest
+from undula.state.events import CheckpointEvent, WarningEvent
+from undula.state.model_state import MODEL
+from undula.state.pieces import RankState
+from undula.train.attempt import Attempt
+from undula.train.script_state import is_settled
+from undula.train.setup import RunSetup
+
+BEST_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses in seconds after which the checkpoint of the best state is written again if the storage has failed."""
+
+
+class StateSaver:
+    """Stores the live state of a run after a committed step. All ranks call the methods that save, with the same arguments.
+
+    Args:
+        setup: Parts of the run that the rank knows before it has a model.
+        attempt: Attempt that commits the steps.
+        live: Live state of the rank.
+
+    Attributes:
+        snapshots: Snapshots of this rank; None before the run begins, or if the job takes none.
+        checkpoints: Checkpoints of the run.
+    """
+
+    def __init__(self, setup: RunSetup, attempt: Attempt, live: LiveState):
+        spec, control = setup.job.checkpoint, setup.layout.control
+        self._setup, self._attempt, self._live = setup, attempt, live
+        self._worker = setup.worker
+        self.snapshots: RankSnapshots | None = None
+        self.checkpoints = Checkpointer(
+            setup.store,
+            control,
+            setup.attempt,
+            spec.keep,
+            attempt.flush,
+            lambda done, seconds: attempt.report(CheckpointEvent(seconds, step=done)),
+            lambda reason: attempt.report(WarningEvent("checkpoints_not_removed", reason)),
+            setup.before,
+            spec.keep_best,
+            timeout_of(control),
+        )
+
+    def restore(self, begin: Callable[[int], None]) -> Restored:
+        """Restore the newest complete state of the run. All ranks must call this together.
+
+        Args:
+            begin: Callback that receives the step as soon as it is known, for work that can overlap with the transfer of the state.
+        """
+        setup, before, worker = self._setup, self._setup.before, self._worker
+        folder = folder_of(setup.job.run_url, setup.job.run_id)
+
+        def find() -> list[Snapshot]:
+            stored = find_state(folder, setup.plan_digest, setup.replicas, setup.layout)
+            return [snapshot for snapshot in stored if before.includes_state(*snapshot.age)]
+
+        restorer = Restorer(
+            self._live,
+            self.checkpoints,
+            setup.plan_digest,
+            before.newest + 1,
+            setup.layout,
+            find,
+            begin,
+            worker.enter,
+        )
+        held = worker.held
+        restored = restorer.restore(held if held and before.includes_state(*held.age) else None)
+        worker.held = None
+        return restored
+
+    def begin(self, start: int) -> None:
+        """Begin after `start` committed steps."""
+        setup, every = self._setup, self._setup.job.checkpoint.snapshot_every_steps
+        if setup.layout.is_first:
+            self.checkpoints.begin(start)
+        if every != 0:
+            folder = folder_of(setup.job.run_url, setup.job.run_id)
+            writer = SnapshotWriter(folder, setup.plan_digest, setup.attempt, setup.layout.local_rank, every)
+            self.snapshots = RankSnapshots(self._live, writer, setup.replicas, setup.layout, self._worker)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self.checkpoints.saving_step is not None
+
+    def snapshot(self, done: int, sends: bool, is_whole_at_once: bool) -> None:
+        """Begin a snapshot of the state after `done` steps.
+
+        Args:
+            done: Number of committed steps.
+            sends: Whether to send a replica of it to the controller.
+            is_whole_at_once: Whether to wait until the snapshot is complete, because code of the script follows that may change weights.
+        """
+        if self.snapshots:
+            self.snapshots.begin(done, self._attempt.rows, sends)
+            if is_whole_at_once:
+                self._worker.enter(SNAPSHOT)
+                self.snapshots.wait()
+
+    def save(self, done: int) -> None:
+        """Begin to write a checkpoint of the state after `done` steps."""
+        self.finish_saving()
+        self._enter_save()
+        self.checkpoints.save(done, self._setup.plan_digest, self._live.held())
+        self._worker.owes_save = False
+
+    def save_best(self, done: int) -> None:
+        """Write the checkpoint of the best state, and wait until it is committed.
+
+        It is tried again if the storage fails, because later states do not have these weights. A failure that lasts, such as a full
+        disk, does not stop the training.
+        """
+        self.save(done)
+        for pause_s in BEST_PAUSES_S:
+            if self.finish_saving() is None:
+                return
+            self._enter_save()
+            time.sleep(pause_s)  # gives the storage time to recover
+            self.save(done)
+        self.finish_saving()
+
+    def finish_saving(self) -> BaseException | None:
+        """Wait for the checkpoint that is being written, and report its failure.
+
+        Returns:
+            The error of the checkpoint, or None.
+
+        Raises:
+            SupersededError: A newer attempt of the run exists.
+        """
+        saving_step = self.checkpoints.saving_step
+        if saving_step is not None:
+            self._enter_save()
+        error = self.checkpoints.wait()
+        if isinstance(error, SupersededError):
+            raise error
+        if error:
+            self._attempt.report(WarningEvent("checkpoint_failed", _reason(error)))
+        elif saving_step is not None and self.snapshots:
+            self.snapshots.checkpoint_committed(saving_step)
+        return error
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that is being written. The next group begins it again."""
+        self.checkpoints.abandon()
+        self._worker.owes_save = True
+        self._attempt.report(WarningEvent("checkpoint_failed", "a worker had to leave its node before it was complete"))
+
+    def give(self, done: int, gives_whole: bool) -> None:
+        """Give the state to the controller, or begin to write a checkpoint if it has no room.
+
+        Args:
+            done: Number of committed steps.
+            gives_whole: Whether to give a state that every rank holds as well.
+        """
+        layout, replicas, is_whole = self._setup.layout, self._setup.replicas, self._live.is_whole
+        if is_whole and not gives_whole:
+            return
+        has_part = layout.is_first or not is_whole
+        self._enter_save()
+        num_bytes = state_bytes(self._live.held(), layout.control)
+        is_given = not has_part or (
+            replicas is not None and replicas.give(self.held(done, self._enter_save), num_bytes)
+        )
+        answers: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(answers, is_given, group=layout.control)
+        if not all(answers):
+            self._attempt.report(WarningEvent("no_room_for_state", step=done))
+            self.save(done)
+
+    def held(self, done: int, copied: Callable[[], None]) -> HeldState:
+        """Return the state of this rank after `done` steps in host memory, where the process keeps it.
+
+        Args:
+            done: Number of steps that the state includes.
+            copied: Function that is called whenever a part of the state was copied.
+        """
+        attempt, state = self._attempt, self._live.held().on_host(copied)
+        return HeldState(self._setup.plan_digest, attempt.committed_by, done, state, attempt.rows)
+
+    def copies(self, done: int) -> dict[str, RankState]:
+        """Return the copies of the state after `done` steps that this rank has stored, would send or would hand over, by purpose."""
+        job, held = self._setup.job, self.held(done, lambda: None)
+        replica = parsed(*packed(held.plan_digest, held.age, held.state, held.rows)).load()
+        copies = {"a checkpoint or a hand-over": held.state, "a replica": replica}
+        if self.snapshots:
+            self.snapshots.wait()
+            # A snapshot of a state whose validation or `after_step` was to come need not be like the state after these.
+            for stored in find_snapshots(folder_of(job.run_url, job.run_id), self._setup.plan_digest):
+                if stored.age == held.age and is_settled(stored.meta["values"]):
+                    copies["a snapshot"] = stored.load()
+        return copies
+
+    def weights_digest(self) -> int:
+        """Return the digest of the model's weights."""
+        pieces = self._live.held().pieces
+        return additive_digest({name: piece for name, piece in pieces.items() if name.startswith(MODEL)})
+
+    def end(self) -> None:
+        """End the run: wait for its last checkpoint and delete its snapshots.
+
+        Raises:
+            StorageError: The checkpoint could not be written.
+        """
+        if error := self.finish_saving():
+            raise StorageError(f"the last checkpoint of the run could not be written: {_reason(error)}") from error
+        if self.snapshots:
+            self.snapshots.delete()
+
+    def close(self) -> None:
+        """End the threads that take snapshots, which stay for a later group."""
+        snapshots, self.snapshots = self.snapshots, None
+        if snapshots:
+            snapshots.close()
+
+    def _enter_save(self) -> None:
+        """Record that this rank stores or sends its state, or waits for other ranks that do so."""
+        self._worker.progress.enter(SAVE, self._live.held().bytes / STORAGE_BYTES_S)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -1,0 +1,113 @@
+"""What stands behind the run that a script sees: in training a worker group, and elsewhere something that commits nothing."""
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from undula.data.script.indexed import IndexedData, ScriptData
+from undula.data.script.items import Items
+from undula.data.script.loader_processes import Loader
+from undula.data.stored.maps import SampleFunction
+from undula.parallel.engines.select import MakeEngine
+from undula.plan.plan import Plan
+from undula.recovery.progress import BETWEEN_STEPS
+from undula.recovery.worker_state import WorkerState
+from undula.train.job import Job
+from undula.train.loop import TrainingLoop
+from undula.train.model import PlacedModel, engine_of, place_model
+from undula.train.parts import ScriptParts
+from undula.train.randomness import compute_deterministically, seed_weights
+from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
+from undula.train.script_state import AfterStep
+from undula.train.setup import RunSetup
+from undula.train.validation import ValidationFunction
+
+Maps = tuple[SampleFunction | None, SampleFunction | None]
+"""Transforms of the samples of the training data and of the validation data; None for none."""
+
+
+class Session(Protocol):
+    """What stands behind a run. Every run of a script has the same members and refuses the same things, whatever its session."""
+
+    job: Job
+    worker: WorkerState
+    """State of this process, which may outlive the run."""
+    device: torch.device
+    rank: int
+    world_size: int
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> SampleSource | None:
+        """Accept a dataset of the script, and return its samples; None if nothing will read them.
+
+        Raises:
+            UsageError: The run cannot use it.
+        """
+
+    def place(self, module: nn.Module) -> PlacedModel:
+        """Accept the script's module, and place it on the device.
+
+        Raises:
+            UsageError: The run cannot train it.
+        """
+
+    def gather(self, value: object) -> list[Any]:
+        """Return a value of every rank, by rank."""
+
+    def stored_samples(self, maps: Maps) -> SampleSource:
+        """Return the samples of the data that the job's YAML names."""
+
+    def loop(
+        self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
+    ) -> TrainingLoop:
+        """Return the loop that yields the run's steps."""
+
+
+class GroupSession:
+    """Session of a rank in a worker group.
+
+    Args:
+        setup: Parts of the run that the rank knows before it has a model.
+        make_engine: Function that makes the engine of the model; by default the job's settings select the engine.
+    """
+
+    def __init__(self, setup: RunSetup, make_engine: MakeEngine | None = None):
+        self.setup = setup
+        self.job, self.worker, self.plan = setup.job, setup.worker, setup.plan
+        self.rank, self.world_size, self.device = setup.layout.rank, setup.layout.world_size, setup.layout.device
+        self._make_engine = make_engine or partial(engine_of, setup.job)
+        if self.job.deterministic:
+            compute_deterministically()
+        seed_weights(self.job.plan.seed)
+
+    def samples_of(self, data: ScriptData, training: Items, validation: Items | None) -> ScriptSamples:
+        require_same(data, self.job)
+
+        def loader_of(name: str) -> Loader:
+            return self.worker.keep(name, lambda: Loader(data.num_workers), Loader.close)
+
+        return ScriptSamples(self.job, data, self.setup.virtual_workers, training, validation, loader_of)
+
+    def place(self, module: nn.Module) -> PlacedModel:
+        return place_model(module, self.job, self.plan, self.setup.layout, self._make_engine)
+
+    def gather(self, value: object) -> list[Any]:
+        self.worker.enter(BETWEEN_STEPS)
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.setup.layout.control)
+        return values
+
+    def stored_samples(self, maps: Maps) -> SampleSource:
+        data = self.setup.data
+        assert not isinstance(data, IndexedData), "run.model() refuses a run without its dataset"
+        return StoredSamples(self.job, data, self.setup.virtual_workers, maps)
+
+    def loop(
+        self, parts: ScriptParts, validate: ValidationFunction | None, after_step: AfterStep | None
+    ) -> TrainingLoop:
+        return TrainingLoop(self.setup, parts, validate, after_step)
