@@ -17,7 +17,7 @@ from undula.data.spec import DataSpec, ValidationSpec
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
 from undula.parallel.capabilities import Feature, features_of, refusal
-from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
+from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import FP32, PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
@@ -127,7 +127,10 @@ class JobSpec:
     def features(self) -> set[Feature]:
         """Features that the settings require of an engine; the model may require more."""
         measures_noise = self.schedule.is_measured(self.plan) or self.gradient.noise_every_steps > 0
-        return features_of(self.engine, self.deterministic, self.gradient, measures_noise, self.precision.compute)
+        workers, compute = self.plan.virtual_workers, self.precision.compute
+        return features_of(
+            EngineSettings(workers, self.engine, self.deterministic, self.gradient, measures_noise, compute)
+        )
 
     @property
     def run_url(self) -> str:

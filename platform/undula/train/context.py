@@ -189,7 +189,6 @@ class TrainContext:
 
         def beside() -> dict[str, Any]:
             return {
-                **engine.state(),
                 **noise.state(),
                 **loss_scale.state(),
                 **context.rate.values(),

@@ -16,6 +16,7 @@ from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import Layout
 from undula.parallel.precision import dtype_of
+from undula.parallel.spec import EngineSettings
 from undula.plan.plan import Plan
 from undula.recovery.progress import Progress
 from undula.state.events import WarningEvent
@@ -27,16 +28,15 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 def engine_of(job: Job, module: nn.Module, layout: Layout) -> Engine:
     """Return the engine that trains a module with a job's settings."""
-    return make_engine(
-        module,
-        layout,
+    settings = EngineSettings(
+        job.plan.virtual_workers,
         job.engine,
         job.deterministic,
         job.gradient,
         measures_noise=job.noise_every_steps > 0,
-        virtual_workers=job.plan.virtual_workers,
         compute=job.precision.compute,
     )
+    return make_engine(module, layout, settings)
 
 
 def prepare_module(module: nn.Module) -> tuple[WarningEvent, ...]:
