@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conformance_cases import ALL, write_job
 from torch import nn
 
-from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import join_layout
 from undula.parallel.precision import Autocast
 from undula.plan.plan import MicroBatch
@@ -27,7 +27,7 @@ def test_a_run_in_16_bits_resumes_exactly_after_every_step(name: str, compute: s
 
 def test_overflows_are_found_and_gradients_unscaled_without_waiting_for_the_device(device: torch.device) -> None:
     with local_world(device):
-        engine = DataParallelEngine(join_layout(0, 1, device))
+        engine = Engine(join_layout(0, 1, device))
         model = engine.place(nn.Linear(4, 1, bias=False))
         engine.compute_in(torch.float16)
         for value, expected in ((2.0**-25, 0), (1e9, 1)):

@@ -24,7 +24,7 @@ from undula.errors import SpecError, UndulaError, UsageError
 from undula.parallel.batch_norm import problem_of_batch_norm
 from undula.parallel.capabilities import Feature
 from undula.parallel.compile import problem_of_compilation
-from undula.parallel.engines.engine import features_of_model
+from undula.parallel.parameters import features_of_model
 from undula.parallel.units import problem_of_units
 from undula.plan.plan import Plan
 from undula.recovery.worker_state import WorkerState

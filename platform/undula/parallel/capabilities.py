@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, assert_never
+from typing import Literal
 
-from undula.parallel.spec import Compression, EngineName, GradientSpec, Reduction
-from undula.plan.precision import Compute
+from undula.parallel.spec import EngineSettings
 
 EngineKind = Literal["fsdp", "exact", "adasum", "horovod", "data parallel"]
 
@@ -67,65 +66,19 @@ CONFLICTS: Mapping[tuple[Feature, Feature], str] = {
 """Features that no engine combines, with the reason and the fix."""
 
 
-def features_of(
-    engine: EngineName,
-    deterministic: bool,
-    gradient: GradientSpec,
-    measures_noise: bool,
-    compute: Compute = "fp32",
-) -> set[Feature]:
+def features_of(settings: EngineSettings) -> set[Feature]:
     """Return the features that a job's settings require. The model of the job may require more."""
-    asked = (
-        _feature_of_engine(engine),
-        _feature_of_reduction(gradient.reduce),
-        _feature_of_compression(gradient.compression),
-        _feature_of_format(compute),
-        Feature.DETERMINISTIC if deterministic else None,
-        Feature.NOISE_SCALE if measures_noise else None,
-    )
-    return {feature for feature in asked if feature}
-
-
-def _feature_of_engine(engine: EngineName) -> Feature | None:
-    match engine:
-        case "torch":
-            return None
-        case "horovod":
-            return Feature.HOROVOD
-        case _:
-            assert_never(engine)
-
-
-def _feature_of_reduction(reduction: Reduction) -> Feature | None:
-    match reduction:
-        case "average" | "sum":
-            return None
-        case "adasum":
-            return Feature.ADASUM
-        case _:
-            assert_never(reduction)
-
-
-def _feature_of_compression(compression: Compression) -> Feature | None:
-    match compression:
-        case "none":
-            return None
-        case "fp16":
-            return Feature.FP16_GRADIENTS
-        case _:
-            assert_never(compression)
-
-
-def _feature_of_format(compute: Compute) -> Feature | None:
-    match compute:
-        case "fp32":
-            return None
-        case "bf16":
-            return Feature.BF16
-        case "fp16":
-            return Feature.FP16
-        case _:
-            assert_never(compute)
+    gradient = settings.gradient
+    asked = {
+        Feature.HOROVOD: settings.engine == "horovod",
+        Feature.DETERMINISTIC: settings.deterministic,
+        Feature.ADASUM: gradient.reduce == "adasum",
+        Feature.FP16_GRADIENTS: gradient.compression == "fp16",
+        Feature.NOISE_SCALE: settings.measures_noise,
+        Feature.BF16: settings.compute == "bf16",
+        Feature.FP16: settings.compute == "fp16",
+    }
+    return {feature for feature, is_asked in asked.items() if is_asked}
 
 
 def engine_with(features: Set[Feature]) -> Capabilities:

@@ -38,41 +38,9 @@ def broadcast_from_rank_0(module: nn.Module, group: dist.ProcessGroup) -> None:
         for tensor in [*module.parameters(), *module.buffers()]:
             own = tensor.detach()
             sent = own.contiguous()
-            # Tensors are sent as bytes because gloo supports only some dtypes.
-            dist.broadcast(_bytes_of(sent), group=group, group_src=0)
+            dist.broadcast(as_bytes(sent), group=group, group_src=0)
             if sent is not own:
                 own.copy_(sent)
-
-
-def sparse_sum(own: Tensor, group: dist.ProcessGroup, sent_as: torch.dtype | None = None) -> Tensor:
-    """Return the sum of sparse tensors over the ranks of a process group, each of which may have other rows.
-
-    The ranks exchange their rows and add them up themselves, because no backend sums sparse tensors of 16-bit floats, and NCCL none at all.
-
-    Args:
-        own: Sparse tensor of this rank. Its shape, dtype and number of sparse dimensions are the same on all ranks.
-        group: Process group of the ranks.
-        sent_as: Dtype in which the values are sent; None for their own dtype.
-    """
-    own = own.coalesce()
-    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
-    counts[dist.get_rank(group)] = own._nnz()
-    dist.all_reduce(counts, group=group)
-    rows = counts.tolist()
-    indices = _gathered_rows(own.indices().t(), rows, group)
-    values = _gathered_rows(own.values().to(sent_as or own.dtype), rows, group)
-    summed = values.to(own.dtype)
-    return torch.sparse_coo_tensor(indices.t(), summed, own.shape, device=own.device, check_invariants=False).coalesce()
-
-
-def _gathered_rows(own: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in one tensor, given the number of rows of each rank."""
-    padded = own.new_zeros(max(rows), *own.shape[1:])
-    padded[: len(own)] = own
-    found = [torch.empty_like(padded) for _ in rows]
-    # Tensors are sent as bytes because gloo supports only some dtypes.
-    dist.all_gather([_bytes_of(each) for each in found], _bytes_of(padded), group=group)
-    return torch.cat([of_rank[:count] for of_rank, count in zip(found, rows, strict=True)])
 
 
 def begun_collectives() -> int:
@@ -103,5 +71,11 @@ def require_begun_collectives(expected: int, work: str, instead: str) -> None:
         )
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, because gloo can only send some dtypes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as real numbers with one more dimension, because some backends cannot sum it; any other tensor unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

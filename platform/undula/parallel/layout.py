@@ -13,10 +13,9 @@ from undula.plan.plan import Plan, assign
 class Layout:
     """Layout of a worker group, from the point of view of one rank.
 
-    The ranks are divided into *cells* of `cell_size` consecutive ranks. A cell is the smallest set of ranks that runs a micro-batch. It is
-    a single rank, unless tensor or pipeline parallelism distributes a model over several ranks. Virtual workers are assigned to cells, so
-    everything that counts samples counts cells: losses, sample digests, elastic batches and capacity. Parameters are sharded across the
-    ranks of `shards`, which has one rank of each cell.
+    A *cell* is the smallest set of ranks that runs a micro-batch. It is a single rank, unless tensor or pipeline parallelism distributes a
+    model over several ranks, which no engine does yet. Virtual workers are assigned to cells, so everything that counts samples counts
+    cells: losses, sample digests, elastic batches and capacity. Parameters are sharded across the ranks of `shards`.
 
     No collective uses torch's default process group implicitly. Each collective names one of the groups below.
     """
@@ -32,27 +31,21 @@ class Layout:
     everyone: dist.ProcessGroup
     """Process group of all ranks with the backend of `device`, for broadcasts of the model's state."""
     shards: dist.ProcessGroup
-    """Process group of the ranks that have the same place in their cells as this rank, for sums of gradients and sharded parameters."""
-    cell_size: int = 1
-    """Number of ranks in a cell."""
-
-    def __post_init__(self) -> None:
-        if self.world_size % self.cell_size:
-            raise ValueError(f"{self.world_size} ranks cannot be divided into cells of {self.cell_size} ranks")
+    """Process group with one rank of each cell, for sums of gradients and sharded parameters."""
 
     @property
     def num_cells(self) -> int:
-        return self.world_size // self.cell_size
+        return self.world_size
 
     @property
     def cell(self) -> int:
         """Number of this rank's cell."""
-        return self.rank // self.cell_size
+        return self.rank
 
     @property
     def leads_cell(self) -> bool:
         """Whether this rank represents its cell in sums over samples, so that each sample counts once."""
-        return self.rank % self.cell_size == 0
+        return True
 
     @property
     def is_first(self) -> bool:
@@ -72,13 +65,7 @@ class Layout:
         return plan.rounds(steps, self.num_cells)
 
 
-def join_layout(
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    local_rank: int = 0,
-    cell_size: int = 1,
-) -> Layout:
+def join_layout(rank: int, world_size: int, device: torch.device, local_rank: int = 0) -> Layout:
     """Make the process groups of a layout. All ranks must call this, after `torch.distributed.init_process_group`.
 
     The groups have the time limit of the default process group, whereas torch would give each the default of its backend.
@@ -88,19 +75,12 @@ def join_layout(
         world_size: Number of ranks.
         device: Device of this rank.
         local_rank: Number of this rank among the ranks of its node.
-        cell_size: Number of ranks in a cell.
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed.init_process_group must be called first"
-    timeout = timeout_of(world)
-    control = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    shards = world
-    if cell_size > 1:
-        for place in range(cell_size):  # torch requires that all ranks make every group, including groups without them
-            group = dist.new_group(list(range(place, world_size, cell_size)), timeout=timeout)
-            shards = group if rank % cell_size == place else shards
+    control = world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo", timeout=timeout_of(world))
     assert control is not None
-    return Layout(rank, world_size, local_rank, device, control, world, shards, cell_size)
+    return Layout(rank, world_size, local_rank, device, control, everyone=world, shards=world)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,6 +1,7 @@
 """Specs of the gradient and of the activations: the parts of a job's settings that decide how a model computes."""
 
 import math
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, MinLen
@@ -8,6 +9,7 @@ from pydantic import StringConstraints
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from undula.errors import STRICT
+from undula.plan.precision import Compute
 
 EngineName = Literal["torch", "horovod"]
 Reduction = Literal["average", "sum", "adasum"]
@@ -31,6 +33,20 @@ class GradientSpec:
     noise_every_steps: Annotated[int, Ge(0)] = 0
     """Number of steps between measurements of the gradient noise scale (arXiv:1812.06162); 0 for none. The ledger records it as
     `noise_scale`, in samples. If schedule.batch_rule needs the noise scale, every step measures it."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of a job that decide which engine trains it, and how the engine combines gradients."""
+
+    virtual_workers: int
+    """Number of virtual workers of the plan."""
+    engine: EngineName = "torch"
+    deterministic: bool = False
+    gradient: GradientSpec = field(default_factory=GradientSpec)
+    measures_noise: bool = False
+    """Whether the job measures the gradient noise scale."""
+    compute: Compute = "fp32"
 
 
 Keep = Annotated[str, StringConstraints(pattern=r"^(all|none|selective|sqrt|every_[1-9][0-9]*)$")]

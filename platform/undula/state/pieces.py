@@ -20,11 +20,7 @@ PART_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor that a rank holds: the whole tensor or a box of it.
-
-    A piece can be a shard of a parameter or a small tensor that all ranks hold. It can also be private to a rank of a model that is not
-    sharded: a rank holds the rows of its own virtual workers in a tensor with one row per virtual worker.
-    """
+    """Part of a tensor that a rank holds: the whole tensor, which all ranks hold, or the box that is the rank's shard of it."""
 
     tensor: Tensor
     """Elements of the box."""
@@ -137,18 +133,6 @@ def piece_of(value: Any) -> Piece:
     return Piece(
         local, tuple(value.shape), tuple(chunk.offsets), is_replicated=tuple(local.shape) == tuple(value.shape)
     )
-
-
-def rows_of(rows: Tensor, first: int, count: int) -> Piece:
-    """Return the piece for the rows of a tensor that a rank holds, such as those of its virtual workers.
-
-    Args:
-        rows: Rows of this rank, with shape [rows, ...].
-        first: Index of the first of these rows in the whole tensor.
-        count: Number of rows of the whole tensor.
-    """
-    shape = (count, *rows.shape[1:])
-    return Piece(rows, shape, (first, *(0 for _ in rows.shape[1:])), is_replicated=False)
 
 
 def spec_of(piece: Piece) -> TensorSpec:

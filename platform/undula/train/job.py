@@ -11,7 +11,7 @@ from undula.data.script.indexed import ScriptData
 from undula.data.spec import DataSpec, ValidationSpec
 from undula.errors import STRICT
 from undula.parallel.capabilities import Feature, features_of, refusal
-from undula.parallel.spec import ActivationsSpec, EngineName, GradientSpec
+from undula.parallel.spec import ActivationsSpec, EngineName, EngineSettings, GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.precision import PrecisionSpec
 from undula.plan.schedule import ScheduleSpec
@@ -100,8 +100,18 @@ class JobSettings:
     @property
     def features(self) -> set[Feature]:
         """Features that the settings require of an engine; the model may require more."""
-        return features_of(
-            self.engine, self.deterministic, self.gradient, self.noise_every_steps > 0, self.precision.compute
+        return features_of(self.engine_settings)
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """Settings that the engine needs."""
+        return EngineSettings(
+            self.plan.virtual_workers,
+            self.engine,
+            self.deterministic,
+            self.gradient,
+            measures_noise=self.noise_every_steps > 0,
+            compute=self.precision.compute,
         )
 
     @property

@@ -14,7 +14,7 @@ from undula.parallel.activations import keep_activations
 from undula.parallel.batch_norm import replace_sync_batch_norm
 from undula.parallel.compile import compile_forward, watch_compilation
 from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.select import MakeEngine, make_engine
+from undula.parallel.engines.select import MakeEngine
 from undula.parallel.layout import Layout
 from undula.parallel.precision import cpu_problem, dtype_of
 from undula.plan.plan import Plan
@@ -24,20 +24,6 @@ from undula.train.job import Job
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 """Modules of torch that divide batches or reduce gradients, as the run does."""
-
-
-def engine_of(job: Job, module: nn.Module, layout: Layout) -> Engine:
-    """Return the engine that trains a module with a job's settings."""
-    return make_engine(
-        module,
-        layout,
-        job.engine,
-        job.deterministic,
-        job.gradient,
-        measures_noise=job.noise_every_steps > 0,
-        virtual_workers=job.plan.virtual_workers,
-        compute=job.precision.compute,
-    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.worker_state import WorkerState
 from undula.train.job import Job
 from undula.train.loop import TrainingLoop
-from undula.train.model import PlacedModel, engine_of, place_model
+from undula.train.model import PlacedModel, place_model
 from undula.train.parts import ScriptParts
 from undula.train.randomness import compute_deterministically, seed_weights
 from undula.train.samples import SampleSource, ScriptSamples, StoredSamples, require_same
@@ -73,14 +73,14 @@ class GroupSession:
 
     Args:
         setup: Parts of the run that the rank knows before it has a model.
-        make_engine: Function that makes the engine of the model; by default the job's settings select the engine.
+        engine_of: Function that makes the engine of the model; by default the job's settings select the engine.
     """
 
-    def __init__(self, setup: RunSetup, make_engine: MakeEngine | None = None):
+    def __init__(self, setup: RunSetup, engine_of: MakeEngine | None = None):
         self.setup = setup
         self.job, self.worker, self.plan = setup.job, setup.worker, setup.plan
         self.rank, self.world_size, self.device = setup.layout.rank, setup.layout.world_size, setup.layout.device
-        self._make_engine = make_engine or partial(engine_of, setup.job)
+        self._make_engine = engine_of or partial(make_engine, settings=setup.job.engine_settings)
         if self.job.deterministic:
             compute_deterministically()
         seed_weights(self.job.plan.seed)

@@ -9,7 +9,6 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from ray.train.torch import TorchConfig
 from torch._C._distributed_c10d import TCPStore
 
@@ -81,15 +80,6 @@ def test_the_groups_of_a_layout_have_the_limit_of_the_default_group(monkeypatch:
         control = join_layout(0, 1, CPU).control
         assert control is not dist.group.WORLD
         assert timeout_of(control) == timedelta(seconds=LONGEST_PHASE_S)
-
-
-def _shards(rank: int, world_size: int) -> list[float]:
-    found = join_layout(rank, world_size, CPU, cell_size=2)
-    return [timeout_of(group).total_seconds() for group in (found.control, found.everyone, found.shards)]
-
-
-def test_the_groups_of_shards_have_it_too() -> None:
-    assert len({each for found in on_ranks(2, _shards) for each in found}) == 1
 
 
 def test_ranks_may_come_far_apart_to_their_first_collective(monkeypatch: pytest.MonkeyPatch) -> None:

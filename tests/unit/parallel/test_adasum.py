@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from engine_steps import ADASUM, placed, step_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 
-from undula.parallel.collectives import all_reduce_over
-from undula.parallel.engines.adasum import AdasumEngine
-from undula.parallel.layout import join_layout
 from undula.parallel.reduce.adasum import adasum, halves, largest_within
-from undula.plan.plan import MicroBatch, assign
+from undula.plan.plan import assign
 
 
 def test_orthogonal_gradients_add_up_and_parallel_ones_are_averaged() -> None:
@@ -37,23 +35,17 @@ def test_ranks_reduce_along_one_tree(virtual_workers: int, world_size: int) -> N
         assert middle >= end - middle
 
 
-def _gradients(
-    rank: int, world_size: int, samples: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> list[list[complex]]:
+def _parts(samples: tuple[int, ...], dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Return a module, and the rows of each virtual worker."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
-    rows = torch.randn(sum(samples), 3, dtype=dtype).split(samples)
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    engine = AdasumEngine(layout, len(samples), all_reduce_over(layout.shards))
-    model = engine.place(module)
-    mine = layout.virtual_workers(len(samples))
-    engine.begin_step(len(mine))
-    for place in mine:
-        engine.before_forward(is_last=False)
-        loss = model(rows[place]).abs().square().mean()
-        engine.backward(loss, samples[place] / sum(samples), MicroBatch(0, place, 0, samples[place]), is_last=False)
-    engine.finish_gradients(sum(samples), max_norm=None)
-    return [parameter.grad.flatten().tolist() for parameter in module.parameters()]
+    return module, torch.randn(sum(samples), 3, dtype=dtype).split(samples)
+
+
+def _gradients(rank: int, world_size: int, samples: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list:
+    module, rows = _parts(samples, dtype)
+    engine = placed(module, rank, world_size, len(samples), gradient=ADASUM)
+    return step_gradients(engine, samples, lambda place: module(rows[place]).abs().square().mean())
 
 
 def test_the_result_does_not_depend_on_the_ranks() -> None:
@@ -63,22 +55,20 @@ def test_the_result_does_not_depend_on_the_ranks() -> None:
         assert on_ranks(world_size, _gradients, samples) == [alone] * world_size
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_gradients_keep_their_precision(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("samples", [(4,), (4, 2)])
+def test_virtual_workers_are_combined_layer_by_layer_and_gradients_keep_their_precision(
+    samples: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """For a single virtual worker, the result is its gradient."""
-    (found,) = on_ranks(1, _gradients, (4,), dtype)
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
-    module(torch.randn(4, 3, dtype=dtype)).abs().square().mean().backward()
-    assert found == [parameter.grad.flatten().tolist() for parameter in module.parameters()]
-
-
-def test_two_virtual_workers_are_combined_layer_by_layer() -> None:
-    (found,) = on_ranks(1, _gradients, (4, 2))
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    gradients = []
-    for rows in torch.randn(6, 3).split((4, 2)):
-        gradients.append(torch.autograd.grad(module(rows).square().mean(), list(module.parameters())))
-    for layer, one, other in zip(found, *gradients, strict=True):
-        torch.testing.assert_close(torch.tensor(layer), adasum(one, other).flatten(), rtol=1e-5, atol=1e-7)
+    (found,) = on_ranks(1, _gradients, samples, dtype)
+    module, rows = _parts(samples, dtype)
+    of_workers = [torch.autograd.grad(module(part).abs().square().mean(), list(module.parameters())) for part in rows]
+    for layer, one, *others in zip(found, *of_workers, strict=True):
+        if others:
+            (other,) = others
+            expected = adasum(*map(torch.view_as_real, (one, other))) if dtype.is_complex else adasum(one, other)
+            expected = torch.view_as_complex(expected) if dtype.is_complex else expected
+            torch.testing.assert_close(torch.tensor(layer, dtype=dtype), expected.flatten(), rtol=1e-5, atol=1e-7)
+        else:
+            assert layer == one.flatten().tolist()

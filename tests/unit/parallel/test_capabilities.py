@@ -1,14 +1,12 @@
 """Tests of the table of engines: which engine trains a job, and which jobs are refused."""
 
-from itertools import product
 from typing import get_args
 
 import pytest
 
 from undula.parallel.capabilities import CONFLICTS, ENGINES, EngineKind, Feature, engine_with, features_of, refusal
-from undula.parallel.spec import Compression, EngineName, GradientSpec, Reduction
-
-PLAIN = GradientSpec()
+from undula.parallel.spec import Compression, EngineName, EngineSettings, GradientSpec, Reduction
+from undula.plan.precision import Compute
 
 
 def test_each_engine_is_in_the_table_once_and_only_the_last_is_selected_by_nothing() -> None:
@@ -20,23 +18,30 @@ def test_each_engine_is_in_the_table_once_and_only_the_last_is_selected_by_nothi
     assert all(each.chosen_by not in each.supports for each in ENGINES)
 
 
-def test_a_setting_requires_its_feature() -> None:
-    assert features_of("torch", False, PLAIN, False) == set()
-    assert features_of("horovod", False, PLAIN, False) == {Feature.HOROVOD}
-    assert features_of("torch", True, PLAIN, False) == {Feature.DETERMINISTIC}
-    assert features_of("torch", False, PLAIN, True) == {Feature.NOISE_SCALE}
-    assert features_of("torch", False, GradientSpec(reduce="sum"), False) == set()
-    assert features_of("torch", False, GradientSpec(reduce="adasum"), False) == {Feature.ADASUM}
-    assert features_of("torch", False, GradientSpec(compression="fp16"), False) == {Feature.FP16_GRADIENTS}
-    assert features_of("torch", False, PLAIN, False, "bf16") == {Feature.BF16}
-    assert features_of("torch", False, PLAIN, False, "fp16") == {Feature.FP16}
+REQUIRED: dict[tuple[str, str], set[Feature]] = {
+    ("engine", "torch"): set(),
+    ("engine", "horovod"): {Feature.HOROVOD},
+    ("reduce", "average"): set(),
+    ("reduce", "sum"): set(),
+    ("reduce", "adasum"): {Feature.ADASUM},
+    ("compression", "none"): set(),
+    ("compression", "fp16"): {Feature.FP16_GRADIENTS},
+    ("compute", "fp32"): set(),
+    ("compute", "bf16"): {Feature.BF16},
+    ("compute", "fp16"): {Feature.FP16},
+}
 
 
-def test_every_combination_of_settings_is_known() -> None:
-    names = (get_args(EngineName), get_args(Reduction), get_args(Compression))
-    for engine, reduction, compression in product(*names):
-        found = features_of(engine, True, GradientSpec(reduce=reduction, compression=compression), True)
-        assert {Feature.DETERMINISTIC, Feature.NOISE_SCALE} <= found
+def test_each_value_of_a_setting_requires_its_features() -> None:
+    kinds = {"engine": EngineName, "reduce": Reduction, "compression": Compression, "compute": Compute}
+    for setting, kind in kinds.items():
+        for value in get_args(kind):
+            chosen = {setting: value}
+            gradient = GradientSpec(**(chosen if setting in ("reduce", "compression") else {}))
+            own = chosen if setting in ("engine", "compute") else {}
+            assert features_of(EngineSettings(1, gradient=gradient, **own)) == REQUIRED[setting, value]
+    assert features_of(EngineSettings(1, deterministic=True)) == {Feature.DETERMINISTIC}
+    assert features_of(EngineSettings(1, measures_noise=True)) == {Feature.NOISE_SCALE}
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,20 @@
 import math
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from engine_steps import placed, step_gradients
 from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from undula.errors import UsageError
 from undula.parallel.collectives import all_reduce_over
-from undula.parallel.engines.data_parallel import DataParallelEngine
-from undula.parallel.engines.exact import ExactEngine
-from undula.parallel.layout import join_layout
-from undula.plan.plan import MicroBatch, assign
+from undula.plan.plan import assign
 from undula.train.buffers import BufferMean
 from undula.train.step_reduction import LocalStep, StepReducer, StepTotals, Wants
 
@@ -41,52 +40,44 @@ def test_sums_are_exact_and_digests_wrap_at_64_bits() -> None:
     assert second.wants == Wants(leaves=True)
 
 
-def _train_step(
-    rank: int, world_size: int, shares: tuple[int, ...], dtype: torch.dtype = torch.float64, exact: bool = False
-) -> tuple[list[float], list[float]]:
+SHARES = (4, 4, 3, 3, 2)
+"""Samples of five virtual workers, which are assigned unevenly to 2, 3 and 4 ranks."""
+
+
+def _train_step(rank: int, world_size: int, dtype: torch.dtype, exact: bool) -> tuple[list[float], list[float]]:
+    """Return the gradients and the buffers of a model with BatchNorm after the second step."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(dtype)
-    data = torch.randn(sum(shares), 5, dtype=dtype)
-    pieces = data.split(shares)
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    all_reduce = all_reduce_over(layout.shards)
-    engine = ExactEngine(layout, all_reduce) if exact else DataParallelEngine(layout)
-    model = engine.place(module)
-    buffers = BufferMean(module, all_reduce, exact)
-    buffers.begin_step()
-    mine = layout.virtual_workers(len(shares))
-    engine.begin_step(len(mine))
-    for virtual_worker in mine:
-        is_last = virtual_worker == mine[-1]
-        engine.before_forward(is_last)
+    rows = torch.randn(sum(SHARES), 5, dtype=dtype).split(SHARES)
+    engine = placed(module, rank, world_size, len(SHARES), deterministic=exact)
+    buffers = BufferMean(module, all_reduce_over(engine.layout.shards), exact)
+
+    def loss_of(place: int) -> torch.Tensor:
         buffers.begin_micro_batch()
-        loss = model(pieces[virtual_worker]).square().mean()
-        micro_batch = MicroBatch(0, virtual_worker, 0, shares[virtual_worker])
-        engine.backward(loss, shares[virtual_worker] / sum(shares), micro_batch, is_last)
-        buffers.end_micro_batch(shares[virtual_worker])
-    engine.finish_gradients(sum(shares), max_norm=None)
-    buffers.end_step(sum(shares))
-    gradient = [float(value) for parameter in module.parameters() for value in parameter.grad.flatten()]
-    return gradient, [float(value) for buffer in module.buffers() for value in buffer.flatten()]
+        loss = module(rows[place]).square().mean()
+        buffers.end_micro_batch(SHARES[place])
+        return loss
+
+    for _ in range(2):
+        buffers.begin_step()
+        gradients = step_gradients(engine, SHARES, loss_of)
+        buffers.end_step(sum(SHARES))
+    return list(chain(*gradients)), [float(value) for buffer in module.buffers() for value in buffer.flatten()]
 
 
-def test_gradients_and_buffers_do_not_depend_on_the_world_size() -> None:
-    """The model has BatchNorm, and shares and assignment are uneven (5 virtual workers on 3 and 4 ranks)."""
-    shares = (4, 4, 3, 3, 2)
-    alone = torch.tensor(on_ranks(1, _train_step, shares)[0][0]), torch.tensor(on_ranks(1, _train_step, shares)[0][1])
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_and_buffers_do_not_depend_on_the_world_size(exact: bool) -> None:
+    """With exact sums, they do not differ in any bit."""
+    dtype = torch.float32 if exact else torch.float64
+    (alone,) = on_ranks(1, _train_step, dtype, exact)
     for world_size in (2, 3, 4):
-        for gradient, buffers in on_ranks(world_size, _train_step, shares):
-            torch.testing.assert_close(torch.tensor(gradient), alone[0], rtol=1e-12, atol=1e-14)
-            torch.testing.assert_close(torch.tensor(buffers), alone[1], rtol=1e-12, atol=1e-14)
-
-
-def test_exact_gradients_and_buffers_are_the_same_bit_for_bit_at_any_world_size() -> None:
-    shares = (4, 4, 3, 3, 2)
-    alone = on_ranks(1, _train_step, shares, torch.float32, True)[0]
-    rounded = on_ranks(1, _train_step, shares, torch.float32)[0]
-    torch.testing.assert_close(torch.tensor(alone[0]), torch.tensor(rounded[0]), rtol=1e-4, atol=1e-6)
-    for world_size in (2, 3, 4):
-        assert on_ranks(world_size, _train_step, shares, torch.float32, True) == [alone] * world_size
+        for found in on_ranks(world_size, _train_step, dtype, exact):
+            assert (
+                found == alone if exact else found == tuple(pytest.approx(part, rel=1e-12, abs=1e-14) for part in alone)
+            )
+    if exact:
+        (rounded,) = on_ranks(1, _train_step, dtype, False)
+        assert alone[0] == pytest.approx(rounded[0], rel=1e-4, abs=1e-6)
 
 
 def _losses_in_parts(rank: int, world_size: int, losses: list[float]) -> float:
@@ -177,24 +168,15 @@ class _Branch(nn.Module):
 def _gradients(rank: int, world_size: int, kind: Callable[[], nn.Module]) -> list[list[list[float] | None]]:
     """Return the gradients of two steps of two virtual workers. The second virtual worker has no share of the second step."""
     torch.manual_seed(0)
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    engine, model = DataParallelEngine(layout), kind()
-    engine.place(model)
-    found = []
-    for sizes in ((1, 1), (2, 0)):
-        work = [place for place in layout.virtual_workers(2) if sizes[place] or world_size == 2]
-        engine.begin_step(len(work))
-        for place in work:
-            # Only the samples of the first virtual worker have a negative mean.
-            values = torch.randn(2, 5).abs() if place else -torch.ones(2, 5)
-            is_last = place == work[-1]
-            engine.before_forward(is_last)
-            weight = sizes[place] / sum(sizes)
-            engine.backward(model(values.requires_grad_()), weight, MicroBatch(0, place, 0, sizes[place]), is_last)
-        engine.finish_gradients(sum(sizes), max_norm=None)
-        found.append([None if each.grad is None else each.grad.flatten().tolist() for each in model.parameters()])
-        engine.free_gradients()
-    return found
+    module = kind()
+    engine = placed(module, rank, world_size, virtual_workers=2)
+
+    def loss_of(place: int) -> torch.Tensor:
+        # Only the samples of the first virtual worker have a negative mean.
+        values = torch.randn(2, 5).abs() if place else -torch.ones(2, 5)
+        return module(values.requires_grad_())
+
+    return [step_gradients(engine, samples, loss_of) for samples in ((1, 1), (2, 0))]
 
 
 @pytest.mark.parametrize("kind", [_RunsTwice, _Tied, _Branch])

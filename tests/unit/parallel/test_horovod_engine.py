@@ -1,74 +1,54 @@
 """Tests of Horovod's reduction against that of torch: the gradients are the same at any number of ranks."""
 
 import time
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from engine_steps import FP16, placed, step_gradients
 from horovod_ranks import on_horovod_ranks
 from torch import nn
 
 from undula.elastic.sockets import cut_sockets, open_sockets
 from undula.errors import UsageError
-from undula.parallel.collectives import all_reduce_over
-from undula.parallel.engines.data_parallel import DataParallelEngine
-from undula.parallel.engines.engine import Engine
-from undula.parallel.engines.exact import ExactEngine
-from undula.parallel.engines.select import make_engine
-from undula.parallel.layout import join_layout
-from undula.parallel.spec import GradientSpec
-from undula.plan.plan import MicroBatch, assign
 from undula.train.tracebacks import is_of_collective
 
 pytest.importorskip("horovod.torch", reason="Horovod is not installed: make horovod")
 SHARES = (4, 4, 3, 3, 2)
 
 
-def engine_named(name: str, rank: int, world_size: int) -> Engine:
-    from undula.parallel.engines.horovod import HorovodEngine, sum_over_horovod
-
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    engines = {
-        "torch": lambda: DataParallelEngine(layout),
-        "torch, fp16": lambda: DataParallelEngine(layout, torch.float16),
-        "horovod": lambda: HorovodEngine(layout),
-        "horovod, fp16": lambda: HorovodEngine(layout, torch.float16),
-        "exact": lambda: ExactEngine(layout, all_reduce_over(layout.shards)),
-        "exact, horovod": lambda: ExactEngine(layout, sum_over_horovod),
-    }
-    return engines[name]()
+SETTINGS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "horovod": {"engine": "horovod"},
+    "horovod, fp16": {"engine": "horovod", "gradient": FP16},
+    "torch, fp16": {"gradient": FP16},
+    "exact": {"deterministic": True},
+    "exact, horovod": {"engine": "horovod", "deterministic": True},
+}
 
 
-def _gradients(rank: int, world_size: int, names: tuple[str, ...]) -> list[list[float]]:
+def _gradients(rank: int, world_size: int) -> list[list[float]]:
     """Return the gradients of the last of three steps with each engine, one engine after the other. The second step freezes a layer."""
     found = []
-    for name in names:
+    for settings in SETTINGS.values():
         torch.manual_seed(rank)  # all ranks get the weights of rank 0
         module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
         torch.manual_seed(1)
         rows = torch.randn(sum(SHARES), 5).split(SHARES)
-        engine = engine_named(name, rank, world_size)
-        model = engine.place(module)
-        mine = assign(len(SHARES), world_size)[rank]
+        engine = placed(module, rank, world_size, len(SHARES), **settings)
         for trains_all in (True, False, True):
-            module.zero_grad(set_to_none=True)
             module[0].requires_grad_(trains_all)
-            engine.begin_step(len(mine))
-            for place in mine:
-                is_last = place == mine[-1]
-                engine.before_forward(is_last)
-                loss = model(rows[place]).square().mean()
-                engine.backward(loss, SHARES[place] / sum(SHARES), MicroBatch(0, place, 0, SHARES[place]), is_last)
-            engine.finish_gradients(sum(SHARES), max_norm=None)
-        found.append([value for parameter in module.parameters() for value in parameter.grad.flatten().tolist()])
+            gradients = step_gradients(engine, SHARES, lambda place: module(rows[place]).square().mean())  # noqa: B023
+        found.append(list(chain(*gradients)))
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_equal_those_of_the_torch_engine(world_size: int) -> None:
     """Five virtual workers with uneven shares give the ranks different numbers of backward passes."""
-    names = ("torch", "horovod", "horovod, fp16", "torch, fp16", "exact", "exact, horovod")
-    for by_engine in on_horovod_ranks(world_size, _gradients, names):
+    for by_engine in on_horovod_ranks(world_size, _gradients):
         plain, horovod, half, torch_half, exact, exact_horovod = map(torch.tensor, by_engine)
         torch.testing.assert_close(horovod, plain, rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(half, plain, rtol=2e-3, atol=1e-5)
@@ -94,18 +74,14 @@ def _of_several_kinds(rank: int, world_size: int) -> list[list[float] | None]:
     module = Parts()
     if rank:
         module.mask.fill_(False)
-    engine = engine_named("horovod", rank, world_size)
-    model = engine.place(module)
+    engine = placed(module, rank, world_size, virtual_workers=2, engine="horovod")
     assert module.mask.tolist() == [True, False]
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        engine.begin_step(2 // world_size)
-        for place in range(rank, 2, world_size):
-            loss = model.parts[place](torch.ones(1, 3, dtype=torch.bfloat16)).sum().float()
-            loss = loss + model.convolution(torch.ones(1, 2, 4, 4)).sum()
-            engine.backward(loss, 1.0, MicroBatch(0, place, 0, 1), is_last=True)
-        engine.finish_gradients(2, max_norm=None)
-    return [None if parameter.grad is None else parameter.grad.flatten().tolist() for parameter in module.parameters()]
+
+    def loss_of(place: int) -> torch.Tensor:
+        loss = module.parts[place](torch.ones(1, 3, dtype=torch.bfloat16)).sum().float()
+        return loss + module.convolution(torch.ones(1, 2, 4, 4)).sum()
+
+    return [step_gradients(engine, (1, 1), loss_of) for _ in range(2)][-1]
 
 
 def test_a_gradient_that_some_ranks_lack_is_the_same_as_on_one_rank() -> None:
@@ -117,10 +93,8 @@ def test_a_gradient_that_some_ranks_lack_is_the_same_as_on_one_rank() -> None:
 
 
 def _sparse(rank: int, world_size: int) -> None:
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    module = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(UsageError, match=r"a model with sparse gradients .* cannot be combined with engine=horovod"):
-        make_engine(module, layout, "horovod", False, GradientSpec(), measures_noise=False, virtual_workers=1)
+        placed(nn.Embedding(4, 2, sparse=True), rank, world_size, virtual_workers=1, engine="horovod")
 
 
 def test_sparse_gradients_are_refused_in_one_sentence() -> None:

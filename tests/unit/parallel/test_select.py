@@ -1,67 +1,47 @@
 """Tests of the selection of an engine, and of compressed gradients between two ranks."""
 
-from importlib.util import find_spec
-from typing import get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
+from engine_steps import ADASUM, FP16, placed, step_gradients
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from undula.errors import UsageError
-from undula.parallel.engines.select import make_engine, sent_as
-from undula.parallel.layout import join_layout
-from undula.parallel.spec import Compression, EngineName, GradientSpec
-from undula.plan.plan import MicroBatch
+from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.fsdp import FSDPEngine
+from undula.parallel.engines.select import sent_as
+from undula.parallel.reduce.accumulator import Accumulator
+from undula.parallel.reduce.adasum import AdasumAccumulator
+from undula.parallel.reduce.buckets import BucketAccumulator
+from undula.parallel.reduce.exact import ExactAccumulator
+from undula.parallel.spec import Compression, GradientSpec
 
-PLAIN = GradientSpec()
+ENGINES: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], type[Engine], type[Accumulator]]] = {
+    "plain": ({}, lambda: nn.Linear(2, 1), Engine, BucketAccumulator),
+    "sparse": ({}, lambda: nn.Embedding(4, 2, sparse=True), Engine, BucketAccumulator),
+    "fp16": ({"gradient": FP16}, lambda: nn.Linear(2, 1), Engine, BucketAccumulator),
+    "deterministic": ({"deterministic": True}, lambda: nn.Linear(2, 1), Engine, ExactAccumulator),
+    "adasum": ({"gradient": ADASUM}, lambda: nn.Linear(2, 1), Engine, AdasumAccumulator),
+    "sharded": ({}, lambda: fully_shard(nn.Linear(2, 1)), FSDPEngine, Accumulator),
+}
 
 
-def _engines(rank: int, world_size: int, with_horovod: bool) -> dict[str, str]:
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-
-    def made(
-        module: nn.Module,
-        engine: EngineName = "torch",
-        deterministic: bool = False,
-        gradient: GradientSpec = PLAIN,
-    ) -> str:
-        found = make_engine(module, layout, engine, deterministic, gradient, measures_noise=False, virtual_workers=2)
-        return type(found).__name__
-
-    found = {
-        "plain": made(nn.Linear(2, 1)),
-        "sparse": made(nn.Embedding(4, 2, sparse=True)),
-        "fp16": made(nn.Linear(2, 1), gradient=GradientSpec(compression="fp16")),
-        "deterministic": made(nn.Linear(2, 1), deterministic=True),
-        "adasum": made(nn.Linear(2, 1), gradient=GradientSpec(reduce="adasum")),
-        "sharded": made(fully_shard(nn.Linear(2, 1))),
-    }
-    if with_horovod:
-        found |= {
-            "horovod": made(nn.Linear(2, 1), "horovod"),
-            "deterministic, horovod": made(nn.Linear(2, 1), "horovod", deterministic=True),
-        }
+def _select(rank: int, world_size: int) -> None:
+    for name, (settings, make, engine_type, accumulator) in ENGINES.items():
+        engine = placed(make(), rank, world_size, virtual_workers=2, **settings)
+        of_one = Accumulator if world_size == 1 and accumulator is BucketAccumulator else accumulator
+        assert (type(engine), type(engine._accumulator)) == (engine_type, of_one), name
     with pytest.raises(UsageError, match=r"sparse=True.* cannot be combined with deterministic=true"):
-        made(nn.Embedding(4, 2, sparse=True), deterministic=True)
-    return found
+        placed(nn.Embedding(4, 2, sparse=True), rank, world_size, virtual_workers=2, deterministic=True)
 
 
-def test_settings_and_model_select_the_engine() -> None:
-    with_horovod = find_spec("horovod") is not None
-    (found,) = on_ranks(1, _engines, with_horovod)
-    expected = {
-        "plain": "DataParallelEngine",
-        "sparse": "DataParallelEngine",
-        "fp16": "DataParallelEngine",
-        "deterministic": "ExactEngine",
-        "adasum": "AdasumEngine",
-        "sharded": "FSDPEngine",
-    }
-    with_it = {"horovod": "HorovodEngine", "deterministic, horovod": "ExactEngine"}
-    assert found == expected | (with_it if with_horovod else {})
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_settings_and_model_select_the_engine_and_its_accumulator(world_size: int) -> None:
+    on_ranks(world_size, _select)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -69,9 +49,7 @@ def test_parameters_that_are_unfrozen_or_added_later_are_checked_in_the_next_ste
     base = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
     embedding = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
     model = nn.Sequential(embedding, base, nn.Linear(2, 1))
-    layout = join_layout(0, 1, torch.device("cpu"))
-    engine = make_engine(model, layout, "torch", True, PLAIN, measures_noise=False, virtual_workers=1, compute="bf16")
-    engine.place(model)
+    engine = placed(model, 0, 1, virtual_workers=1, deterministic=True, compute="bf16")
     engine.begin_step(1)
     base.requires_grad_(True)
     with pytest.raises(UsageError, match=r"^a model with trainable bfloat16 .* with precision\.compute=bf16, because"):
@@ -94,28 +72,17 @@ def test_each_compression_has_the_dtype_of_its_name() -> None:
 
 
 def _gradients(rank: int, world_size: int, compression: Compression) -> list[list[list[float]]]:
-    """Return, for each of two steps, the gradient that this rank computed and the sum that it received."""
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    spec = GradientSpec(compression=compression)
-    engine = make_engine(
-        nn.Linear(7, 3), layout, "torch", False, spec, measures_noise=False, virtual_workers=world_size
-    )
-    model = engine.place(nn.Linear(7, 3, bias=False))
+    """Return, for each of three steps, the gradient that this rank computed and the sum that it received."""
+    module = nn.Linear(7, 3, bias=False)
+    gradient = GradientSpec(compression=compression)
+    engine = placed(module, rank, world_size, virtual_workers=world_size, gradient=gradient)
     torch.manual_seed(rank)
     found = []
-    for _ in range(2):  # the second step sends its gradients during the backward pass
+    for _ in range(3):  # from the second step on, gradients are sent during the backward pass
         rows = torch.randn(4, 7)
-        engine.begin_step(1)
-        engine.before_forward(is_last=True)
-        loss = model(rows).square().mean()
-        own = torch.autograd.grad(loss / world_size, [model.weight], retain_graph=True)[0]
-        engine.backward(loss, 1 / world_size, MicroBatch(0, rank, 0, 4), is_last=True)
-        engine.finish_gradients(4 * world_size, max_norm=None)
-        assert model.weight.grad is not None
-        assert model.weight.grad.dtype == torch.float32
-        found.append([own.flatten().tolist(), model.weight.grad.flatten().tolist()])
-        engine.free_gradients()
-    assert dist.get_backend() == "gloo"
+        (own,) = torch.autograd.grad(module(rows).square().mean() / world_size, [module.weight])
+        (received,) = step_gradients(engine, [4] * world_size, lambda place, rows=rows: module(rows).square().mean())
+        found.append([own.flatten().tolist(), received])
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_steps import placed
 from numbers_job import cpu_run, network, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -13,9 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from undula.errors import UsageError
-from undula.parallel.engines.select import make_engine
 from undula.parallel.layout import join_layout
-from undula.parallel.spec import GradientSpec
 from undula.recovery.live_state import LiveState
 from undula.recovery.restore import Restorer
 from undula.recovery.snapshot import find_snapshots
@@ -121,11 +120,9 @@ def test_a_partly_sharded_module_is_refused() -> None:
 def _partly_sharded(rank: int, world_size: int) -> None:
     module = nn.Sequential(nn.Linear(1, 2))
     fully_shard(module[0])
-    layout = join_layout(rank, world_size, torch.device("cpu"))
-    engine = make_engine(module, layout, "torch", False, GradientSpec(), measures_noise=False, virtual_workers=1)
     with pytest.raises(UsageError, match=r"sharded submodules but is not sharded itself"):
-        engine.place(module)
+        placed(module, rank, world_size, virtual_workers=1)
     module = nn.Sequential(nn.Linear(1, 2))
     fully_shard(module, ignored_params={module[0].bias})
     with pytest.raises(UsageError, match=r"parameter '0\.bias' is not sharded"):
-        engine.place(module)
+        placed(module, rank, world_size, virtual_workers=1)

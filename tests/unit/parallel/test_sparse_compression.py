@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_steps import FP16, placed, step_gradients
 from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from undula.parallel.engines.data_parallel import DataParallelEngine
-from undula.parallel.layout import join_layout
 from undula.parallel.spec import GradientSpec
-from undula.plan.plan import MicroBatch
 from undula.state.events import WarningEvent
 from undula.state.ledger import events_of, read_ledger
 from undula.storage import Store
@@ -36,20 +34,14 @@ class Words(nn.Module):
         return total + self.embedding.weight.sum() if self.is_tied else total
 
 
-def _gradients(
-    rank: int, world_size: int, is_tied: bool, dtype: torch.dtype, sent_as: torch.dtype | None
-) -> list[list[float]]:
+def _gradients(rank: int, world_size: int, is_tied: bool, dtype: torch.dtype, gradient: GradientSpec) -> list[float]:
     """Return the gradient of a step in which both ranks use word 1, and each uses another word."""
-    engine = DataParallelEngine(join_layout(rank, world_size, torch.device("cpu")), sent_as)
-    model = engine.place(Words(is_tied, dtype))
-    engine.begin_step(1)
-    engine.backward(model(torch.tensor([1, 2 + rank])) * FINE, 1.0, MicroBatch(0, rank, 0, 1), is_last=True)
-    engine.finish_gradients(2, max_norm=None)
-    gradient = model.embedding.weight.grad
-    assert isinstance(gradient, Tensor)
-    assert gradient.is_sparse != is_tied
-    assert gradient.dtype == dtype
-    found: list[list[float]] = gradient.to_dense().tolist()
+    module = Words(is_tied, dtype)
+    engine = placed(module, rank, world_size, virtual_workers=2, gradient=gradient)
+    seen = []
+    engine.free_gradients = lambda: seen.append(module.embedding.weight.grad)  # type: ignore[method-assign]
+    (found,) = step_gradients(engine, (1, 1), lambda place: module(torch.tensor([1, 2 + rank])) * 2 * FINE)
+    assert [(each.is_sparse, each.dtype) for each in seen] == [(not is_tied, dtype)]
     return found
 
 
@@ -58,10 +50,9 @@ def _gradients(
 def test_sparse_gradients_are_sent_in_the_format_of_the_compression(is_tied: bool, dtype: torch.dtype) -> None:
     everywhere = torch.full((6, 1), 2.0 if is_tied else 0.0, dtype=dtype)
     uses = everywhere + torch.tensor([0, 2, 1, 1, 0, 0], dtype=dtype)[:, None]
-    for plain in on_ranks(2, _gradients, is_tied, dtype, None):
-        assert plain == (uses * FINE).expand(6, 2).tolist()
-    for half in on_ranks(2, _gradients, is_tied, dtype, torch.float16):
-        assert half == uses.expand(6, 2).tolist()
+    for gradient, factor in ((GradientSpec(), FINE), (FP16, 1)):
+        for found in on_ranks(2, _gradients, is_tied, dtype, gradient):
+            assert found == (uses * factor).expand(6, 2).flatten().tolist()
 
 
 def _overflowing(rank: int, world_size: int, job: Job) -> None:

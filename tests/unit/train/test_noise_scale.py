@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from undula.data.prepare.write import write_shards
 from undula.parallel.capabilities import Feature, refusal
-from undula.parallel.engines.engine import trainable
 from undula.parallel.norms import gradient_norm
+from undula.parallel.parameters import trainable
 from undula.parallel.spec import GradientSpec
 from undula.plan.noise import StepNorms
 from undula.plan.schedule import ScheduleSpec

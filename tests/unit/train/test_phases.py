@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from undula.data.spec import ValidationSpec
 from undula.elastic.pure.policy import lost_ranks
 from undula.parallel.capabilities import DATA_PARALLEL
-from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.engines.engine import Engine
 from undula.recovery.progress import REDUCE, START_LIMIT_S, ProgressView
 from undula.recovery.snapshot_writer import SnapshotWriter
 from undula.recovery.worker_state import WorkerState
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 LIMIT_S = 5.0
 
 
-class ShardedEngine(DataParallelEngine):
+class ShardedEngine(Engine):
     """Engine whose forward and backward passes count as ones with collectives."""
 
     capabilities = replace(DATA_PARALLEL, name="sharded", equal_rounds=True)

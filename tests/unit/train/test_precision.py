@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from undula.data.stored.rows import Batch
-from undula.parallel.engines.data_parallel import DataParallelEngine
+from undula.parallel.engines.engine import Engine
 from undula.parallel.engines.fsdp import FSDPEngine
 from undula.parallel.layout import join_layout
 from undula.parallel.precision import Autocast, cpu_problem
@@ -234,7 +234,7 @@ def test_a_tiny_gradient_is_lost_without_a_scale_and_exact_with_one() -> None:
     """2^-25 is half of the smallest number of fp16, and is rounded to 0."""
     gradients = {}
     for scale in (1.0, 2.0**16):
-        engine = DataParallelEngine(join_layout(0, 1, torch.device("cpu")))
+        engine = Engine(join_layout(0, 1, torch.device("cpu")))
         model = engine.place(nn.Linear(1, 1, bias=False))
         engine.compute_in(torch.float16)
         engine.begin_step(1)
@@ -249,7 +249,7 @@ def test_a_tiny_gradient_is_lost_without_a_scale_and_exact_with_one() -> None:
 @pytest.mark.usefixtures("process_group")
 def test_elements_are_tested_and_not_their_norm() -> None:
     """The squares of these finite gradients do not fit fp32."""
-    engine = DataParallelEngine(join_layout(0, 1, torch.device("cpu")))
+    engine = Engine(join_layout(0, 1, torch.device("cpu")))
     model = engine.place(nn.Linear(4, 1, bias=False))
     for value, expected in ((1e30, 0), (math.inf, 1), (math.nan, 1)):
         model.weight.grad = torch.tensor([[1.0, 1.0, value, 1.0]])

@@ -17,7 +17,7 @@ from undula.state.pieces import is_sharded_tensor
 
 
 class FSDPEngine(Engine):
-    """Engine for a module that gathers its parameters and reduces their gradients itself."""
+    """Engine for a module that gathers its parameters and reduces their gradients itself, so that its accumulator need not."""
 
     capabilities = FSDP
 
@@ -40,8 +40,7 @@ class FSDPEngine(Engine):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # losses are weighted already, so gradients are summed
                 part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
-        self.module: nn.Module = module
-        self._find_parameters()
+        self._attach(module)
         return module
 
     def compute_in(self, dtype: torch.dtype) -> None:
@@ -64,6 +63,7 @@ class FSDPEngine(Engine):
 
     def before_forward(self, is_last: bool) -> None:
         """Accumulate gradients on this rank, without reducing them, until the last micro-batch."""
+        super().before_forward(is_last)
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(is_last)
 

@@ -1,1 +1,1 @@
-"""Reduction of gradients: sums in buckets, exact sums, and Adasum."""
+"""Accumulators of gradients: sums in buckets, exact sums, Adasum, and Horovod's reduction."""

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undula.errors import UsageError
-from undula.parallel.collectives import AllReduce
+from undula.parallel.collectives import AllReduce, as_real
+from undula.parallel.reduce.accumulator import SeparateAccumulator
+from undula.plan.plan import MicroBatch
 
 _HIGH_BITS, _LOW_BITS = 16, 66
 LIMIT = 2.0**34
@@ -23,6 +25,32 @@ MOST_ADDED = 2**13 - 1
 _TOTAL_BITS = 80
 CHUNK = 2**20
 """Number of elements that are converted at once: enough to occupy a GPU, and few enough for intermediate results to stay in its cache."""
+
+
+class ExactAccumulator(SeparateAccumulator):
+    """Accumulator of deterministic jobs. It sums gradients as integers, so that the order of the terms does not change any bit.
+
+    The sums are reduced at the end of the step, not during the backward pass. They take 16 bytes per parameter, whereas buckets send 4.
+
+    Args:
+        module: Module on its device.
+        all_reduce: Function that sums a tensor of integers over the ranks, in place.
+    """
+
+    def __init__(self, module: nn.Module, all_reduce: AllReduce):
+        super().__init__(module)
+        self._all_reduce = all_reduce
+        self._sums = ExactSum(list(map(as_real, self.parameters)))
+
+    def open(self, micro_batches: int) -> None:
+        self._sums.clear()
+
+    def add(self, micro_batch: MicroBatch) -> None:
+        self._sums.add(self.gradients())
+
+    def finish(self, samples: int) -> None:
+        self._sums.all_reduce(self._all_reduce)
+        self.store(self._sums.values())
 
 
 class ExactSum:

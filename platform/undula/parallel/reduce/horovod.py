@@ -1,4 +1,4 @@
-"""Engine of jobs with `engine: horovod`. It is imported only for such a job, because nothing else needs Horovod."""
+"""Reduction of jobs with `engine: horovod`. It is imported only for such a job, because nothing else needs Horovod."""
 
 import time
 from collections.abc import Iterable
@@ -6,11 +6,9 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from undula.parallel.capabilities import HOROVOD
-from undula.parallel.engines.engine import Engine
-from undula.parallel.layout import Layout
+from undula.parallel.reduce.accumulator import Accumulator
 
 POLL_INTERVAL_S = 0.0002
 NEVER = 2**62
@@ -46,57 +44,51 @@ class SentAs:
         return tensor.to(dtype)
 
 
-class HorovodEngine(Engine):
-    """Engine that reduces gradients by Horovod's DistributedOptimizer during the backward pass of each step's last micro-batch.
+class HorovodAccumulator(Accumulator):
+    """Accumulator that reduces gradients by Horovod's DistributedOptimizer during the backward pass of each step's last micro-batch.
 
     Losses are weighted by their share of the step's samples, so the gradients of all ranks are summed. Ranks may have different numbers
     of micro-batches, so each rank sets its own number of backward passes per step. Only the reduction of DistributedOptimizer is used:
     it wraps an optimizer that never steps, so that the script's own optimizer keeps its class and its state.
 
     Args:
-        layout: Layout of the worker group.
+        module: Module on its device.
         sent_as: Dtype in which gradients are sent; None for their own dtype.
     """
 
-    capabilities = HOROVOD
-
-    def __init__(self, layout: Layout, sent_as: torch.dtype | None = None):
-        super().__init__(layout)
-        self._sent_as = sent_as
-        self._reduction: Any = None
-
-    def lay_out(self) -> None:
-        if self._reduction:
-            # Its hooks cannot be removed. They wait for more backward passes than there will be, and so never send a gradient.
-            self._reduction.set_backward_passes_per_step(NEVER)
+    def __init__(self, module: nn.Module, sent_as: torch.dtype | None = None):
+        super().__init__(module)
         self._reduction = hvd.DistributedOptimizer(
-            torch.optim.SGD(self.module.parameters(), lr=0.0),
-            named_parameters=self.module.named_parameters(),
-            compression=SentAs(self._sent_as),
+            torch.optim.SGD(module.parameters(), lr=0.0),
+            named_parameters=module.named_parameters(),
+            compression=SentAs(sent_as),
             op=hvd.Sum,
         )
 
-    def begin_step(self, micro_batches: int) -> None:
-        super().begin_step(micro_batches)
+    def close(self) -> None:
+        """Let the hooks, which cannot be removed, wait for more backward passes than there will be, so that they never send a gradient."""
+        self._reduction.set_backward_passes_per_step(NEVER)
+
+    def open(self, micro_batches: int) -> None:
         self._reduction.set_backward_passes_per_step(micro_batches)
 
-    def reduce_gradients(self, samples: int) -> None:
+    def finish(self, samples: int) -> None:
         if hvd.size() == 1:
             return
-        used = torch.tensor([float(parameter.grad is not None) for parameter in self.trainable], device="cpu")
+        used = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters], device="cpu")
         counting = hvd.allreduce_async_(used, op=hvd.Sum, name="undula.used")
         self._send_the_rest()
         _await([counting, *(handle for handle, _ in self._reduction._handles.values())])
         self._reduction.synchronize()
         # Horovod sets a gradient that no rank has to zero. It becomes None again, so that the optimizer skips the parameter, as it
         # would on a single rank.
-        for parameter, ranks in zip(self.trainable, hvd.synchronize(counting).tolist(), strict=True):
+        for parameter, ranks in zip(self.parameters, hvd.synchronize(counting).tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
 
     def _send_the_rest(self) -> None:
         """Send the gradients that the last backward pass did not compute. Other ranks may wait for them, and Horovod sends them late."""
         sent = self._reduction._handles
-        for parameter in self.trainable:
+        for parameter in self.parameters:
             if sent.get(parameter, (None, None))[0] is None:
                 sent[parameter] = self._reduction._allreduce_grad_async(parameter)

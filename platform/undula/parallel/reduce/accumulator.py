@@ -1,0 +1,70 @@
+"""Contract of the accumulators, each of which combines the gradients of all virtual workers into the gradient of a step."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from undula.parallel.collectives import as_real
+from undula.parallel.device_clock import Mark
+from undula.parallel.parameters import trainable
+from undula.plan.plan import MicroBatch
+
+
+class Accumulator:
+    """Accumulates the gradients of this rank's micro-batches, and combines them with the gradients of the other ranks.
+
+    A step begins with `open`. Each micro-batch calls `before_forward`, `before_backward` and, if it has samples, `add`. `finish` stores the
+    gradient of the step in the parameters, or None in a parameter that has no gradient on any rank. A rank runs the micro-batches of one
+    virtual worker after those of another, so a virtual worker is complete when a micro-batch of another one begins.
+
+    This class is for models of a single rank, or models that reduce their gradients themselves: autograd adds up the gradients in the
+    parameters.
+
+    Args:
+        module: Module on its device. An accumulator is made anew when other parameters require a gradient.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.parameters = trainable(module)
+        self.ready: Mark | None = None
+        """Time at which the backward pass of the step's last micro-batch began its latest collective; None if it has begun none."""
+        self.num_begun = 0
+        """Number of collectives of torch.distributed that the backward pass of the step's last micro-batch has begun."""
+
+    def open(self, micro_batches: int) -> None:
+        """Begin a step in which this rank runs `micro_batches` micro-batches. The last step may not have been finished."""
+
+    def before_forward(self) -> None:
+        """Prepare the forward pass of a micro-batch."""
+
+    def before_backward(self, micro_batch: MicroBatch, is_last: bool) -> None:
+        """Prepare the backward pass of a micro-batch, which may have no samples. `is_last` is true for the rank's last one in the step."""
+
+    def add(self, micro_batch: MicroBatch) -> None:
+        """Add the gradient of a micro-batch, which its backward pass has left in the parameters."""
+
+    def finish(self, samples: int) -> None:
+        """Combine the gradients over the ranks, in a step of `samples` samples, and store the result in the parameters."""
+
+    def close(self) -> None:
+        """Remove what is attached to the parameters. Without this, the model can stay in memory although nothing uses it."""
+
+
+class SeparateAccumulator(Accumulator):
+    """Accumulator that keeps sums outside of the parameters, where each micro-batch leaves a gradient of its own."""
+
+    def before_forward(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradient of each parameter as real numbers."""
+        return [None if parameter.grad is None else as_real(parameter.grad) for parameter in self.parameters]
+
+    def store(self, values: Iterable[Tensor | None]) -> None:
+        """Store gradients, given as real numbers of any precision, in the parameters."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if value is not None and parameter.is_complex():
+                value = torch.view_as_complex(value.contiguous())
+            parameter.grad = None if value is None else value.to(parameter.dtype)

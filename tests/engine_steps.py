@@ -1,0 +1,47 @@
+"""Steps of an engine on the virtual workers of a rank, for tests of engines without a run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undula.parallel.engines.engine import Engine
+from undula.parallel.engines.select import make_engine
+from undula.parallel.layout import join_layout
+from undula.parallel.spec import EngineSettings, GradientSpec
+from undula.plan.plan import MicroBatch, assign
+
+FP16 = GradientSpec(compression="fp16")
+ADASUM = GradientSpec(reduce="adasum")
+
+
+def placed(module: nn.Module, rank: int, world_size: int, virtual_workers: int, **settings: Any) -> Engine:
+    """Return the engine of some settings with a module on the CPU of this rank."""
+    layout = join_layout(rank, world_size, torch.device("cpu"))
+    engine = make_engine(module, layout, EngineSettings(virtual_workers, **settings))
+    engine.place(module)
+    return engine
+
+
+def step_gradients(engine: Engine, samples: Sequence[int], loss_of: Callable[[int], Tensor]) -> list[list[Any] | None]:
+    """Run a step, and return the gradient of each parameter.
+
+    Args:
+        engine: Engine with a module.
+        samples: Number of samples of each virtual worker.
+        loss_of: Function that returns the mean loss of a virtual worker.
+    """
+    layout = engine.layout
+    own = assign(len(samples), layout.world_size)[layout.rank]
+    work = [place for place in own if samples[place]] or list(own[:1])
+    engine.begin_step(len(work))
+    for place in work:
+        is_last = place == work[-1]
+        engine.before_forward(is_last)
+        micro_batch = MicroBatch(0, place, 0, samples[place])
+        engine.backward(loss_of(place), samples[place] / sum(samples), micro_batch, is_last)
+    engine.finish_gradients(sum(samples), max_norm=None)
+    gradients = [parameter.grad for parameter in engine.parameters]
+    engine.free_gradients()
+    return [None if gradient is None else gradient.to_dense().flatten().tolist() for gradient in gradients]
