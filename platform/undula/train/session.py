@@ -11,7 +11,7 @@ from undula.data.script.indexed import IndexedData, ScriptData
 from undula.data.script.items import Items
 from undula.data.script.loader_processes import Loader
 from undula.data.stored.maps import SampleFunction
-from undula.parallel.engines.select import MakeEngine
+from undula.parallel.engines.select import MakeEngine, make_engine
 from undula.plan.plan import Plan
 from undula.recovery.progress import BETWEEN_STEPS
 from undula.recovery.worker_state import WorkerState
