@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from undula.data.stored.mixture import Data, load_data
+from undula.data.planned import Data
+from undula.data.reader import SampleReader
+from undula.data.stored.mixture import load_data
 from undula.parallel.collectives import all_reduce_over
 from undula.parallel.engines.engine import Engine
 from undula.parallel.layout import Layout, timeout_of
@@ -34,7 +36,7 @@ from undula.train.job import Job
 from undula.train.learning_rate import OptimizerRates, Rate, rate_for
 from undula.train.loss_scale import LossScale
 from undula.train.noise_scale import NoiseScaleMeter
-from undula.train.samples import AnyStream, SampleSource
+from undula.train.samples import SampleSource
 from undula.train.script_guard import ScriptGuard
 from undula.train.script_state import ScriptState
 from undula.train.step_reduction import StepReducer, Wants
@@ -143,7 +145,7 @@ class TrainContext:
     script_state: ScriptState
     warnings: tuple[WarningEvent, ...] = ()
     """Warnings about the model, which are reported when the run begins."""
-    stream: AnyStream | None = None
+    stream: SampleReader | None = None
     """Training samples from the restored step on."""
     batches: DeviceBatches | None = None
     """Micro-batches from `stream`, on the device."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from undula.data.nested import with_tensors
+from undula.data.reader import SampleReader
 from undula.data.script.dataset import IndexedDataset
 from undula.data.script.items import Collate
 from undula.data.stored.mixture import load_data
@@ -30,7 +31,6 @@ from undula.train.context import RunSetup
 from undula.train.job import Job
 from undula.train.open_gradients import OpenGradients
 from undula.train.run import Run
-from undula.train.samples import AnyStream
 from undula.train.script_state import AfterStep
 from undula.train.single_process import local_world
 from undula.train.step import Step
@@ -137,7 +137,7 @@ class RehearsedRun(Run):
                     validate(batch)
         raise LeaveGroup
 
-    def _batches(self, stream: AnyStream, plan: Plan) -> list[tuple[int, Any]]:
+    def _batches(self, stream: SampleReader, plan: Plan) -> list[tuple[int, Any]]:
         """Return a batch of each size of a plan, with the size. A micro-batch without samples has two rows."""
         found = [(size, stream.any_rows(size or 2).batch) for size in sorted(plan.sizes(), reverse=True)]
         stream.close()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from undula.data.nested import with_tensors
+from undula.data.reader import SampleReader
 from undula.errors import UsageError
 from undula.parallel.collectives import any_rank, begun_collectives, require_begun_collectives
 from undula.parallel.layout import Layout
@@ -22,7 +23,6 @@ from undula.recovery.worker_state import WorkerState
 from undula.state.goals import LOSS
 from undula.train.job import Job
 from undula.train.randomness import seed_validation
-from undula.train.samples import AnyStream
 
 ValidationFunction = Callable[[Any], Tensor | Mapping[str, Tensor | float]]
 """Function that returns the mean loss over a batch's samples, as a scalar tensor, or several means by name, of which one is "loss"."""
@@ -56,7 +56,7 @@ class Validation:
         function: ValidationFunction,
         job: Job,
         plan: Plan,
-        stream_of: Callable[[], AnyStream],
+        stream_of: Callable[[], SampleReader],
         layout: Layout,
         worker: WorkerState,
         put_back_buffers: Callable[[], None],

@@ -15,7 +15,8 @@ from faulty_s3 import PassOn, Proxy, serving
 
 from undula.data.prepare.write import write_shards
 from undula.data.stored.manifest import load_manifest
-from undula.data.stored.read import WindowDatasource, window_read
+from undula.data.stored.reads import WindowReads
+from undula.data.stored.tasks import rows_tasks
 from undula.errors import StorageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
@@ -243,9 +244,9 @@ def test_a_read_task_reports_to_the_process_that_wants_the_rows(
     write_shards(store, [pa.table({"a": range(8)})], pa.schema([("a", pa.int64())]), 8, num_shards=1)
     manifest = load_manifest(store.url)
     order = EpochOrder(Plan(PlanSpec(global_batch=2, virtual_workers=1), 8), manifest.row_counts, 0)
-    reads = [window_read(manifest, manifest.columns, window) for window in order.windows(0)]
+    reads = [WindowReads(manifest, manifest.columns).of(window) for window in order.windows(0)]
     with waits_reported_to(report):
-        (task,) = WindowDatasource(reads, task_bytes=2**20).get_read_tasks(1)
+        (task,) = rows_tasks(reads, task_bytes=2**20)
     server.is_down.set()
     assert sum(table.num_rows for table in task()) == 8
     assert len(waits) == 1

@@ -15,7 +15,7 @@ from undula.data import Manifest, stream
 from undula.data.prepare.write import write_shards
 from undula.data.stored.mapped import StreamMap
 from undula.data.stored.maps import Sample, SampleFunction
-from undula.data.stored.read import window_read
+from undula.data.stored.reads import WindowReads
 from undula.data.stored.rows import WindowRows
 from undula.errors import ManifestError, UndulaError, UsageError
 from undula.plan.order import EpochOrder
@@ -249,8 +249,9 @@ def test_shapes_survive_the_concatenation_of_ray_data(manifest: Manifest) -> Non
     """Ray Data drops the metadata of fields where tables differ."""
     plan = Plan(PLAN, manifest.num_rows)
     window = next(EpochOrder(plan, manifest.row_counts, 0).windows(0))
-    sample_map = StreamMap(transposed, 1, manifest, manifest.columns).keyed(1, manifest.url)
-    read = window_read(manifest, manifest.columns, window, sample_map)
+    reads = WindowReads(manifest, manifest.columns)
+    sample_map = StreamMap(transposed, 1, reads).keyed(1, manifest.url)
+    read = reads.of(window, sample_map=sample_map)
     table = read()
     bare = table.replace_schema_metadata(None).cast(pa.schema([field.remove_metadata() for field in table.schema]))
     for parts in ([table.slice(0, 1), bare.slice(1)], [concat([bare.slice(0, 2), table.slice(2)])]):

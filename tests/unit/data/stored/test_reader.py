@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.data.prepare.write import write_shards
+from undula.data.reader import SampleReader, Samples
 from undula.data.spec import DataSpec
-from undula.data.stored import rank_stream as rank_stream_module
 from undula.data.stored.manifest import Manifest
-from undula.data.stored.rank_stream import RankStream
-from undula.data.stored.read import WindowRead
-from undula.data.stored.rows import Samples
+from undula.data.stored.reader import stored_reader
+from undula.data.stored.reads import WindowRead, WindowReads
 from undula.data.stored.shards import Shard
-from undula.data.stored.streams import rank_stream
+from undula.data.stored.windows import HEAD_WINDOWS
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec, assign
 from undula.storage import Store
@@ -34,7 +33,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=5, row_group_bytes=7 * 8)
 
 
-def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples:
+def samples_of_step(streams: list[SampleReader], plan: Plan, step: int) -> Samples:
     """Take a step's samples from the streams of all ranks, ordered by rank."""
     taken = []
     for stream, virtual_workers in zip(streams, assign(plan.spec.virtual_workers, len(streams)), strict=True):
@@ -47,10 +46,10 @@ def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples
     return Samples(ids, {})
 
 
-def streams_from(manifest: Manifest, plan: Plan, world_size: int, start: int) -> list[RankStream]:
+def streams_from(manifest: Manifest, plan: Plan, world_size: int, start: int) -> list[SampleReader]:
     spec = DataSpec(train=manifest.url)
     ranks = assign(plan.spec.virtual_workers, world_size)
-    return [rank_stream(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
+    return [stored_reader(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
 
 
 def uninterrupted(manifest: Manifest, plan: Plan) -> Iterator[list[int]]:
@@ -104,7 +103,7 @@ def test_a_rank_without_samples_gets_as_many_rows_as_it_asks_for(tmp_path: Path,
     table = pa.table({"value": np.arange(9), "name": [f"row {row}" for row in range(9)]})
     manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 9, num_shards=1, row_group_bytes=1)
     plan = Plan(PlanSpec(global_batch=9, virtual_workers=3, shuffle=shuffle, window=1), 9)
-    stream = rank_stream(manifest, plan, range(2, 3), DataSpec(train=manifest.url))
+    stream = stored_reader(manifest, plan, range(2, 3), DataSpec(train=manifest.url))
     for count in (2, 0, 3):
         samples = stream.any_rows(count)
         assert len(samples.ids) == len(samples.batch["value"]) == count
@@ -151,14 +150,14 @@ def test_the_first_samples_of_tiny_files_do_not_wait_for_a_list_of_all_windows(
     table = pa.table({"value": np.arange(1000, 1400)})
     manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 400, num_shards=1, row_group_bytes=8)
     plan = Plan(PlanSpec(global_batch=4, virtual_workers=2, epochs=1000, window=1), 400)
-    listed, window_read = [], rank_stream_module.window_read
+    listed, read_of = [], WindowReads.of
 
     def counted(*arguments: Any) -> WindowRead:
         listed.append(arguments)
-        return window_read(*arguments)
+        return read_of(*arguments)
 
-    monkeypatch.setattr(rank_stream_module, "window_read", counted)
+    monkeypatch.setattr(WindowReads, "of", counted)
     (stream,) = streams_from(manifest, plan, world_size=1, start=0)
     assert samples_of_step([stream], plan, 0).ids.tolist() == next(uninterrupted(manifest, plan))
     stream.close()
-    assert len(listed) <= rank_stream_module.HEAD_WINDOWS + 1
+    assert len(listed) <= HEAD_WINDOWS + 1

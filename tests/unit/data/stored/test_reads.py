@@ -15,20 +15,13 @@ import torch
 from ray import cloudpickle
 
 from undula.data.prepare.write import array_column, array_field, write_shards
-from undula.data.stored.execution import Pacing
+from undula.data.reader import Samples
 from undula.data.stored.manifest import Column, Manifest
 from undula.data.stored.maps import Sample, SampleMap
-from undula.data.stored.read import (
-    ID_COLUMN,
-    LOCAL_READS,
-    WindowDatasource,
-    WindowRead,
-    row_group_reads,
-    tables,
-    window_read,
-)
-from undula.data.stored.rows import Samples, WindowRows, concatenated
+from undula.data.stored.reads import ID_COLUMN, LOCAL_READS, WindowRead, WindowReads, row_group_reads, tables
+from undula.data.stored.rows import WindowRows, concatenated
 from undula.data.stored.shards import Shard
+from undula.data.stored.tasks import Pacing, RowsDatasource, concurrency, rows_tasks
 from undula.errors import ManifestError, StorageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
@@ -56,7 +49,7 @@ def order(manifest: Manifest, shuffle: str = "window") -> EpochOrder:
 
 def reads(manifest: Manifest, epoch: EpochOrder, virtual_worker: int, position: int = 0) -> Iterator[WindowRead]:
     for window in epoch.windows(virtual_worker, position):
-        yield window_read(manifest, manifest.select(("value", "name")), window)
+        yield WindowReads(manifest, manifest.select(("value", "name"))).of(window)
 
 
 def samples(manifest: Manifest, read: WindowRead) -> Samples:
@@ -130,7 +123,7 @@ def test_columns_of_all_kinds_become_tensors_and_strings(tmp_path: Path, shuffle
     manifest = write_shards(open_store(str(tmp_path)), [table], schema, 4, num_shards=1)
     plan = Plan(PlanSpec(global_batch=4, virtual_workers=1, shuffle=shuffle), 4)
     window = next(EpochOrder(plan, manifest.row_counts, 0).windows(0))
-    read = window_read(manifest, manifest.columns, window)
+    read = WindowReads(manifest, manifest.columns).of(window)
     taken = WindowRows(read, [read()]).take(1, 4)
     assert taken.batch["ints"].dtype == torch.int16
     assert taken.batch["floats"].dtype == torch.float32
@@ -166,9 +159,8 @@ def test_nulls_are_refused_with_and_without_a_map(tmp_path: Path, kind: str, is_
         return {"other": 1}
 
     sample_map = SampleMap(remember, 1, manifest.url, (Column("other", "int64", ()),)) if is_mapped else None
-    read = window_read(
-        manifest, manifest.columns, next(EpochOrder(plan, manifest.row_counts, 0).windows(0)), sample_map
-    )
+    window = next(EpochOrder(plan, manifest.row_counts, 0).windows(0))
+    read = WindowReads(manifest, manifest.columns).of(window, sample_map=sample_map)
     with pytest.raises(ManifestError, match="'pairs' has nulls"):
         WindowRows(read, [read()])
     assert not mapped
@@ -177,9 +169,8 @@ def test_nulls_are_refused_with_and_without_a_map(tmp_path: Path, kind: str, is_
 def test_a_task_reads_several_windows_in_order(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
     windows = [read for v in range(3) for read in reads(manifest, order(manifest), v)]
-    source = WindowDatasource(windows, task_bytes=3 * windows[0].num_bytes)
-    tasks = source.get_read_tasks(0)
-    assert 1 < len(tasks) == source.num_tasks < len(windows)
+    tasks = rows_tasks(windows, task_bytes=3 * windows[0].num_bytes)
+    assert 1 < len(tasks) < len(windows)
     ids = [table[ID_COLUMN].to_numpy() for task in tasks for table in task()]
     assert np.array_equal(np.concatenate(ids), np.concatenate([read.ids() for read in windows]))
 
@@ -207,7 +198,7 @@ def test_virtual_workers_that_share_row_groups_decode_each_of_them_once(
     epoch = EpochOrder(
         Plan(PlanSpec(global_batch=64, virtual_workers=64, shuffle=shuffle), 640), manifest.row_counts, epoch=0
     )
-    windows = [window_read(manifest, manifest.columns, window) for v in range(64) for window in epoch.windows(v)]
+    windows = [WindowReads(manifest, manifest.columns).of(window) for v in range(64) for window in epoch.windows(v)]
     rows = list(tables(row_group_reads(windows), ahead_bytes=2**20))
     assert len(windows) >= 64
     assert len(decodes) == len(set(decodes)) == len(manifest.row_counts) == 5
@@ -219,7 +210,7 @@ def test_rows_of_one_window_alone_do_not_keep_their_row_group_in_memory(tmp_path
     table = pa.table({"value": range(640)})
     manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 640, 1)
     epoch = EpochOrder(Plan(PlanSpec(global_batch=64, virtual_workers=64), 640), manifest.row_counts, epoch=0)
-    (window,) = (window_read(manifest, manifest.columns, window) for window in epoch.windows(3))
+    (window,) = (WindowReads(manifest, manifest.columns).of(window) for window in epoch.windows(3))
     assert sum(buffer.size for chunk in window()["value"].chunks for buffer in chunk.buffers() if buffer) < 200
 
 
@@ -232,7 +223,7 @@ def test_only_row_groups_that_fit_are_read_ahead(
     epoch = EpochOrder(
         Plan(PlanSpec(global_batch=10, virtual_workers=1, window=10), 1000), manifest.row_counts, epoch=0
     )
-    groups = list(row_group_reads([window_read(manifest, manifest.columns, next(epoch.windows(0)))]))
+    groups = list(row_group_reads([WindowReads(manifest, manifest.columns).of(next(epoch.windows(0)))]))
     rows = tables(groups, ahead_bytes=ahead * groups[0].peak_bytes)
     next(rows)
     rows.close()
@@ -248,16 +239,16 @@ def test_fewer_tasks_run_at_once_if_their_rows_would_not_fit(tmp_path: Path) -> 
     manifest = write_shards(open_store(str(tmp_path)), [table], table.schema, 64, 4, row_group_bytes=2**20)
     assert sum(sum(file.row_group_bytes) for file in manifest.files) < masks.nbytes / 20
     epoch = EpochOrder(Plan(PlanSpec(global_batch=4, virtual_workers=1), 64), manifest.row_counts, epoch=0)
-    windows = [window_read(manifest, manifest.columns, window) for window in epoch.windows(0)]
-    source = WindowDatasource(windows, task_bytes=16_000)
-    assert source.num_tasks == 4
-    assert [source.concurrency(num_bytes) for num_bytes in (1_000, 16_000, 48_000, 10**9)] == [1, 1, 3, 4]
-    assert source.estimate_inmemory_data_size() == masks.nbytes
+    windows = [WindowReads(manifest, manifest.columns).of(window) for window in epoch.windows(0)]
+    tasks = rows_tasks(windows, task_bytes=16_000)
+    assert len(tasks) == 4
+    assert [concurrency(tasks, num_bytes) for num_bytes in (1_000, 16_000, 48_000, 10**9)] == [1, 1, 3, 4]
+    assert RowsDatasource(tasks).estimate_inmemory_data_size() == masks.nbytes
 
 
 def test_only_the_named_columns_are_read(tmp_path: Path) -> None:
     manifest = write(open_store(str(tmp_path)))
-    table = window_read(manifest, manifest.select(("value",)), next(order(manifest).windows(0)))()
+    table = WindowReads(manifest, manifest.select(("value",))).of(next(order(manifest).windows(0)))()
     assert table.column_names == ["value", ID_COLUMN]
 
 
@@ -283,7 +274,7 @@ def test_changed_shard_is_refused_by_name(store: Store) -> None:
 def test_broken_shard_is_named(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     manifest = write(store)
-    first = window_read(manifest, manifest.select(("value",)), next(order(manifest).windows(0)))
+    first = WindowReads(manifest, manifest.select(("value",))).of(next(order(manifest).windows(0)))
     path = tmp_path / first.ranges[0].shard.name
     stat = path.stat()
     path.write_bytes(b"?" * stat.st_size)
@@ -304,7 +295,7 @@ def test_missing_shard_is_named(store: Store) -> None:
 def test_processes_of_read_tasks_do_not_import_torch(tmp_path: Path) -> None:
     """It would take each of them seconds and 200 MiB."""
     manifest = write(Store(str(tmp_path)))
-    tasks = WindowDatasource(list(reads(manifest, order(manifest), 0)), task_bytes=500).get_read_tasks(1)
+    tasks = RowsDatasource(rows_tasks(reads(manifest, order(manifest), 0), task_bytes=500)).get_read_tasks(1)
     script = """
 import pickle, sys
 tasks, _ = pickle.load(sys.stdin.buffer)
