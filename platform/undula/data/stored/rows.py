@@ -76,7 +76,7 @@ class _Numbers:
     """Column of numbers of a window, in one array: gathering each batch from several chunks takes longer than joining them once."""
 
     def __init__(self, chunks: list[pa.Array], column: Column):
-        rows = [_numbers(chunk, column) for chunk in chunks]
+        rows = [column.numbers(chunk) for chunk in chunks]
         self._rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def slice(self, start: int, stop: int) -> Tensor:
@@ -134,9 +134,3 @@ def _empty_like(rows: NDArray[Any], count: int) -> Tensor:
     """Return a tensor for `count` rows of this kind, in memory of torch."""
     dtype = torch.from_numpy(np.empty(0, rows.dtype)).dtype
     return torch.empty((count, *rows.shape[1:]), dtype=dtype, device="cpu")
-
-
-def _numbers(array: pa.Array, column: Column) -> NDArray[Any]:
-    """Return the rows of a chunk as numbers. They are not copied, except for booleans, which Arrow stores as bits."""
-    values: NDArray[Any] = column.values(array).to_numpy(zero_copy_only=False)
-    return values.reshape(-1, *column.shape)

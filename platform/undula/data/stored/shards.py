@@ -228,8 +228,8 @@ def _fetch(shard: Shard, start: int, into: memoryview) -> None:
 def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
     bucket, key = shard.store.on_s3(shard.name)
     try:
-        found = Object(key, shard.bytes, shard.version.removeprefix("etag "))
-        bucket.read_into(found, start, into, RETRY_FOR_S)
+        item = Object(key, shard.bytes, shard.version.removeprefix("etag "))
+        bucket.read_into(item, start, into, RETRY_FOR_S)
     except MissingError as error:
         raise _missing(shard) from error
     except ChangedError as error:
