@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from faulty_s3 import Fault, FaultyS3, faulty_s3
+from s3_server import Fault, S3Proxy, serving
 
 from undula.data.prepare.index import index
 from undula.data.prepare.write import write_shards
@@ -29,8 +29,8 @@ TABLE = pa.table({"a": np.arange(ROWS), "b": np.arange(ROWS) * 2.5, "c": np.aran
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    with faulty_s3(s3_endpoint) as server:
+def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    with serving(S3Proxy(s3_endpoint)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
         monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.1)
@@ -58,7 +58,7 @@ def rows_of(manifest: Manifest) -> pa.Table:
 
 
 @pytest.mark.parametrize("fault", ["503", "slow down", "reset", "truncated", "short", "slow"])
-def test_temporary_faults_do_not_change_the_rows(manifest: Manifest, proxy: FaultyS3, fault: Fault) -> None:
+def test_temporary_faults_do_not_change_the_rows(manifest: Manifest, proxy: S3Proxy, fault: Fault) -> None:
     shards._footers.clear()
     proxy.faults.extend([fault] * 3)
     assert rows_of(manifest).equals(TABLE)
@@ -66,7 +66,7 @@ def test_temporary_faults_do_not_change_the_rows(manifest: Manifest, proxy: Faul
 
 
 def test_parts_of_a_large_row_group_survive_faults_independently(
-    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "PART_BYTES", 1000)
     faults: list[Fault] = ["reset", "503", "truncated", "short", "slow down"]
@@ -75,9 +75,7 @@ def test_parts_of_a_large_row_group_survive_faults_independently(
     assert not proxy.faults
 
 
-def test_a_changed_object_is_refused_by_name_even_when_its_size_is_the_same(
-    manifest: Manifest, proxy: FaultyS3
-) -> None:
+def test_a_changed_object_is_refused_by_name_even_when_its_size_is_the_same(manifest: Manifest, proxy: S3Proxy) -> None:
     shard = shard_of(manifest)
     store = open_store(manifest.url)
     data = bytearray(store.read(shard.name))
@@ -87,7 +85,7 @@ def test_a_changed_object_is_refused_by_name_even_when_its_size_is_the_same(
         shard.row_group(0, ("a",))
 
 
-def test_a_deleted_object_is_refused_by_name(manifest: Manifest, proxy: FaultyS3) -> None:
+def test_a_deleted_object_is_refused_by_name(manifest: Manifest, proxy: S3Proxy) -> None:
     shard = shard_of(manifest)
     shard.row_group(0, ("a",))
     open_store(manifest.url).delete(shard.name)
@@ -96,7 +94,7 @@ def test_a_deleted_object_is_refused_by_name(manifest: Manifest, proxy: FaultyS3
 
 
 def test_requests_to_a_busy_store_end_at_the_time_limit(
-    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "RETRY_FOR_S", 0.5)
     shards._footers.clear()
@@ -108,7 +106,7 @@ def test_requests_to_a_busy_store_end_at_the_time_limit(
 
 
 def test_neighbouring_columns_are_fetched_with_one_request_and_unused_columns_are_not_fetched(
-    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = shard_of(manifest)
     shard.row_group(0, ("a",))  # fetches the footer, which is cached from here on
@@ -132,7 +130,7 @@ def test_reading_continues_after_the_store_was_down(
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     clients.forget_clients()
     with ExitStack() as stack:
-        back = threading.Timer(1.0, lambda: stack.enter_context(faulty_s3(s3_endpoint, port)))
+        back = threading.Timer(1.0, lambda: stack.enter_context(serving(S3Proxy(s3_endpoint, port=port))))
         back.start()
         assert rows_of(manifest).equals(TABLE)
         back.join()
@@ -146,7 +144,7 @@ def test_reading_continues_after_the_store_was_down(
     ],
 )
 def test_an_answer_with_another_range_or_version_is_refused(
-    manifest: Manifest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], problem: str
+    manifest: Manifest, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, answer: dict[str, str], problem: str
 ) -> None:
     client = clients.s3_client(False)
     honest = client.get_object
@@ -165,7 +163,7 @@ def test_columns_with_dots_in_their_names_are_read(s3: Any) -> None:
 
 
 def test_cached_data_need_no_request_and_are_not_used_for_another_version(
-    manifest: Manifest, proxy: FaultyS3, tmp_path: Path
+    manifest: Manifest, proxy: S3Proxy, tmp_path: Path
 ) -> None:
     shard = replace(shard_of(manifest), cache=DiskCache(str(tmp_path), 10**6))
     first = shard.row_group(0, ("a", "b"))
@@ -178,7 +176,7 @@ def test_cached_data_need_no_request_and_are_not_used_for_another_version(
 
 
 def test_a_public_bucket_is_read_without_credentials(
-    manifest: Manifest, s3: Any, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, s3: Any, proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, bucket = clients.s3_client(False), s3.bucket
     for file in client.list_objects_v2(Bucket=bucket)["Contents"]:
@@ -186,7 +184,7 @@ def test_a_public_bucket_is_read_without_credentials(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    proxy.signed.clear()
+    proxy.authorizations.clear()
     with pytest.raises(ManifestError, match="cannot be written there; set --out"):
         index(manifest.url, anonymous=True)
     index(manifest.url, out=str(tmp_path), anonymous=True)
@@ -194,8 +192,8 @@ def test_a_public_bucket_is_read_without_credentials(
     assert public.digest == manifest.digest
     public.check_files()
     assert rows_of(public).equals(TABLE)
-    assert proxy.signed
-    assert not any(proxy.signed)
+    assert proxy.authorizations
+    assert not any(proxy.authorizations)
 
 
 def test_the_footers_that_a_process_keeps_are_limited_by_their_size(
