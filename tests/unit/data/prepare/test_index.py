@@ -1,14 +1,13 @@
 """Tests of indexing: which files are data, one request per file, and many files at once."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from s3_server import S3Proxy, serving
+from s3_server import S3Proxy
 
 from undula.data.prepare import index as indexing
 from undula.data.prepare.index import index, index_files
@@ -17,25 +16,6 @@ from undula.data.stored import shards
 from undula.data.stored.manifest import MANIFEST_NAME, load_manifest
 from undula.errors import ManifestError
 from undula.storage import Store, open_store
-from undula.storage.s3 import forget_clients
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "data"))
-
-
-@pytest.fixture
-def bucket(request: pytest.FixtureRequest) -> Store:
-    return open_store(request.getfixturevalue("s3").url("data"))
-
-
-@pytest.fixture
-def proxy(s3_endpoint: str, bucket: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
-    with serving(S3Proxy(s3_endpoint)) as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        forget_clients()
-        yield server
 
 
 def parquet(rows: int = 3, columns: int = 1) -> bytes:
@@ -166,7 +146,7 @@ def test_an_error_ends_the_reading_of_the_other_footers(folder: Store, monkeypat
 
 def test_the_rows_of_a_small_object_take_one_request(bucket: Store, proxy: S3Proxy) -> None:
     bucket.write("a.parquet", parquet())
-    (file,) = index(bucket.url).files
+    shard = shards.Shard.of(index(bucket.url), 0)
     proxy.ranges.clear()
-    assert shards.Shard(bucket, file.name, file.bytes, file.version).row_group(0, ["column 0"]).num_rows == 3
+    assert shard.row_group(0, ["column 0"]).num_rows == 3
     assert len(proxy.ranges) == 1

@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from data_sets import write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from undula.data.planned import Data
-from undula.data.prepare.write import array_column, array_field, write_shards
+from undula.data.prepare.write import array_column, array_field
 from undula.data.reader import Samples
 from undula.data.spec import DataSpec
 from undula.data.stored.manifest import Manifest
@@ -22,7 +23,6 @@ from undula.data.stored.maps import Sample
 from undula.data.stored.mixture import Mixture
 from undula.data.stored.reader import stored_reader
 from undula.plan.plan import Plan, PlanSpec, assign
-from undula.storage import Store
 
 NUM_ROWS = 83
 COLUMNS = {
@@ -49,7 +49,7 @@ def written(folder: str) -> Manifest:
     """Write a data set with row groups of about 7 rows."""
     fields = [array_field(n, pa.uint8(), (3, 1)) if n == "pixels" else pa.field(n, c.type) for n, c in COLUMNS.items()]
     table = pa.Table.from_arrays(list(COLUMNS.values()), schema=pa.schema(fields))
-    return write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=7 * 18)
+    return write_table(folder, table, num_shards=3, row_group_bytes=7 * 18)
 
 
 def same(sample: Sample, rng: np.random.Generator) -> Sample:
