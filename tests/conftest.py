@@ -9,10 +9,6 @@ import own_memory
 
 # isort: split
 import gc
-import socket
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +18,7 @@ import boto3
 import pytest
 from hypothesis import settings
 from jobs_kit import Jobs
+from s3_server import client_env, moto_server
 from small_text import write_text
 
 from undula.cluster.local import LocalCluster
@@ -85,36 +82,15 @@ class S3:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """URL of moto's S3 server in a separate process. Clients use real HTTP; only the storage is simulated."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_until_listening(server, port, limit_s=60)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        try:
-            server.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    """URL of an S3 server that all tests share."""
+    with moto_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="session")
 def s3_env(s3_endpoint: str) -> dict[str, str]:
     """Environment variables with which clients find the S3 server."""
-    return {
-        "AWS_ENDPOINT_URL": s3_endpoint,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_REGION": "us-east-1",
-    }
+    return client_env(s3_endpoint)
 
 
 @pytest.fixture
@@ -152,16 +128,3 @@ def _forget_server() -> None:
     """Forget what this process knows about the server: its clients are bound to one endpoint."""
     forget_clients()
     forget_forms()
-
-
-def _wait_until_listening(server: subprocess.Popen[bytes], port: int, limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        assert server.poll() is None, f"the S3 server ended with {server.returncode}"
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.05)
-        else:
-            return
-    raise TimeoutError(f"the S3 server does not listen after {limit_s} s")

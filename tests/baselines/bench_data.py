@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import boto3
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
@@ -26,11 +28,11 @@ from pyarrow import fs
 from tests.baselines.foreign import FOREIGN, LOCAL_ONLY, foreign_rate, prepare_foreign
 from tests.baselines.foreign_rate import rate
 from tests.baselines.result import print_and_write
-from tests.baselines.s3_server import require_moto, s3_server
+from tests.s3_server import client_env, moto_server
 from undula.cluster.local import local_cluster
 from undula.data.prepare.index import index
 from undula.data.prepare.write import array_column, array_field
-from undula.errors import one_sentence
+from undula.errors import needs_extra, one_sentence
 from undula.plan.plan import PlanSpec
 from undula.storage import Store, open_store
 
@@ -159,8 +161,8 @@ def main() -> None:
     parser.add_argument("--places", nargs="*", default=["local", "s3"], choices=["local", "s3"])
     parser.add_argument("--without", nargs="*", default=[], choices=list(FOREIGN), help="contenders to leave out")
     options = parser.parse_args()
-    with one_sentence():
-        require_moto()
+    with one_sentence(), needs_extra("dev"):
+        import_module("moto.server")
     sets = [(kind, place) for kind in options.kinds for place in options.places]
     if len(sets) == 1:
         measure(*sets[0], options)
@@ -173,8 +175,9 @@ def main() -> None:
 def measure(kind: str, place: str, options: argparse.Namespace) -> None:
     rows = int(options.mib * 2**20 / (KINDS[kind](8).nbytes / 8)) // BATCH * BATCH
     data = KINDS[kind](rows)
-    with tempfile.TemporaryDirectory() as folder, s3_server() as endpoint, ExitStack() as stack:
-        os.environ |= endpoint
+    with tempfile.TemporaryDirectory() as folder, moto_server() as endpoint, ExitStack() as stack:
+        os.environ |= client_env(endpoint)
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="bench")
         cluster = stack.enter_context(local_cluster(num_cpus=2))
         os.environ |= cluster.env
         stack.callback(disconnect)

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.baselines.result import print_and_write
-from undula.data.script.indexed_stream import IndexedStream
 from undula.data.script.items import Items
 from undula.data.script.loader_processes import Loader
+from undula.data.script.reader import ScriptReader
 from undula.plan.plan import Plan, PlanSpec
 
 SIDE = 96
@@ -57,7 +57,7 @@ def batches_of_run(
     loader = Loader(num_workers)
 
     def epoch() -> Iterator[Any]:
-        stream = IndexedStream(items, loader, plan, range(1), 0, "training")
+        stream = ScriptReader(items, loader, plan, range(1), 0, "training")
         for _ in range(plan.total_steps):
             yield stream.take(0, batch).batch
 

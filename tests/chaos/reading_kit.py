@@ -45,10 +45,10 @@ class Mapped:
 @ray.remote(max_concurrency=2)
 class Rank:
     def __init__(self, rank, settings):
-        from undula.data.stored import read_ahead
+        from undula.data.stored import tasks
         from undula.data import stream
         from undula.plan.plan import PlanSpec
-        read_ahead.PATIENCE_S = settings["patience_s"]
+        tasks.PATIENCE_S = settings["patience_s"]
         self.steps, self.nodes, self.resident = [], [], []
         mapped = Mapped(settings["held"], settings["folder"]) if settings["mapped"] else None
         self.source = stream(

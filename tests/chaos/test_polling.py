@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from chaos_kit import Running, running
 from poller import polled
+from s3_server import S3Proxy, Takes, serving
 from small_text import write_text
-from strict_s3 import Takes, strict_s3
 
 from undula.report.data.certificate import certify, data_of
 from undula.report.data.run_record import read_run
@@ -83,7 +83,7 @@ def test_a_run_on_s3_is_whole_during_minutes_of_polls(
     with ExitStack() as stack:
         url = s3_endpoint
         if takes != "any":
-            url = stack.enter_context(strict_s3(s3_endpoint, cast(Takes, takes))).url
+            url = stack.enter_context(serving(S3Proxy(s3_endpoint, cast(Takes, takes)))).url
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         forget_clients()
         forget_forms()

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from undula.data.stored.rows import Samples
+from undula.data.reader import Samples
 from undula.train.device_batches import DeviceBatches
 
 ROWS = 2**16

@@ -1,20 +1,15 @@
 """Tests of data sets of many small files on S3: few requests, a fast index, and a fast start of a run."""
 
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import faulty_s3
 from forking.drivers import with_forked_drivers
 from jobs_kit import Jobs
+from s3_server import S3Proxy, moto_server, serving
 
 from undula.cluster.local import local_cluster
 from undula.data.prepare.index import index
@@ -25,7 +20,6 @@ from undula.storage.s3 import forget_clients
 MANY = 20_000
 DELAY_S = 0.02
 INDEXED_WITHIN_S, STARTED_WITHIN_S = 120.0, 10.0
-SLOW_S3 = Path(__file__).parents[1] / "slow_s3.py"
 
 
 def test_each_file_is_indexed_with_one_request(
@@ -36,39 +30,15 @@ def test_each_file_is_indexed_with_one_request(
     store = open_store(s3.url("many"))
     for number in range(60):
         store.write(f"{number:03}.parquet", sink.getvalue().to_pybytes())
-    with faulty_s3(s3_endpoint) as proxy:
+    with serving(S3Proxy(s3_endpoint)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         forget_clients()
         manifest = index(store.url, out=str(tmp_path))
         assert manifest.num_rows == 480
-        assert len(proxy.signed) == 61  # one of them lists the files
-        proxy.signed.clear()
+        assert len(proxy.authorizations) == 61  # one of them lists the files
+        proxy.authorizations.clear()
         load_manifest(str(tmp_path)).check_files()
-        assert len(proxy.signed) == 1
-
-
-@contextmanager
-def slow_s3(bucket: str, folder: Path, copies: int) -> Iterator[str]:
-    """Yield the endpoint of a server whose bucket has `copies` of each Parquet file of a folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, str(SLOW_S3), str(port), str(DELAY_S), bucket, str(folder), str(copies)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline_s = time.monotonic() + 300
-    try:
-        while True:
-            assert server.poll() is None, f"the S3 server ended with {server.returncode}"
-            assert time.monotonic() < deadline_s
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
+        assert len(proxy.authorizations) == 1
 
 
 @pytest.mark.soak
@@ -80,7 +50,7 @@ def test_many_files_are_indexed_and_a_run_on_them_starts_in_time(
     (tmp_path / "one").mkdir()
     first = open_store(f"{text}/train").list()[1].name
     pq.write_table(pq.read_table(f"{text}/train/{first}").slice(0, 8), tmp_path / "one" / "data.parquet")
-    with slow_s3("many", tmp_path / "one", MANY) as endpoint:
+    with moto_server(DELAY_S, "many", tmp_path / "one", MANY, limit_s=300) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         forget_clients()
         url = "s3://many/data"

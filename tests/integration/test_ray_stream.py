@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from faulty_s3 import Fault, faulty_s3
 from forking.drivers import with_forked_drivers
+from s3_server import Fault, S3Proxy, serving
 
 from undula.cluster.local import LocalCluster, local_cluster
 from undula.data import stream
@@ -153,7 +153,7 @@ def test_temporary_faults_of_s3_lose_no_sample(
     write_shards(store, [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=50_000)
     expected = planned(store.url, 21)
     faults: list[Fault] = ["503", "reset", "truncated", "slow", "slow down", "short"]
-    with faulty_s3(s3_endpoint) as proxy:
+    with serving(S3Proxy(s3_endpoint)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.slow_s = 0.5
         proxy.faults.extend(faults * 5)

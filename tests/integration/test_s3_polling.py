@@ -16,7 +16,7 @@ import torch
 from numbers_job import numbers_job
 from poller import polled
 from ranks import forks
-from strict_s3 import Takes, strict_s3
+from s3_server import S3Proxy, Takes, serving
 from torch import nn
 from waiting import wait_until
 
@@ -103,7 +103,7 @@ def server_for(s3_endpoint: str, takes: str) -> Iterator[str]:
     if takes == "any":
         yield s3_endpoint
     else:
-        with strict_s3(s3_endpoint, cast(Takes, takes)) as server:
+        with serving(S3Proxy(s3_endpoint, cast(Takes, takes))) as server:
             yield server.url
 
 

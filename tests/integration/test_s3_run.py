@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_s3 import FaultyS3, faulty_s3
 from forking.drivers import with_forked_drivers
 from jobs_kit import STREAMED, Jobs
+from s3_server import S3Proxy, serving
 from study_kit import Studies
 from waiting import wait_until
 
@@ -23,13 +23,13 @@ from undula.study.records import REPORT, read_spec
 
 
 @pytest.fixture(scope="module")
-def proxy(s3_endpoint: str) -> Iterator[FaultyS3]:
-    with faulty_s3(s3_endpoint) as server:
+def proxy(s3_endpoint: str) -> Iterator[S3Proxy]:
+    with serving(S3Proxy(s3_endpoint)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def s3_cluster(s3_env: dict[str, str], proxy: FaultyS3, forking_python: str) -> Iterator[LocalCluster]:
+def s3_cluster(s3_env: dict[str, str], proxy: S3Proxy, forking_python: str) -> Iterator[LocalCluster]:
     """Cluster whose processes find the S3 server through the proxy."""
     env = {**s3_env, "AWS_ENDPOINT_URL": proxy.url}
     with local_cluster(num_cpus=4, env=env, python=forking_python) as cluster:
@@ -61,7 +61,7 @@ def test_data_and_run_directory_can_be_on_s3(s3: Any, s3_cluster: LocalCluster, 
 
 
 def test_a_run_waits_for_a_busy_store_and_says_so_once(
-    s3: Any, s3_cluster: LocalCluster, proxy: FaultyS3, tmp_path: Path
+    s3: Any, s3_cluster: LocalCluster, proxy: S3Proxy, tmp_path: Path
 ) -> None:
     """The store refuses to send data to any process, from before the workers start until the run has reported it."""
     jobs = small_jobs(s3, s3_cluster, tmp_path)

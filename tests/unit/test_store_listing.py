@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faulty_s3 import FaultyS3, faulty_s3
+from s3_server import S3Proxy, serving
 
 from undula.storage import Store, open_store, s3, s3_requests
 
@@ -65,9 +65,9 @@ def test_files_are_found_by_name(store: Store) -> None:
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+def proxy(s3_endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     request.getfixturevalue("s3")
-    with faulty_s3(s3_endpoint) as server:
+    with serving(S3Proxy(s3_endpoint)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         s3.forget_clients()
         yield server
@@ -75,12 +75,12 @@ def proxy(s3_endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.
 
 
 def test_named_files_take_one_request_for_each_page(
-    request: pytest.FixtureRequest, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(request.getfixturevalue("s3").url("data"))
     for name in (*NAMES, "a/1.notes", "y.notes"):
         store.write(name, b"")
     monkeypatch.setattr(s3_requests, "_KEYS_OF_PAGE", 3)
-    proxy.signed.clear()
+    proxy.authorizations.clear()
     assert set(store.find(NAMES)) == set(NAMES)
-    assert len(proxy.signed) == 3
+    assert len(proxy.authorizations) == 3

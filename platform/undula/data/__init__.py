@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from undula.data.stored.loader import Stream, stream
     from undula.data.stored.manifest import Manifest, load_manifest
+    from undula.data.stored.stream import Stream, stream
 
 __all__ = ["Manifest", "Stream", "load_manifest", "stream"]
 
 _HOMES = {
     "Manifest": "undula.data.stored.manifest",
-    "Stream": "undula.data.stored.loader",
+    "Stream": "undula.data.stored.stream",
     "load_manifest": "undula.data.stored.manifest",
-    "stream": "undula.data.stored.loader",
+    "stream": "undula.data.stored.stream",
 }
 
 

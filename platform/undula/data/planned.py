@@ -6,12 +6,14 @@ import numpy as np
 
 from undula.data.script.indexed import IndexedData
 from undula.data.stored.manifest import Manifest
-from undula.data.stored.mixture import Data, Mixture
+from undula.data.stored.mixture import Mixture, StoredData
 from undula.plan.keys import Ids
 from undula.plan.mix import Mix
 from undula.plan.order import EpochOrder, IndexOrder
 from undula.plan.plan import Plan
 
+Data = StoredData | IndexedData
+"""Training data of a job."""
 _CACHED_ORDERS = 16
 
 

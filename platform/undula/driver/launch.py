@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias, assert_never
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from undula.config.job import LoadedSpec, changed_key
+from undula.data.planned import Data
 from undula.data.script.indexed import ScriptData
-from undula.data.stored.mixture import Data, load_data
+from undula.data.stored.mixture import load_data
 from undula.elastic.pure.fleet import Work
 from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.elastic.ray.trainer import elastic_trainer, ray_trainer

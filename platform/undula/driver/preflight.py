@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from undula.config.job import LoadedSpec, changed_key
+from undula.data.planned import Data
 from undula.data.script.indexed import IndexedData, ScriptData, recorded_data
 from undula.data.stored.manifest import load_manifest
-from undula.data.stored.mixture import Data, Mixture, StoredData, load_data
+from undula.data.stored.mixture import Mixture, StoredData, load_data
 from undula.driver.model_facts import ModelFacts, script_facts
 from undula.driver.trackers import checked_trackers
 from undula.elastic.ray.cluster_gpus import offers_gpus

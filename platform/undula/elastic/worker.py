@@ -15,7 +15,7 @@ import torch
 
 from undula.data.script.loader_processes import start_fork_server
 from undula.data.stored.mixture import load_data
-from undula.data.stored.streams import rank_stream
+from undula.data.stored.reader import stored_reader
 from undula.elastic.ray.actor import worker_state
 from undula.elastic.ray.gpus import reserved_device
 from undula.errors import ClusterError, StorageError, UndulaError
@@ -122,7 +122,7 @@ def open_data(job: Job) -> None:
         return
     with suppress(UndulaError, OSError):  # the run reports the error when it reads the data itself
         data = load_data(job.data)
-        rank_stream(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)
+        stored_reader(data, Plan(job.plan, data.num_rows), range(1), job.data).any_rows(1)
 
 
 def _replicas(worker: WorkerState) -> ReplicaClient | None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from undula.data.nested import tensors_of, with_tensors
+from undula.data.reader import SampleReader
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import Ids
-from undula.train.samples import AnyStream
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DeviceBatches:
             time for it.
     """
 
-    def __init__(self, stream: AnyStream, device: torch.device, reads_ahead: bool | None = None):
+    def __init__(self, stream: SampleReader, device: torch.device, reads_ahead: bool | None = None):
         self._stream = stream
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

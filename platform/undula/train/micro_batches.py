@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from undula.data.reader import SampleReader
 from undula.plan.plan import MicroBatch
 from undula.recovery.progress import DATA, Phase
 from undula.train.device_batches import DeviceBatches, PlacedSamples
-from undula.train.samples import AnyStream
 
 
 class MicroBatches:
@@ -16,7 +16,7 @@ class MicroBatches:
 
     Args:
         work_of: Function that returns the rank's micro-batches in the step that begins with a step of the plan.
-        stream: Samples of the rank.
+        reader: Samples of the rank.
         device: Device of the rank.
         enter: Function that records the phase that the rank enters.
     """
@@ -24,12 +24,12 @@ class MicroBatches:
     def __init__(
         self,
         work_of: Callable[[int], Sequence[MicroBatch]],
-        stream: AnyStream,
+        reader: SampleReader,
         device: torch.device,
         enter: Callable[[Phase], None],
     ):
         self._work_of = work_of
-        self._batches = DeviceBatches(stream, device)
+        self._batches = DeviceBatches(reader, device)
         self._enter = enter
         self._unread: list[MicroBatch] = []
         """Micro-batches that come next, as far as the first one of the next step."""

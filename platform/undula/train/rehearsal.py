@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from undula.data.reader import SampleReader, Samples
 from undula.data.script.indexed import ScriptData
 from undula.data.script.items import Items
 from undula.parallel.layout import join_layout
@@ -24,7 +25,7 @@ from undula.train.loop import TrainingLoop
 from undula.train.micro_batches import MicroBatches
 from undula.train.parts import ScriptParts
 from undula.train.run import Run
-from undula.train.samples import AnyStream, ScriptSamples, TakenSamples
+from undula.train.samples import ScriptSamples
 from undula.train.script_state import AfterStep
 from undula.train.session import GroupSession
 from undula.train.setup import RunSetup
@@ -118,15 +119,15 @@ class RehearsalLoop(TrainingLoop):
 
 
 class _AnyRows:
-    """Arbitrary samples in place of those that a stream would return."""
+    """Arbitrary samples in place of those that a reader would return."""
 
-    def __init__(self, stream: AnyStream):
-        self.any_rows, self.close = stream.any_rows, stream.close
+    def __init__(self, reader: SampleReader):
+        self.any_rows, self.close = reader.any_rows, reader.close
 
     def open(self) -> None:
         """Do nothing, because a few samples are read without reading ahead."""
 
-    def take(self, virtual_worker: int, count: int) -> TakenSamples:
+    def take(self, virtual_worker: int, count: int) -> Samples:
         return self.any_rows(count)
 
 

@@ -3,51 +3,24 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
+from undula.data.reader import SampleReader
 from undula.data.script.indexed import IndexedData, ScriptData
-from undula.data.script.indexed_stream import IndexedStream
 from undula.data.script.items import Items
 from undula.data.script.loader_processes import Loader
+from undula.data.script.reader import ScriptReader
 from undula.data.stored.manifest import Manifest, load_manifest
 from undula.data.stored.maps import SampleFunction
 from undula.data.stored.mixture import StoredData
-from undula.data.stored.streams import SampleStream, rank_stream
+from undula.data.stored.reader import stored_reader
 from undula.errors import UsageError
-from undula.plan.keys import Ids
 from undula.plan.plan import Plan, PlanSpec
 from undula.train.job import Job
 
 
-class TakenSamples(Protocol):
-    """Samples of a micro-batch in host memory."""
-
-    @property
-    def ids(self) -> Ids:
-        """Ids of the samples; shape [samples]."""
-
-    @property
-    def batch(self) -> Any: ...
-
-
-class AnyStream(Protocol):
-    """Samples of a rank's virtual workers from some step on."""
-
-    def open(self) -> None:
-        """Begin to read ahead."""
-
-    def take(self, virtual_worker: int, count: int) -> TakenSamples:
-        """Return the next `count` samples of a virtual worker."""
-
-    def any_rows(self, count: int) -> TakenSamples:
-        """Return `count` arbitrary samples, some of them twice if need be."""
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-
-
 class SampleSource(Protocol):
-    """Source of the samples of some virtual workers. The streams are not open yet."""
+    """Source of the samples of some virtual workers. The readers are not open yet."""
 
     @property
     def has_validation(self) -> bool:
@@ -57,10 +30,10 @@ class SampleSource(Protocol):
     def validation_plan(self) -> Plan:
         """Plan of a validation."""
 
-    def training(self, step: int) -> AnyStream:
+    def training(self, step: int) -> SampleReader:
         """Return the training samples from a step on."""
 
-    def validation(self) -> AnyStream:
+    def validation(self) -> SampleReader:
         """Return the samples of a validation."""
 
     def free(self) -> None:
@@ -100,12 +73,12 @@ class StoredSamples:
     def validation_plan(self) -> Plan:
         return validation_plan(self._job, self._validation_data.num_rows)
 
-    def training(self, step: int) -> SampleStream:
-        return rank_stream(self._data, self._plan, self._virtual_workers, self._job.data, step, self._map)
+    def training(self, step: int) -> SampleReader:
+        return stored_reader(self._data, self._plan, self._virtual_workers, self._job.data, step, self._map)
 
-    def validation(self) -> SampleStream:
+    def validation(self) -> SampleReader:
         spec, function = self._job.data, self._validation_map
-        return rank_stream(self._validation_data, self.validation_plan, self._virtual_workers, spec, 0, function)
+        return stored_reader(self._validation_data, self.validation_plan, self._virtual_workers, spec, 0, function)
 
     def free(self) -> None:
         """Do nothing, because the manifests are small."""
@@ -150,13 +123,13 @@ class ScriptSamples:
             if loader is not None:
                 loader.free()
 
-    def training(self, step: int) -> IndexedStream:
-        return IndexedStream(self._items, self._loader, self._plan, self._virtual_workers, step, "training")
+    def training(self, step: int) -> ScriptReader:
+        return ScriptReader(self._items, self._loader, self._plan, self._virtual_workers, step, "training")
 
-    def validation(self) -> IndexedStream:
+    def validation(self) -> ScriptReader:
         assert self._validation_items is not None
         assert self._validation_loader is not None
-        return IndexedStream(
+        return ScriptReader(
             self._validation_items,
             self._validation_loader,
             self.validation_plan,

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from undula.data.stored.mixture import Data, load_data
+from undula.data.planned import Data
+from undula.data.stored.mixture import load_data
 from undula.parallel.layout import Layout
 from undula.plan.plan import MicroBatch, OptimizerStep, Plan
 from undula.recovery.replica import ReplicaClient

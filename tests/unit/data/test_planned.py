@@ -3,27 +3,22 @@
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from data_sets import write_table
 
 from undula.data import stream
 from undula.data.planned import PlannedSamples
-from undula.data.prepare.write import write_shards
-from undula.data.stored.manifest import Manifest
 from undula.data.stored.mixture import Mixture
 from undula.plan.plan import PlanSpec
-from undula.storage import Store
-
-
-def manifest(folder: Path, rows: int) -> Manifest:
-    table = pa.table({"x": np.arange(rows)})
-    return write_shards(Store(str(folder)), [table], table.schema, rows, num_shards=2, row_group_bytes=56)
 
 
 @pytest.mark.parametrize("last_step", ["short", "drop", "wrap"])
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_planned_samples_equal_the_samples_of_the_stream(tmp_path: Path, last_step: str, is_mixed: bool) -> None:
-    one, other = manifest(tmp_path / "one", 131), manifest(tmp_path / "other", 40)
+    one, other = (
+        write_table(tmp_path / name, {"x": np.arange(rows)}, num_shards=2, row_group_bytes=56)
+        for name, rows in (("one", 131), ("other", 40))
+    )
     plan = PlanSpec(global_batch=18, virtual_workers=6, epochs=3, window=2, last_step=last_step)
     source = stream({one.url: 2.0, other.url: 1.0} if is_mixed else one, plan)
     planned = PlannedSamples(Mixture((one, other), (2.0, 1.0)) if is_mixed else one, source.plan)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from strict_s3 import StrictS3, Takes, strict_s3
+from s3_server import S3Proxy, Takes, serving
 
 from undula.data.prepare.index import index
 from undula.data.stored.manifest import Manifest
@@ -28,8 +28,8 @@ SENT: dict[Takes, list[str]] = {
 
 
 @contextmanager
-def server_that(takes: Takes, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictS3]:
-    with strict_s3(s3_endpoint, takes) as server:
+def server_that(takes: Takes, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    with serving(S3Proxy(s3_endpoint, takes)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         forget_clients()
         yield server
@@ -38,13 +38,13 @@ def server_that(takes: Takes, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(params=get_args(Takes))
 def server(
     request: pytest.FixtureRequest, s3: Any, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StrictS3]:
+) -> Iterator[S3Proxy]:
     with server_that(request.param, s3_endpoint, monkeypatch) as running:
         yield running
 
 
 @pytest.fixture
-def store(s3: Any, server: StrictS3) -> Store:
+def store(s3: Any, server: S3Proxy) -> Store:
     found = open_store(s3.url("data"))
     write(found, TABLE)
     return found
@@ -60,14 +60,14 @@ def shards_of(manifest: Manifest) -> list[Shard]:
     return [Shard(manifest.store, file.name, file.bytes, file.version) for file in manifest.files]
 
 
-def test_a_data_set_is_read_from_every_server(store: Store, server: StrictS3) -> None:
+def test_a_data_set_is_read_from_every_server(store: Store, server: S3Proxy) -> None:
     (shard,) = shards_of(index(store.url))
     assert shard.row_group(0, ("a",)).equals(TABLE)
     with store.open("a.parquet") as file:
         assert pq.read_table(file).equals(TABLE)
 
 
-def test_the_form_that_a_server_takes_is_learned_once(store: Store, server: StrictS3) -> None:
+def test_the_form_that_a_server_takes_is_learned_once(store: Store, server: S3Proxy) -> None:
     (entry,) = store.list()
     shard = Shard(store, entry.name, entry.bytes, entry.version)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_the_form_that_a_server_takes_is_learned_once(store: Store, server: Stri
     assert server.conditions == [form.format(entry.version.removeprefix("etag ")) for form in SENT[server.takes]]
 
 
-def test_a_changed_object_is_refused_by_every_server(store: Store, server: StrictS3) -> None:
+def test_a_changed_object_is_refused_by_every_server(store: Store, server: S3Proxy) -> None:
     (shard,) = shards_of(index(store.url))
     write(store, pa.table({"a": range(100, 200)}))
     for _ in range(3):  # what is learned from the refusal must not let the fourth request through
@@ -83,7 +83,7 @@ def test_a_changed_object_is_refused_by_every_server(store: Store, server: Stric
             shard.row_group(0, ("a",))
 
 
-def test_an_open_file_is_never_of_two_versions(store: Store, server: StrictS3) -> None:
+def test_an_open_file_is_never_of_two_versions(store: Store, server: S3Proxy) -> None:
     with store.open("a.parquet") as file:
         write(store, pa.table({"a": range(1000)}))
         with pytest.raises(StorageError, match=r"^cannot read s3://.*/data/a.parquet: .* has changed"):

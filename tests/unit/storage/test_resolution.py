@@ -9,8 +9,7 @@ import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import PassOn, Proxy, serving
-from strict_s3 import StrictS3, strict_s3
+from s3_server import PassOn, S3Proxy, serving
 
 from undula.data.prepare.index import index
 from undula.data.stored.shards import Shard
@@ -24,11 +23,11 @@ ROLE = """<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
 </AssumedRoleUser></AssumeRoleResult></AssumeRoleResponse>"""
 
 
-class Recorder(Proxy):
+class Recorder(S3Proxy):
     """S3 server that is also STS, and an HTTP proxy for both."""
 
     def __init__(self, upstream: str):
-        super().__init__(upstream, _Recording)
+        super().__init__(upstream, handler=_Recording)
         self.requests: list[tuple[str, str]] = []
         """Access key and path of each request to S3."""
         self.roles = 0
@@ -123,15 +122,15 @@ def test_every_operation_uses_the_proxy(store: Store, recorder: Recorder, monkey
 
 
 @pytest.fixture
-def elsewhere(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictS3]:
+def elsewhere(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     """S3 server whose buckets are all in another region than the one that is configured."""
-    with strict_s3(s3_endpoint, region="eu-west-1") as server:
+    with serving(S3Proxy(s3_endpoint, region="eu-west-1")) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         forget_clients()
         yield server
 
 
-def test_every_operation_follows_a_redirection_to_another_region(store: Store, elsewhere: StrictS3) -> None:
+def test_every_operation_follows_a_redirection_to_another_region(store: Store, elsewhere: S3Proxy) -> None:
     for name, operation in OPERATIONS.items():
         forget_clients()
         elsewhere.authorizations.clear()
@@ -140,14 +139,14 @@ def test_every_operation_follows_a_redirection_to_another_region(store: Store, e
         assert "/eu-west-1/s3/" in elsewhere.authorizations[-1], name
 
 
-def test_a_region_is_found_out_once_per_bucket(store: Store, elsewhere: StrictS3) -> None:
+def test_a_region_is_found_out_once_per_bucket(store: Store, elsewhere: S3Proxy) -> None:
     for _ in range(3):
         store.read("a.parquet")
     wrong = [signature for signature in elsewhere.authorizations if "/us-east-1/s3/" in signature]
     assert 1 <= len(wrong) <= 2  # the first request, and perhaps a question for the region
 
 
-def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: StrictS3, s3_endpoint: str) -> None:
+def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: S3Proxy, s3_endpoint: str) -> None:
     """Neither region is the configured one. Requests to the two buckets alternate."""
     other = f"{store.path().partition('/')[0]}-runs"
     boto3.client("s3", region_name="us-east-1", endpoint_url=s3_endpoint).create_bucket(Bucket=other)
@@ -164,7 +163,7 @@ def test_data_and_runs_can_be_in_different_regions(store: Store, elsewhere: Stri
 def test_the_region_of_aws_region_comes_first(store: Store, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
-    with strict_s3(s3_endpoint, region="eu-west-1") as server:
+    with serving(S3Proxy(s3_endpoint, region="eu-west-1")) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         forget_clients()
         store.read("a.parquet")

@@ -11,11 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from faulty_s3 import PassOn, Proxy, serving
+from s3_server import PassOn, S3Proxy, serving
 
 from undula.data.prepare.write import write_shards
 from undula.data.stored.manifest import load_manifest
-from undula.data.stored.read import WindowDatasource, window_read
+from undula.data.stored.reads import WindowReads
+from undula.data.stored.tasks import rows_tasks
 from undula.errors import StorageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
@@ -36,14 +37,14 @@ ROLE = """<AssumeRoleResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
 </AssumedRoleUser></AssumeRoleResult></AssumeRoleResponse>"""
 
 
-class Failing(Proxy):
+class Failing(S3Proxy):
     """S3 server, STS and metadata service that refuse requests for a while."""
 
     def __init__(self, upstream: str):
-        super().__init__(upstream, _Failing)
+        super().__init__(upstream, handler=_Failing)
         self.refusals: deque[tuple[int, str]] = deque()
         """Status and code of the answers to the next requests."""
-        self.is_down = threading.Event()
+        self.is_off = threading.Event()
         """Refuses all requests while it is set."""
         self.metadata_failures = 0
         """Number of requests to the metadata service that fail next."""
@@ -53,7 +54,7 @@ class _Failing(PassOn):
     server: Failing
 
     def pass_on(self) -> None:
-        if self.server.is_down.is_set():
+        if self.server.is_off.is_set():
             self._refuse(503, "SlowDown")
         elif self.server.refusals:
             self._refuse(*self.server.refusals.popleft())
@@ -64,9 +65,6 @@ class _Failing(PassOn):
             self.answer(200, [("Content-Type", "text/xml")], ROLE.encode())
         else:
             super().pass_on()
-
-    def do_PUT(self) -> None:
-        self.pass_on()
 
     def _metadata(self) -> None:
         body = CREDENTIALS % "2099-01-01T00:00:00Z"
@@ -125,7 +123,7 @@ def test_the_last_failure_is_raised_at_the_time_limit(
     store: Store, server: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "RETRY_FOR_S", 0.2)
-    server.is_down.set()
+    server.is_off.set()
     with pytest.raises(StorageError, match=r"^cannot read .*: .*SlowDown"):
         store.read("file")
 
@@ -210,10 +208,10 @@ def test_one_report_is_made_of_an_outage_that_many_requests_meet(
 
     def report(wait: Wait) -> None:
         waits.append(wait)
-        server.is_down.clear()
+        server.is_off.clear()
 
     store.write("file", b"1")
-    server.is_down.set()
+    server.is_off.set()
     with waits_reported_to(report), ThreadPoolExecutor(8) as threads:
         assert list(threads.map(store.read, ["file"] * 8)) == [b"1"] * 8
     (wait,) = waits
@@ -238,15 +236,15 @@ def test_a_read_task_reports_to_the_process_that_wants_the_rows(
 
     def report(wait: Wait) -> None:
         waits.append(wait)
-        server.is_down.clear()
+        server.is_off.clear()
 
     write_shards(store, [pa.table({"a": range(8)})], pa.schema([("a", pa.int64())]), 8, num_shards=1)
     manifest = load_manifest(store.url)
     order = EpochOrder(Plan(PlanSpec(global_batch=2, virtual_workers=1), 8), manifest.row_counts, 0)
-    reads = [window_read(manifest, manifest.columns, window) for window in order.windows(0)]
+    reads = [WindowReads(manifest, manifest.columns).of(window) for window in order.windows(0)]
     with waits_reported_to(report):
-        (task,) = WindowDatasource(reads, task_bytes=2**20).get_read_tasks(1)
-    server.is_down.set()
+        (task,) = rows_tasks(reads, task_bytes=2**20)
+    server.is_off.set()
     assert sum(table.num_rows for table in task()) == 8
     assert len(waits) == 1
 
@@ -257,7 +255,7 @@ def test_the_hub_records_an_outage_once_although_its_own_store_is_down(
     monkeypatch.setattr(retries, "RETRY_FOR_S", 0.1)
     monkeypatch.setattr("undula.telemetry.waits.RETRY_INTERVAL_S", 0.01)
     hub = Hub(store)
-    server.is_down.set()
+    server.is_off.set()
     published: list[Message] = []
 
     def publish(message: Message) -> None:
@@ -268,7 +266,7 @@ def test_the_hub_records_an_outage_once_although_its_own_store_is_down(
         WaitPublisher(publish)(Wait("s3://data", f"503 SlowDown (GetObject) on rank {rank}", 120.0))
     hub.publish(Line(0, "text"))
     assert [type(message) for message in hub.read(0)[1]] == [StorageEvent, Line]
-    server.is_down.clear()
+    server.is_off.clear()
     (event,) = until_recorded(store)
     assert event == published[0]
 

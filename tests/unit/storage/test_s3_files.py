@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import FaultyS3, faulty_s3
+from s3_server import S3Proxy, serving
 
 from undula.errors import StorageError
 from undula.storage import Store, open_store, retries, s3_files, s3_requests
@@ -22,18 +22,18 @@ MIB = 2**20
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
-    with faulty_s3(s3_endpoint) as server:
+def proxy(s3_endpoint: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
+    with serving(S3Proxy(s3_endpoint)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         forget_clients()
         yield server
 
 
 @pytest.fixture
-def store(s3: Any, proxy: FaultyS3) -> Store:
+def store(s3: Any, proxy: S3Proxy) -> Store:
     found = open_store(s3.url("root"))
     found.write("file", CONTENT)
-    proxy.signed.clear()
+    proxy.authorizations.clear()
     return found
 
 
@@ -41,9 +41,9 @@ def opened(store: Store, name: str = "file") -> S3File:
     return S3File(*store.on_s3(name))
 
 
-def test_a_whole_file_is_read_with_one_request(store: Store, proxy: FaultyS3) -> None:
+def test_a_whole_file_is_read_with_one_request(store: Store, proxy: S3Proxy) -> None:
     assert store.read("file") == CONTENT
-    assert len(proxy.signed) == 1
+    assert len(proxy.authorizations) == 1
 
 
 def test_every_position_reads_as_in_memory(store: Store) -> None:
@@ -60,7 +60,7 @@ def test_every_position_reads_as_in_memory(store: Store) -> None:
     assert file.read(1) == b""
 
 
-def test_small_reads_one_after_another_take_few_requests(store: Store, proxy: FaultyS3) -> None:
+def test_small_reads_one_after_another_take_few_requests(store: Store, proxy: S3Proxy) -> None:
     file = opened(store)
     while chunk := file.read(1000):
         assert chunk
@@ -69,7 +69,7 @@ def test_small_reads_one_after_another_take_few_requests(store: Store, proxy: Fa
 
 
 def test_a_large_read_is_sent_as_parts_at_the_same_time(
-    store: Store, proxy: FaultyS3, monkeypatch: pytest.MonkeyPatch
+    store: Store, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_requests, "PART_BYTES", MIB)
     proxy.faults.extend(["503", "truncated"])
@@ -119,7 +119,7 @@ def test_a_failing_part_fails_the_file_and_ends_its_upload(
     assert not store.exists("out")
 
 
-def test_tars_are_streamed(store: Store, proxy: FaultyS3) -> None:
+def test_tars_are_streamed(store: Store, proxy: S3Proxy) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for number in range(50):

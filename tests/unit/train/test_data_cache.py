@@ -13,7 +13,8 @@ from undula.data.prepare.write import write_shards
 from undula.data.spec import CacheSpec, DataSpec
 from undula.data.stored.cache import DiskCache
 from undula.data.stored.manifest import load_manifest
-from undula.data.stored.read import WindowDatasource, window_read
+from undula.data.stored.reads import WindowReads
+from undula.data.stored.tasks import rows_tasks
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
 from undula.state.events import CacheEvent
@@ -64,10 +65,10 @@ def test_several_processes_that_lose_their_cache_cause_one_event(s3: Any, tmp_pa
     manifest = load_manifest(write_numbers(s3))
     cache = DiskCache(blocked(tmp_path), 2**20)
     order = EpochOrder(Plan(PlanSpec(global_batch=2, virtual_workers=1), 48), manifest.row_counts, 0)
-    reads = [window_read(manifest, manifest.columns, window, cache=cache) for window in order.windows(0)]
+    reads = [WindowReads(manifest, manifest.columns, cache).of(window) for window in order.windows(0)]
     hub = Hub(Store(str(tmp_path / "run")))
     with waits_reported_to(WaitPublisher(hub.publish)):
-        tasks = WindowDatasource(reads, task_bytes=1).get_read_tasks(1)
+        tasks = rows_tasks(reads, task_bytes=1)
     hub.publish(CacheEvent(cache.folder, "another host", "No space left on device"))
     assert sum(table.num_rows for task in tasks for table in task()) == 48
     assert cache.problem == "Not a directory"

@@ -43,8 +43,8 @@ def check(manifest: Manifest, advance: Callable[[int], None] = lambda row_groups
     """
     findings = list(_about_columns(manifest)) + list(_about_sizes(manifest))
     sizes: list[_Sizes] = []
-    for file in manifest.files:
-        shard = Shard(manifest.store, file.name, file.bytes, file.version)
+    for place, file in enumerate(manifest.files):
+        shard = Shard.of(manifest, place)
         try:
             metadata = shard.footer()
         except UndulaError as error:
@@ -78,9 +78,9 @@ def _stored_bytes(metadata: pq.FileMetaData, number: int) -> int:
 
 
 def _about_memory(sizes: Sequence[_Sizes]) -> Iterator[Finding]:
-    large = [each for each in sizes if each.decoded > LARGE_BYTES]
+    large = [size for size in sizes if size.decoded > LARGE_BYTES]
     if large:
-        most = max(large, key=lambda each: each.decoded)
+        most = max(large, key=lambda size: size.decoded)
         yield Finding(
             "warning",
             f"{len(large)} of {len(sizes)} row groups take more than {LARGE_BYTES / 2**20:g} MiB of memory (the largest is "
@@ -140,10 +140,10 @@ def _about_row_group(manifest: Manifest, where: str, table: pa.Table, group: pq.
 
 
 def _about_statistics(where: str, name: str, values: pa.ChunkedArray, recorded: pq.Statistics) -> Iterator[Finding]:
-    found = pc.min_max(values).as_py()
-    if (found["min"], found["max"]) != (recorded.min, recorded.max):
+    actual = pc.min_max(values).as_py()
+    if (actual["min"], actual["max"]) != (recorded.min, recorded.max):
         yield Finding(
             "error",
-            f"{where}: the values of column {name!r} range from {found['min']} to {found['max']}, but the footer says {recorded.min} "
+            f"{where}: the values of column {name!r} range from {actual['min']} to {actual['max']}, but the footer says {recorded.min} "
             f"to {recorded.max}; the file is damaged or was written wrongly, so write it again",
         )

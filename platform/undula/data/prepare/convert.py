@@ -1,6 +1,5 @@
 """Conversion of tables to columns that batches support: numbers, fixed-size lists of numbers, strings and bytes, without nulls."""
 
-import json
 from math import prod
 
 import numpy as np
@@ -8,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from undula.data.prepare.write import array_field
-from undula.data.stored.manifest import NUMBER_TYPES, TEXT_TYPES
+from undula.data.stored.manifest import NUMBER_TYPES, TEXT_TYPES, column_of
 from undula.errors import ManifestError
 
 
@@ -70,7 +69,7 @@ def converted(table: pa.Table, schema: pa.Schema, url: str, first_row: int) -> p
     for field in schema:
         array = _plain(table[field.name].combine_chunks())
         _refuse_nulls(array, field.name, url, first_row)
-        shape = tuple(json.loads((field.metadata or {}).get(b"shape", b"[]")))
+        shape = column_of(field, url).shape
         for depth, size in enumerate(shape):
             if not pa.types.is_fixed_size_list(array.type):
                 lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)

@@ -28,12 +28,12 @@ def list_data(store: Store) -> Listing:
     """
     entries = store.list()
     refuse_tables(store.url, entries)
-    found = [entry for entry in entries if entry.name.endswith(".parquet")]
-    files = tuple(entry for entry in found if not is_hidden(entry.name))
+    parquet = [entry for entry in entries if entry.name.endswith(".parquet")]
+    files = tuple(entry for entry in parquet if not is_hidden(entry.name))
     if not files:
-        hidden = f" except {len(found)} whose names, or those of their folders, begin with _ or ." if found else ""
+        hidden = f" except {len(parquet)} whose names, or those of their folders, begin with _ or ." if parquet else ""
         raise ManifestError(f"{store.url} has no .parquet files to index{hidden}")
-    return Listing(store, files, len(found) - len(files))
+    return Listing(store, files, len(parquet) - len(files))
 
 
 def is_hidden(name: str) -> bool:
@@ -48,8 +48,8 @@ def refuse_tables(url: str, entries: list[Entry]) -> None:
         ManifestError: There is such a table below the URL.
     """
     for entry in entries:
-        if found := _table(entry.name):
-            folder, kind, log = found
+        if table := _table(entry.name):
+            folder, kind, log = table
             raise ManifestError(
                 f"{url}/{folder}".rstrip("/") + f" is {kind} table (it has {log}), whose folder can also hold files of "
                 "earlier versions and deleted rows; write the table's current version as Parquet files to another "

@@ -110,20 +110,20 @@ def _data_files(url: str, store: Store, entries: list[Entry]) -> tuple[str, tupl
     saved = _saved_folders([entry.name for entry in entries])
     if saved:
         return "Arrow", _saved_files(store, saved)
-    found = {
+    files = {
         kind: tuple(
             entry.name for entry in entries if entry.name.endswith(endings) and (entry.bytes or kind in _BINARY)
         )
         for kind, endings in _ENDINGS.items()
     }
-    kinds = [kind for kind in found if found[kind]]
+    kinds = [kind for kind in files if files[kind]]
     kinds = [kind for kind in kinds if kind != "JSON"] or kinds
     if not kinds:
         known = ", ".join(f"*{ending}" for endings in _ENDINGS.values() for ending in endings)
         raise ManifestError(f"{url} has no files to convert; supported files are {known}")
     if len(kinds) > 1:
         raise ManifestError(
-            f"{store.url} has files of several formats, such as {found[kinds[0]][0]} and {found[kinds[1]][0]}; convert "
+            f"{store.url} has files of several formats, such as {files[kinds[0]][0]} and {files[kinds[1]][0]}; convert "
             "each format from a folder of its own"
         )
     if kinds == ["Arrow"] and _is_cache([entry.name for entry in entries]):
@@ -131,7 +131,7 @@ def _data_files(url: str, store: Store, entries: list[Entry]) -> tuple[str, tupl
             f"{store.url} is a cache of the datasets library, whose files can be those of several splits and of "
             "intermediate results; load the data set with the library, write it with save_to_disk and convert that folder"
         )
-    return kinds[0], found[kinds[0]]
+    return kinds[0], files[kinds[0]]
 
 
 def _saved_folders(names: Sequence[str]) -> list[str]:

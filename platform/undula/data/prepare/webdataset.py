@@ -30,11 +30,11 @@ def samples_in_tables(store: Store, names: tuple[str, ...]) -> Iterator[pa.Table
     """
     columns: dict[str, None] = {}
     for batch in _batches(_samples(store, names)):
-        found = {column: sample[KEY] for sample in reversed(batch) for column in sample}
-        new = [column for column in found if column not in columns]
+        first = {column: sample[KEY] for sample in reversed(batch) for column in sample}
+        new = [column for column in first if column not in columns]
         if columns and new:
             raise ManifestError(
-                f"sample {found[new[0]]!r} of {store.url} has a member {new[0]!r}, which none of the first "
+                f"sample {first[new[0]]!r} of {store.url} has a member {new[0]!r}, which none of the first "
                 f"{BATCH_SAMPLES} samples has; give every sample the same members"
             )
         columns = columns or {column: None for sample in batch for column in sample}

@@ -126,10 +126,10 @@ class CacheSizes:
         entries: list[tuple[int, int, str, int]] = []
         for _ in range(FOLDERS):
             number = int(sizes[_NEXT]) % FOLDERS
-            found = list(self._entries(number))
-            sizes[number] = sum(size for _, size, _ in found)
+            own = list(self._entries(number))
+            sizes[number] = sum(size for _, size, _ in own)
             sizes[_NEXT] = number + 1
-            entries += [(*entry, number) for entry in found]
+            entries += [(*entry, number) for entry in own]
             if len(entries) >= SAMPLE_ENTRIES:
                 return entries, False
         return entries, True

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from math import prod
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -71,6 +72,15 @@ class Column:
                 f"column {self.name!r} has nulls, which tensors cannot hold; replace them or leave the column out of data.columns"
             )
         return values
+
+    def numbers(self, array: pa.Array) -> NDArray[Any]:
+        """Return some rows of a column of numbers; shape [rows, *sample shape]. Only Booleans are copied: Arrow stores them as bits.
+
+        Raises:
+            ManifestError: There are nulls.
+        """
+        values: NDArray[Any] = self.values(array).to_numpy(zero_copy_only=False)
+        return values.reshape(-1, *self.shape)
 
 
 @dataclass(frozen=True)

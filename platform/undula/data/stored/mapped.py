@@ -9,10 +9,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import pyarrow as pa
 
-from undula.data.stored.cache import DiskCache
-from undula.data.stored.manifest import Column, Manifest
+from undula.data.stored.manifest import Column
 from undula.data.stored.maps import SampleFunction, SampleMap, result_columns
-from undula.data.stored.read import WindowRead, window_read
+from undula.data.stored.reads import WindowRead, WindowReads
 from undula.plan.order import RowRange, Window
 
 
@@ -22,24 +21,13 @@ class StreamMap:
     Args:
         function: Function applied to each sample when it is read.
         key: Key of the random generators for the first row.
-        manifest: Data set with the first row of the data.
-        columns: Columns to read.
-        cache: Disk cache for data from S3.
+        reads: Reads of the data set with the first row of the data.
     """
 
-    def __init__(
-        self,
-        function: SampleFunction,
-        key: int,
-        manifest: Manifest,
-        columns: tuple[Column, ...],
-        cache: DiskCache | None = None,
-    ):
+    def __init__(self, function: SampleFunction, key: int, reads: WindowReads):
         self._function = function
         self._key = key
-        self._manifest = manifest
-        self._columns = columns
-        self._cache = cache
+        self._reads = reads
 
     def keyed(self, key: int, url: str) -> SampleMap:
         """Return the map of the data set at `url`, with its random generators keyed by `key`.
@@ -52,10 +40,11 @@ class StreamMap:
 
     @cached_property
     def _result(self) -> tuple[Column, ...]:
-        row_group = int(np.flatnonzero(self._manifest.row_counts)[0])
+        manifest = self._reads.manifest
+        row_group = int(np.flatnonzero(manifest.row_counts)[0])
         window = Window(virtual_worker=0, start=0, ranges=(RowRange(row_group, 0, 1),), key=None)
-        row = _row(window_read(self._manifest, self._columns, window, cache=self._cache))
-        return result_columns(self._function, self._key, self._manifest.url, row, self._columns)
+        row = _row(self._reads.of(window))
+        return result_columns(self._function, self._key, manifest.url, row, self._reads.columns)
 
 
 @lru_cache(maxsize=8)

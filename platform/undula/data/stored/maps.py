@@ -62,10 +62,10 @@ class SampleMap:
                     "first sample of the data; return the same columns for every sample"
                 )
             for column, kind, values in made:
-                found, value = _typed(column.name, sample[column.name], where)
-                if found != kind:
+                given, value = _typed(column.name, sample[column.name], where)
+                if given != kind:
                     raise UsageError(
-                        f"the map returned {column.name!r} as {_described(*found)} for {where}, but as {_described(*kind)} for the first "
+                        f"the map returned {column.name!r} as {_described(*given)} for {where}, but as {_described(*kind)} for the first "
                         "sample of the data; return one type and shape for every sample"
                     )
                 values[place] = value  # a copy: the function may use the memory again for the next sample
@@ -107,12 +107,7 @@ def _results(
 
 
 def _values(array: pa.Array, column: Column) -> Any:
-    values = column.values(array)
-    return (
-        values.to_pylist()
-        if column.type in TEXT_TYPES
-        else values.to_numpy(zero_copy_only=False).reshape(-1, *column.shape)
-    )
+    return column.values(array).to_pylist() if column.type in TEXT_TYPES else column.numbers(array)
 
 
 def _typed(name: object, value: object, where: str) -> tuple[Kind, Any]:

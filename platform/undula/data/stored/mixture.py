@@ -1,11 +1,10 @@
-"""Training data of a job: one stored data set, or several mixed by weight, behind one interface, or a dataset of the script."""
+"""Stored training data of a job: one data set, or several that are mixed by weight, behind one interface."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from json import dumps
 
-from undula.data.script.indexed import IndexedData
 from undula.data.spec import DataSpec
 from undula.data.stored.manifest import Column, Manifest, load_manifest
 from undula.errors import ManifestError, SpecError
@@ -89,8 +88,6 @@ class Mixture:
 
 StoredData = Manifest | Mixture
 """Training data that the job's YAML names."""
-Data = StoredData | IndexedData
-"""Training data of a job."""
 
 
 def load_data(spec: DataSpec) -> StoredData:

@@ -6,7 +6,6 @@ begin anywhere. torch's choice of a kernel, and with it the last bits of a resul
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from undula.data.reader import Samples
 from undula.data.stored.manifest import ID_COLUMN, TEXT_TYPES, Column
-from undula.data.stored.read import WindowRead
+from undula.data.stored.reads import WindowRead
 from undula.errors import ManifestError
 from undula.plan.keys import Ids
 
 Batch = dict[str, Tensor | list[str] | list[bytes]]
 """Values by column name: tensors of shape [samples, *sample shape], and lists of str or bytes."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Ordered samples and their ids."""
-
-    ids: NDArray[np.int64]
-    """Ids of the samples; shape [samples]."""
-    batch: Batch
-
-    def at(self, places: Ids) -> "Samples":
-        """Return the samples at the given places."""
-        batch = {
-            name: _taken(values.numpy(), places) if isinstance(values, Tensor) else [values[place] for place in places]
-            for name, values in self.batch.items()
-        }
-        return Samples(self.ids[places], batch)
 
 
 class WindowRows:
@@ -51,6 +34,8 @@ class WindowRows:
 
     def __init__(self, read: WindowRead, parts: list[pa.Table]):
         table = pa.concat_tables(parts)
+        self.virtual_worker = read.window.virtual_worker
+        self.epoch = read.epoch
         self.start = read.window.start
         self.num_rows = table.num_rows
         self._ids = table[ID_COLUMN].to_numpy()
@@ -70,6 +55,15 @@ class WindowRows:
         return Samples(self._ids[places], {name: of.take(places) for name, of in self._columns.items()})
 
 
+def samples_at(samples: Samples, places: Ids) -> Samples:
+    """Return the samples at the given places."""
+    batch = {
+        name: _taken(values.numpy(), places) if isinstance(values, Tensor) else [values[place] for place in places]
+        for name, values in samples.batch.items()
+    }
+    return Samples(samples.ids[places], batch)
+
+
 def concatenated(parts: list[Samples]) -> Samples:
     """Concatenate samples."""
     if len(parts) == 1:
@@ -82,7 +76,7 @@ class _Numbers:
     """Column of numbers of a window, in one array: gathering each batch from several chunks takes longer than joining them once."""
 
     def __init__(self, chunks: list[pa.Array], column: Column):
-        rows = [_numbers(chunk, column) for chunk in chunks]
+        rows = [column.numbers(chunk) for chunk in chunks]
         self._rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     def slice(self, start: int, stop: int) -> Tensor:
@@ -140,9 +134,3 @@ def _empty_like(rows: NDArray[Any], count: int) -> Tensor:
     """Return a tensor for `count` rows of this kind, in memory of torch."""
     dtype = torch.from_numpy(np.empty(0, rows.dtype)).dtype
     return torch.empty((count, *rows.shape[1:]), dtype=dtype, device="cpu")
-
-
-def _numbers(array: pa.Array, column: Column) -> NDArray[Any]:
-    """Return the rows of a chunk as numbers. They are not copied, except for booleans, which Arrow stores as bits."""
-    values: NDArray[Any] = column.values(array).to_numpy(zero_copy_only=False)
-    return values.reshape(-1, *column.shape)

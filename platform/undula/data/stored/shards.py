@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from undula.data.stored.cache import DiskCache
+from undula.data.stored.manifest import Manifest
 from undula.errors import ManifestError, StorageError
 from undula.storage import ChangedError, MissingError, Object, Store, named_errors, temporary_problem
 
@@ -49,6 +50,12 @@ class Shard:
     """Version of the file in the manifest: the ETag on S3, the size and modification time on a disk."""
     cache: DiskCache | None = None
     """Cache of data from S3."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, number: int, cache: DiskCache | None = None) -> "Shard":
+        """Return a file of a data set by its place in the manifest."""
+        file = manifest.files[number]
+        return cls(manifest.store, file.name, file.bytes, file.version, cache)
 
     def row_group(self, number: int, columns: Sequence[str]) -> pa.Table:
         """Read the rows of a row group.
@@ -221,8 +228,8 @@ def _fetch(shard: Shard, start: int, into: memoryview) -> None:
 def _fetch_from_s3(shard: Shard, start: int, into: memoryview) -> None:
     bucket, key = shard.store.on_s3(shard.name)
     try:
-        found = Object(key, shard.bytes, shard.version.removeprefix("etag "))
-        bucket.read_into(found, start, into, RETRY_FOR_S)
+        item = Object(key, shard.bytes, shard.version.removeprefix("etag "))
+        bucket.read_into(item, start, into, RETRY_FOR_S)
     except MissingError as error:
         raise _missing(shard) from error
     except ChangedError as error:

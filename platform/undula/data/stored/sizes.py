@@ -60,9 +60,7 @@ class RowSizes:
         if not names or not self._manifest.num_rows:
             return 0.0
         number, group = self._manifest.row_group_places[int(np.flatnonzero(self._manifest.row_counts)[0])]
-        file = self._manifest.files[number]
-        shard = Shard(self._manifest.store, file.name, file.bytes, file.version, self._cache)
-        return _measured(shard, group, names)
+        return _measured(Shard.of(self._manifest, number, self._cache), group, names)
 
 
 @lru_cache(maxsize=64)

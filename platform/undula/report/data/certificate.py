@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
-from undula.data.planned import PlannedSamples
+from undula.data.planned import Data, PlannedSamples
 from undula.data.script.indexed import IndexedData, recorded_data
 from undula.data.spec import DataSpec
-from undula.data.stored.mixture import Data, Mixture, load_data
+from undula.data.stored.mixture import Mixture, load_data
 from undula.errors import RunError
 from undula.plan.keys import multiset_digest
 from undula.plan.plan import Plan, PlanSpec

@@ -16,7 +16,7 @@ from undula.data.prepare.corpora import Corpus, cifar10, digits, is_complete, st
 from undula.data.stored.manifest import load_manifest
 from undula.errors import StorageError, UndulaError
 from undula.plan.keys import key64
-from undula.storage import open_store
+from undula.storage import Store, open_store
 
 RECORD_BYTES = 3073
 
@@ -210,13 +210,13 @@ def test_broken_archive_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.fixture
+def out(store: Store) -> str:
+    return store.url
+
+
 def small(source: Path) -> Corpus:
     return stdlib_text(context=16, root=source)
-
-
-@pytest.fixture(params=["local", "s3"])
-def out(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return request.getfixturevalue("s3").url("out") if request.param == "s3" else str(tmp_path / "out")
 
 
 def test_a_corpus_is_complete_once_both_data_sets_are(source: Path, out: str) -> None:

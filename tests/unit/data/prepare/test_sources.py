@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_files import ROWS, TABLE, add, arrow, saved_to_disk
 
-from undula.data.prepare import formats
+from undula.data.prepare import formats, webdataset
 from undula.data.prepare.sources import open_source
 from undula.errors import ManifestError
 from undula.storage import open_store
@@ -21,6 +21,7 @@ from undula.storage import open_store
 def rows(url: Path | str, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
     source = open_source(str(url), columns)
     table = pa.concat_tables(source.tables())
+    assert pa.concat_tables(source.tables()).equals(table)  # a source can be read several times
     assert table.num_rows == source.num_rows
     assert table.schema == source.schema
     return [dict(row) for row in table.to_pylist()]
@@ -125,6 +126,13 @@ def write_arrow(file: Path, table: pa.Table) -> None:
 
 
 every_format = pytest.mark.parametrize("write", [write_parquet, write_csv, write_json, write_arrow])
+
+
+@every_format
+def test_rows_keep_their_order(tmp_path: Path, write: Callable[[Path, pa.Table], None]) -> None:
+    for number in range(3):
+        write(tmp_path / f"{number}", TABLE.slice(number * 19, 19))
+    assert rows(tmp_path) == TABLE.to_pylist()
 
 
 @every_format
@@ -254,6 +262,7 @@ def test_a_single_file_of_each_format_is_a_source(tmp_path: Path) -> None:
         ("a.tar", b"no tar", "a.tar is not an intact tar archive: "),
         ("a.tar", b"", "a.tar is not an intact tar archive: "),
         ("a.tar.gz", gzip.compress(b"no tar", mtime=0)[:-4], "a.tar.gz is not an intact tar archive: "),
+        ("notes.txt", b"", r"no files to convert; supported files are \*\.parquet"),
     ],
 )
 def test_an_odd_file_is_refused_by_name(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
@@ -277,11 +286,29 @@ def test_a_line_of_two_megabytes_is_read(tmp_path: Path) -> None:
     assert [len(row["text"]) for row in rows(tmp_path / "b")] == [2**21, 1]
 
 
-def test_a_null_struct_is_refused(tmp_path: Path) -> None:
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    parquet(tmp_path / "a.parquet", image=pa.array([{"bytes": b"x", "path": "x"}, None], kind))
-    assert "column 'image' of" in (text := refusal(tmp_path))
-    assert "null in or near row 1" in text
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ([1, None, 3], "a null in or near row 1"),
+        (["a", None, "c"], "a null in or near row 1"),
+        (pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int64(), 2)), "a null in or near row 1"),
+        ([[1, 2], [3, None], [5, 6]], "a null in or near row 1"),
+        ([{"bytes": b"x", "path": "x"}, None, {"bytes": b"z", "path": "z"}], "a null in or near row 1"),
+        ([[1, 2], [3], [4, 5]], "a list of 1 values in or near row 1, but the first row has 2"),
+        (pa.array([0, 1, 2], pa.timestamp("us")), "type timestamp[us]"),
+    ],
+)
+def test_a_column_that_batches_cannot_hold_is_refused_by_name_and_can_be_left_out(
+    tmp_path: Path, column: Any, problem: str
+) -> None:
+    parquet(tmp_path / "a.parquet", c=column, n=[1, 2, 3])
+    assert f"column 'c' of {tmp_path} has {problem}" in refusal(tmp_path)
+    assert rows(tmp_path, ("n",)) == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+def test_an_unknown_column_is_refused_with_the_existing_columns(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", n=[1], x=[2])
+    assert "has no column 'nope'; its columns are n, x" in refusal(tmp_path, ("n", "nope"))
 
 
 def tar(file: Path, *members: tuple[str, bytes]) -> None:
@@ -289,6 +316,32 @@ def tar(file: Path, *members: tuple[str, bytes]) -> None:
     with tarfile.open(file, "w") as archive:
         for name, data in members:
             add(archive, name, data)
+
+
+def test_tars_have_one_row_per_sample(tmp_path: Path) -> None:
+    for shard in range(2):
+        members = [
+            (f"train/{row:04d}.{ending}", data)
+            for row in range(shard * 30, shard * 30 + 30)
+            for ending, data in (("jpg", bytes([row, 255])), ("cls", b"%d" % (row % 10)), ("meta.json", b"{}"))
+        ]
+        tar(tmp_path / f"shard-{shard}.tar", *members)
+    samples = rows(tmp_path)
+    assert samples[31] == {"key": "train/0031", "jpg": bytes([31, 255]), "cls": 1, "meta_json": "{}"}
+    assert len(samples) == 60
+
+
+def test_a_missing_member_of_a_sample_is_refused_as_a_null(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar", ("0.cls", b"1"), ("1.cls", b"2"), ("1.txt", b"two"))
+    assert f"column 'txt' of {tmp_path} has a null in or near row 0" in refusal(tmp_path)
+    assert rows(tmp_path, ("cls",)) == [{"cls": 1}, {"cls": 2}]
+
+
+def test_a_member_that_first_appears_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "BATCH_SAMPLES", 2)
+    tar(tmp_path / "a.tar", ("0.cls", b"1"), ("1.cls", b"2"), ("2.cls", b"3"), ("2.txt", b"three"))
+    assert "sample '2' of" in (text := refusal(tmp_path))
+    assert "has a member 'txt', which none of the first 2 samples has" in text
 
 
 def test_members_of_a_tar_that_belong_to_no_sample_are_left_out(tmp_path: Path) -> None:
@@ -306,6 +359,7 @@ def test_members_of_a_tar_that_belong_to_no_sample_are_left_out(tmp_path: Path) 
             [("0.cls", b"99999999999999999999")],
             "content of .*a.tar: 0.cls does not match its file extension: .*64 bits",
         ),
+        ([("0.cls", b"cat")], r"content of .*a.tar: 0\.cls does not match its file extension"),
         ([("0.txt", b"\xff")], "content of .*a.tar: 0.txt does not match its file extension"),
     ],
 )

@@ -18,16 +18,6 @@ SCHEMA = pa.schema([pa.field("value", pa.int64(), nullable=False)])
 ROW_BYTES = 8
 
 
-@pytest.fixture(params=["local", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return open_store(request.getfixturevalue("s3").url("data") if request.param == "s3" else str(tmp_path / "data"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Store:
-    return open_store(str(tmp_path / "data"))
-
-
 def batches(num_rows: int, size: int = 10) -> Iterator[pa.RecordBatch]:
     """Yield the rows 0, 1, 2, ... in batches."""
     for start in range(0, num_rows, size):

@@ -11,9 +11,9 @@ import torch
 from drawn_data import ROWS, Drawn, DrawnAtOnce, with_noise
 from torch.utils.data import Subset
 
-from undula.data.script.indexed_stream import IndexedStream
 from undula.data.script.items import Items, requests
 from undula.data.script.loader_processes import Loader
+from undula.data.script.reader import ScriptReader
 from undula.plan.plan import Plan, PlanSpec, assign
 
 SPEC = PlanSpec(global_batch=12, virtual_workers=4, micro_batch=2, epochs=2)
@@ -27,7 +27,7 @@ def loaded(dataset: Any, num_workers: int = 0, world_size: int = 1, start: int =
     items, found = Items(dataset, with_noise), {}
     for virtual_workers in assign(plan.spec.virtual_workers, world_size):
         loader = Loader(num_workers)
-        stream = IndexedStream(items, loader, plan, virtual_workers, start, "training")
+        stream = ScriptReader(items, loader, plan, virtual_workers, start, "training")
         for each in plan.work(range(start, plan.total_steps), virtual_workers):
             taken = stream.take(each.virtual_worker, each.samples)
             assert taken.batch["index"].tolist() == taken.ids.tolist()
@@ -90,7 +90,7 @@ def test_loading_in_the_rank_leaves_the_random_numbers_of_the_script_alone() -> 
     expected = [drawn() for _ in range(3)]
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     items = Items(Drawn(), with_noise)
-    stream = IndexedStream(items, Loader(0), PLAN, range(4), 0, "training")
+    stream = ScriptReader(items, Loader(0), PLAN, range(4), 0, "training")
     found = []
     for load in (stream.open, lambda: stream.take(0, 2), lambda: stream.any_rows(2)):
         load()
@@ -100,7 +100,7 @@ def test_loading_in_the_rank_leaves_the_random_numbers_of_the_script_alone() -> 
 
 def test_arbitrary_rows_are_repeated_if_there_are_too_few() -> None:
     items = Items(Drawn(3))
-    stream = IndexedStream(
+    stream = ScriptReader(
         items, Loader(0), Plan(PlanSpec(global_batch=2, virtual_workers=1), 3), range(1), 0, "training"
     )
     assert stream.any_rows(5).batch["index"].tolist() == [0, 1, 2, 0, 1]

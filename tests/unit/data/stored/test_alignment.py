@@ -9,19 +9,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from data_sets import write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from undula.data.prepare.write import array_column, array_field, write_shards
+from undula.data.planned import Data
+from undula.data.prepare.write import array_column, array_field
+from undula.data.reader import Samples
 from undula.data.spec import DataSpec
 from undula.data.stored.manifest import Manifest
 from undula.data.stored.maps import Sample
-from undula.data.stored.mixture import Data, Mixture
-from undula.data.stored.rows import Samples
-from undula.data.stored.streams import rank_stream
+from undula.data.stored.mixture import Mixture
+from undula.data.stored.reader import stored_reader
 from undula.plan.plan import Plan, PlanSpec, assign
-from undula.storage import Store
 
 NUM_ROWS = 83
 COLUMNS = {
@@ -48,7 +49,7 @@ def written(folder: str) -> Manifest:
     """Write a data set with row groups of about 7 rows."""
     fields = [array_field(n, pa.uint8(), (3, 1)) if n == "pixels" else pa.field(n, c.type) for n, c in COLUMNS.items()]
     table = pa.Table.from_arrays(list(COLUMNS.values()), schema=pa.schema(fields))
-    return write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=3, row_group_bytes=7 * 18)
+    return write_table(folder, table, num_shards=3, row_group_bytes=7 * 18)
 
 
 def same(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -93,7 +94,7 @@ def test_every_tensor_of_every_batch_is_aligned(
     world_size = draw.draw(st.integers(1, virtual_workers), label="world size")
     own = assign(virtual_workers, world_size)[draw.draw(st.integers(0, world_size - 1), label="rank")]
     start = draw.draw(st.integers(0, plan.total_steps - 1), label="start")
-    stream = rank_stream(data, plan, own, DataSpec(train="unused"), start, same if is_mapped else None)
+    stream = stored_reader(data, plan, own, DataSpec(train="unused"), start, same if is_mapped else None)
     for each in itertools.islice(plan.work(range(start, plan.total_steps), own), 12):
         check(stream.take(each.virtual_worker, each.samples))
     check(stream.any_rows(2))
@@ -103,7 +104,7 @@ def test_every_tensor_of_every_batch_is_aligned(
 def test_a_script_may_change_its_batch(data: Data) -> None:
     """Rows that no shuffle copies are still in the memory from which other batches are taken."""
     plan = Plan(PlanSpec(global_batch=4, virtual_workers=1, shuffle="none"), data.num_rows)
-    stream = rank_stream(data, plan, range(1), DataSpec(train="unused"))
+    stream = stored_reader(data, plan, range(1), DataSpec(train="unused"))
     for _ in range(2):
         samples = stream.any_rows(2)
         check(samples)

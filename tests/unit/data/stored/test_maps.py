@@ -9,18 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from data_sets import write_table
 from ray.data._internal.arrow_ops.transform_pyarrow import concat
 
 from undula.data import Manifest, stream
-from undula.data.prepare.write import write_shards
 from undula.data.stored.mapped import StreamMap
 from undula.data.stored.maps import Sample, SampleFunction
-from undula.data.stored.read import window_read
+from undula.data.stored.reads import WindowReads
 from undula.data.stored.rows import WindowRows
 from undula.errors import ManifestError, UndulaError, UsageError
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
-from undula.storage import Store
 
 NUM_ROWS = 32
 PLAN = PlanSpec(global_batch=4, virtual_workers=4, shuffle="none")
@@ -33,8 +32,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def numbers(folder: Path, rows: int) -> Manifest:
-    table = pa.table({"n": np.arange(rows)})
-    return write_shards(Store(str(folder)), [table], table.schema, rows, num_shards=2, row_group_bytes=4 * 8)
+    return write_table(folder, {"n": np.arange(rows)}, num_shards=2, row_group_bytes=4 * 8)
 
 
 def returned(data: Any, function: SampleFunction, rank: int = 0, world_size: int = 1) -> list[Any]:
@@ -249,8 +247,9 @@ def test_shapes_survive_the_concatenation_of_ray_data(manifest: Manifest) -> Non
     """Ray Data drops the metadata of fields where tables differ."""
     plan = Plan(PLAN, manifest.num_rows)
     window = next(EpochOrder(plan, manifest.row_counts, 0).windows(0))
-    sample_map = StreamMap(transposed, 1, manifest, manifest.columns).keyed(1, manifest.url)
-    read = window_read(manifest, manifest.columns, window, sample_map)
+    reads = WindowReads(manifest, manifest.columns)
+    sample_map = StreamMap(transposed, 1, reads).keyed(1, manifest.url)
+    read = reads.of(window, sample_map=sample_map)
     table = read()
     bare = table.replace_schema_metadata(None).cast(pa.schema([field.remove_metadata() for field in table.schema]))
     for parts in ([table.slice(0, 1), bare.slice(1)], [concat([bare.slice(0, 2), table.slice(2)])]):
@@ -282,8 +281,7 @@ def test_nulls_are_refused_before_the_map_sees_their_window(tmp_path: Path, kind
     """The first two row groups have no nulls, and the map may see their rows."""
     table = pa.table({"x": UNEVEN[kind], "id": pa.array([4, 5, 6, 7])})
     good = pa.table({"x": pa.array([UNEVEN[kind][0].as_py()] * 4, UNEVEN[kind].type), "id": pa.array(range(4))})
-    store = Store(str(tmp_path))
-    manifest = write_shards(store, [good, table], table.schema, 8, num_shards=2)
+    manifest = write_table(tmp_path, pa.concat_tables([good, table]), num_shards=2)
     assert manifest.row_counts.tolist() == [4, 4]
     seen: list[int] = []
 
@@ -301,7 +299,6 @@ def test_nulls_are_refused_before_the_map_sees_their_window(tmp_path: Path, kind
 
 def test_nan_is_a_number_to_a_map(tmp_path: Path) -> None:
     values = np.array([np.nan, 1, np.inf, -np.nan], np.float32)
-    table = pa.table({"x": values})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 4, num_shards=1)
+    manifest = write_table(tmp_path, {"x": values})
     (batch,) = stream(manifest, PLAN, map=lambda sample, rng: {"x": sample["x"]})
     assert batch["x"].numpy().tobytes() == values.tobytes()

@@ -5,18 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
+from data_sets import write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undula.data import stream
-from undula.data.prepare.write import write_shards
-from undula.data.stored.manifest import Manifest
 from undula.data.stored.mixture import Mixture
 from undula.errors import ManifestError, SpecError
 from undula.plan.plan import PlanSpec
-from undula.storage import Store
 
 ROWS = {"web": 211, "code": 97, "books": 53}
 WEIGHTS = {"web": 5.0, "code": 3.0, "books": 2.0}
@@ -29,8 +26,8 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Write three data sets and return their weights by URL. The value of a sample is its id in the mix."""
     folder = tmp_path_factory.mktemp("mix")
     for name, rows in ROWS.items():
-        table = pa.table({"value": np.arange(rows) + FIRST_IDS[name], "name": [name] * rows})
-        write_shards(Store(str(folder / name)), [table], table.schema, rows, num_shards=2, row_group_bytes=7 * 16)
+        columns = {"value": np.arange(rows) + FIRST_IDS[name], "name": [name] * rows}
+        write_table(folder / name, columns, num_shards=2, row_group_bytes=7 * 16)
     return {str(folder / name): weight for name, weight in WEIGHTS.items()}
 
 
@@ -96,13 +93,9 @@ def test_a_position_from_other_weights_is_refused(urls: dict[str, float]) -> Non
         stream(dict.fromkeys(urls, 1.0), PLAN).load_state_dict(state)
 
 
-def manifest(folder: Path, table: pa.Table) -> Manifest:
-    return write_shards(Store(str(folder)), [table], table.schema, table.num_rows, num_shards=1)
-
-
 def test_data_sets_with_different_columns_are_refused_by_name(tmp_path: Path) -> None:
-    one = manifest(tmp_path / "one", pa.table({"x": [1, 2], "y": [1, 2]}))
-    other = manifest(tmp_path / "other", pa.table({"x": [1, 2], "y": ["a", "b"]}))
+    one = write_table(tmp_path / "one", {"x": [1, 2], "y": [1, 2]})
+    other = write_table(tmp_path / "other", {"x": [1, 2], "y": ["a", "b"]})
     mixture = Mixture((one, other), (1.0, 1.0))
     with pytest.raises(ManifestError, match=r"/other and .*/one have different columns"):
         mixture.select(None)
@@ -110,7 +103,7 @@ def test_data_sets_with_different_columns_are_refused_by_name(tmp_path: Path) ->
 
 
 def test_a_data_set_too_small_for_the_plan_is_refused_by_name(tmp_path: Path) -> None:
-    large = manifest(tmp_path / "large", pa.table({"x": np.arange(100)}))
-    small = manifest(tmp_path / "small", pa.table({"x": [1, 2]}))
+    large = write_table(tmp_path / "large", {"x": np.arange(100)})
+    small = write_table(tmp_path / "small", {"x": [1, 2]})
     with pytest.raises(SpecError, match=r"data\.mix: .*small: plan.virtual_workers is 4, more than the 2 samples"):
         Mixture((large, small), (1.0, 1.0)).check_plan(PlanSpec(global_batch=8, virtual_workers=4))

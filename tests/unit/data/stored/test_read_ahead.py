@@ -7,14 +7,14 @@ from queue import Queue
 import numpy as np
 import pyarrow as pa
 import pytest
+from data_sets import write_table
 
-from undula.data.prepare.write import write_shards
-from undula.data.stored.manifest import ID_COLUMN, Manifest
-from undula.data.stored.read import WindowRead, window_read
-from undula.data.stored.read_ahead import ReadAhead, TaskRows
+from undula.data.stored.manifest import ID_COLUMN
+from undula.data.stored.read_ahead import ReadAhead
+from undula.data.stored.reads import WindowRead, WindowReads
+from undula.data.stored.tasks import Execution, TaskRows
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec
-from undula.storage import Store
 
 NUM_ROWS = 90
 
@@ -22,18 +22,17 @@ NUM_ROWS = 90
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> list[WindowRead]:
     """Reads of windows of about 20 rows."""
-    table = pa.table({"value": np.arange(NUM_ROWS)})
-    store = Store(str(tmp_path_factory.mktemp("rows")))
-    manifest: Manifest = write_shards(store, [table], table.schema, NUM_ROWS, num_shards=1, row_group_bytes=10 * 8)
+    manifest = write_table(tmp_path_factory.mktemp("rows"), {"value": np.arange(NUM_ROWS)}, row_group_bytes=10 * 8)
     plan = Plan(PlanSpec(global_batch=10, virtual_workers=1, window=2), NUM_ROWS)
     windows = EpochOrder(plan, manifest.row_counts, 0).windows(0)
-    return [window_read(manifest, manifest.columns, window) for window in windows]
+    return [WindowReads(manifest, manifest.columns).of(window) for window in windows]
 
 
-class Late:
+class Late(Execution):
     """Tasks that deliver tables when the test says so."""
 
     def __init__(self, tables: list[pa.Table]):
+        super().__init__((), 0, 0.0)
         self.allowed: Queue[bool] = Queue()
         self.delivered = 0
         self._tables = tables

@@ -24,9 +24,8 @@ def written(folder: Path, table: pa.Table, **options: object) -> Manifest:
 def decoded(manifest: Manifest, columns: tuple[str, ...] | None = None) -> list[int]:
     """Return the actual size in bytes of each decoded row group."""
     names = [column.name for column in manifest.select(columns)]
-    (file,) = manifest.files
-    shard = Shard(manifest.store, file.name, file.bytes, file.version)
-    return [shard.row_group(number, names).nbytes for number in range(len(file.row_groups))]
+    shard = Shard.of(manifest, 0)
+    return [shard.row_group(number, names).nbytes for number in range(len(manifest.row_counts))]
 
 
 def estimated(manifest: Manifest, columns: tuple[str, ...] | None = None) -> list[int]:

@@ -1,27 +1,15 @@
-"""Micro-batches of a rank's virtual workers from a dataset of the script."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Reader of micro-batches of a dataset of the script."""
 
 import numpy as np
 
+from undula.data.reader import Samples
 from undula.data.script.generators import kept_generators
 from undula.data.script.items import Items, Purpose, any_request, requests
 from undula.data.script.loader_processes import Loader
-from undula.plan.keys import Ids
 from undula.plan.plan import Plan
 
 
-@dataclass(frozen=True)
-class Collated:
-    """Micro-batch as the script's collate function has made it, and the ids of its samples."""
-
-    ids: Ids
-    """Ids of the samples; shape [samples]."""
-    batch: Any
-
-
-class IndexedStream:
+class ScriptReader:
     """Micro-batches of a rank's virtual workers from step `start` on, in the order in which the plan's steps take them.
 
     Args:
@@ -40,23 +28,20 @@ class IndexedStream:
         self._is_open = False
 
     def open(self) -> None:
-        """Start to load ahead, so that the first micro-batch is ready when `take` is called."""
         if not self._is_open:
             self._is_open = True
             self._loader.begin(self._items, self._requests)
 
-    def take(self, virtual_worker: int, count: int) -> Collated:
-        """Return the next micro-batch, which must be one of `count` samples."""
+    def take(self, virtual_worker: int, count: int) -> Samples:
         self.open()
         request, batch = self._loader.next()
         assert len(request.ids) == count, f"virtual worker {virtual_worker} takes {count}, {len(request.ids)} are next"
-        return Collated(request.ids, batch)
+        return Samples(request.ids, batch)
 
-    def any_rows(self, count: int) -> Collated:
-        """Return `count` arbitrary samples, some of them twice if need be, for a rank whose share of a short step is empty."""
+    def any_rows(self, count: int) -> Samples:
         ids = np.arange(count, dtype=np.int64) % len(self._items)
         with kept_generators():
-            return Collated(ids, self._items[any_request(ids)])
+            return Samples(ids, self._items[any_request(ids)])
 
     def close(self) -> None:
-        """Do nothing: the loader is for the next stream, too."""
+        """Do nothing: the loader is for the next reader, too."""

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from undula.data.reader import SampleReader, Samples
 from undula.data.spec import DataSpec, MixPart
 from undula.data.stored.manifest import Manifest
 from undula.data.stored.maps import SampleFunction
 from undula.data.stored.mixture import Mixture, StoredData, load_data
-from undula.data.stored.rows import Batch, Samples, concatenated
-from undula.data.stored.streams import SampleStream, rank_stream
+from undula.data.stored.reader import stored_reader
+from undula.data.stored.rows import Batch, concatenated
 from undula.errors import ManifestError, UsageError
 from undula.plan.plan import Plan, PlanSpec, assign
 
@@ -50,8 +51,8 @@ class Stream:
         self._virtual_workers = assign(plan.virtual_workers, world_size)[rank]
         self._reading = reading
         self._function = function
-        self._source: SampleStream | None = None
-        """Source of the iterator that began last."""
+        self._reader: SampleReader | None = None
+        """Reader of the iterator that began last."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches from the current position to the end of the plan.
@@ -62,14 +63,14 @@ class Stream:
         """
         while self.step < self.plan.total_steps:
             opened_for = self.step
-            with self._opened() as source:
+            with self._opened() as reader:
                 while opened_for == self.step < self.plan.total_steps:
-                    samples = self._share(source)
+                    samples = self._share(reader)
                     self.ids = samples.ids
                     # Before the yield, so that a state_dict() taken meanwhile counts the batch as consumed.
                     self.step = opened_for = self.step + 1
                     yield samples.batch
-                    if self._source is not source:
+                    if self._reader is not reader:
                         raise UsageError(
                             "an iterator of the stream was continued after another one had begun, but they share the stream's position; "
                             "use one iterator at a time, or create a second stream"
@@ -97,27 +98,27 @@ class Stream:
         self.step = int(state["step"])
 
     @contextmanager
-    def _opened(self) -> Iterator[SampleStream]:
+    def _opened(self) -> Iterator[SampleReader]:
         """Open the samples from the current position on, in place of those of another iterator."""
-        if self._source:
-            self._source.close()
-        source = rank_stream(self._data, self.plan, self._virtual_workers, self._reading, self.step, self._function)
-        self._source = source
-        atexit.register(source.close)  # otherwise a script that exits within a step would shut down Ray first and hang
+        if self._reader:
+            self._reader.close()
+        reader = stored_reader(self._data, self.plan, self._virtual_workers, self._reading, self.step, self._function)
+        self._reader = reader
+        atexit.register(reader.close)  # otherwise a script that exits within a step would shut down Ray first and hang
         try:
-            source.open()
-            yield source
+            reader.open()
+            yield reader
         finally:
-            atexit.unregister(source.close)
-            source.close()
-            if self._source is source:
-                self._source = None
+            atexit.unregister(reader.close)
+            reader.close()
+            if self._reader is reader:
+                self._reader = None
 
-    def _share(self, source: SampleStream) -> Samples:
+    def _share(self, reader: SampleReader) -> Samples:
         step_in_epoch = self.plan.step(self.step).step_in_epoch
         shares = [(v, self.plan.share(step_in_epoch, v)) for v in self._virtual_workers]
-        taken = [source.take(v, count) for v, count in shares if count]
-        return concatenated(taken) if taken else source.any_rows(0)
+        taken = [reader.take(v, count) for v, count in shares if count]
+        return concatenated(taken) if taken else reader.any_rows(0)
 
 
 def stream(
@@ -153,7 +154,7 @@ def stream(
         spec = DataSpec(train=data, **reading)
     else:
         spec = DataSpec(mix=tuple(MixPart(url, weight) for url, weight in data.items()), **reading)
-    found = load_data(spec)
-    if isinstance(found, Mixture):
-        found.check_plan(plan)
-    return Stream(found, plan, rank, world_size, spec, map)
+    loaded = load_data(spec)
+    if isinstance(loaded, Mixture):
+        loaded.check_plan(plan)
+    return Stream(loaded, plan, rank, world_size, spec, map)

@@ -1,4 +1,4 @@
-"""Tests of a rank's stream, read in this process: it has the plan's samples from any step on, after any resumes at any world sizes."""
+"""Tests of a rank's reader in this process: it has the plan's samples from any step on, after any resumes at any world sizes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,18 +7,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from data_sets import write_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from undula.data.prepare.write import write_shards
+from undula.data.reader import SampleReader, Samples
 from undula.data.spec import DataSpec
-from undula.data.stored import rank_stream as rank_stream_module
 from undula.data.stored.manifest import Manifest
-from undula.data.stored.rank_stream import RankStream
-from undula.data.stored.read import WindowRead
-from undula.data.stored.rows import Samples
+from undula.data.stored.reader import stored_reader
+from undula.data.stored.reads import WindowRead, WindowReads
 from undula.data.stored.shards import Shard
-from undula.data.stored.streams import rank_stream
+from undula.data.stored.windows import HEAD_WINDOWS
 from undula.plan.order import EpochOrder
 from undula.plan.plan import Plan, PlanSpec, assign
 from undula.storage import Store
@@ -26,31 +25,31 @@ from undula.storage import Store
 NUM_ROWS = 331
 
 
+def numbers(where: Path | Store, rows: int, num_shards: int = 1, row_group_rows: int = 10**6) -> Manifest:
+    return write_table(where, {"value": np.arange(1000, 1000 + rows)}, num_shards, row_group_rows * 8)
+
+
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Write a data set with row groups of at most 7 rows."""
-    table = pa.table({"value": np.arange(1000, 1000 + NUM_ROWS)})
-    folder = str(tmp_path_factory.mktemp("stream"))
-    return write_shards(Store(folder), [table], table.schema, NUM_ROWS, num_shards=5, row_group_bytes=7 * 8)
+    return numbers(tmp_path_factory.mktemp("reader"), NUM_ROWS, num_shards=5, row_group_rows=7)
 
 
-def samples_of_step(streams: list[RankStream], plan: Plan, step: int) -> Samples:
-    """Take a step's samples from the streams of all ranks, ordered by rank."""
+def samples_of_step(readers: list[SampleReader], plan: Plan, step: int) -> Samples:
+    """Take a step's samples from the readers of all ranks, ordered by rank."""
     taken = []
-    for stream, virtual_workers in zip(streams, assign(plan.spec.virtual_workers, len(streams)), strict=True):
-        for virtual_worker in virtual_workers:
-            for size in plan.micro_batches(plan.step(step).step_in_epoch, virtual_worker):
-                taken.append(stream.take(virtual_worker, size))
+    for reader, virtual_workers in zip(readers, assign(plan.spec.virtual_workers, len(readers)), strict=True):
+        for work in plan.work(range(step, step + 1), virtual_workers):
+            taken.append(reader.take(work.virtual_worker, work.samples))
     ids = np.concatenate([part.ids for part in taken])
     values = [value for part in taken for value in part.batch["value"].tolist()]
     assert values == (ids + 1000).tolist()
     return Samples(ids, {})
 
 
-def streams_from(manifest: Manifest, plan: Plan, world_size: int, start: int) -> list[RankStream]:
+def readers_from(manifest: Manifest, plan: Plan, world_size: int, start: int = 0) -> list[SampleReader]:
     spec = DataSpec(train=manifest.url)
     ranks = assign(plan.spec.virtual_workers, world_size)
-    return [rank_stream(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
+    return [stored_reader(manifest, plan, virtual_workers, spec, start) for virtual_workers in ranks]
 
 
 def uninterrupted(manifest: Manifest, plan: Plan) -> Iterator[list[int]]:
@@ -87,10 +86,10 @@ def test_resumes_at_any_world_sizes_do_not_change_the_samples(
     seen: list[list[int]] = []
     for stop in stops:
         world_size = data.draw(st.integers(1, plan.spec.virtual_workers), label="world size")
-        streams = streams_from(manifest, plan, world_size, start=len(seen))
-        seen += [samples_of_step(streams, plan, step).ids.tolist() for step in range(len(seen), stop)]
-        for stream in streams:
-            stream.close()
+        readers = readers_from(manifest, plan, world_size, start=len(seen))
+        seen += [samples_of_step(readers, plan, step).ids.tolist() for step in range(len(seen), stop)]
+        for reader in readers:
+            reader.close()
     assert seen == list(uninterrupted(manifest, plan))
     if plan.spec.last_step == "short":
         for epoch in range(2):
@@ -99,39 +98,41 @@ def test_resumes_at_any_world_sizes_do_not_change_the_samples(
 
 
 @pytest.mark.parametrize("shuffle", ["none", "row_groups", "window"])
-def test_a_rank_without_samples_gets_as_many_rows_as_it_asks_for(tmp_path: Path, shuffle: str) -> None:
+def test_a_rank_without_samples_gets_as_many_rows_as_it_asks_for(folder: Store, shuffle: str) -> None:
     """BatchNorm cannot train on one row, and the first window of a stream can have a single one."""
-    table = pa.table({"value": np.arange(9), "name": [f"row {row}" for row in range(9)]})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 9, num_shards=1, row_group_bytes=1)
+    columns = {"value": np.arange(9), "name": [f"row {row}" for row in range(9)]}
+    manifest = write_table(folder, columns, row_group_bytes=1)
     plan = Plan(PlanSpec(global_batch=9, virtual_workers=3, shuffle=shuffle, window=1), 9)
-    stream = rank_stream(manifest, plan, range(2, 3), DataSpec(train=manifest.url))
+    reader = stored_reader(manifest, plan, range(2, 3), DataSpec(train=manifest.url))
     for count in (2, 0, 3):
-        samples = stream.any_rows(count)
+        samples = reader.any_rows(count)
         assert len(samples.ids) == len(samples.batch["value"]) == count
         assert samples.batch["name"] == [f"row {row}" for row in samples.ids]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("world_size", "row_group_rows", "shuffle", "decodes"),
+    [(1, 130, "none", 5), (1, 130, "row_groups", 5), (1, 130, "window", 5), (3, 640, "window", 3)],
+)
 def test_a_rank_decodes_a_row_group_that_its_virtual_workers_share_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+    folder: Store, monkeypatch: pytest.MonkeyPatch, world_size: int, row_group_rows: int, shuffle: str, decodes: int
 ) -> None:
-    table = pa.table({"value": np.arange(1000, 1640)})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 640, num_shards=1)
-    plan = Plan(PlanSpec(global_batch=64, virtual_workers=64, epochs=2), 640)
-    decodes = []
+    manifest = numbers(folder, 640, row_group_rows=row_group_rows)
+    plan = Plan(PlanSpec(global_batch=64, virtual_workers=64, epochs=2, shuffle=shuffle), 640)
+    decoded = []
     row_group = Shard.row_group
 
     def counting(shard: Shard, number: int, columns: Sequence[str]) -> pa.Table:
-        decodes.append(number)
+        decoded.append(number)
         return row_group(shard, number, columns)
 
     monkeypatch.setattr(Shard, "row_group", counting)
-    streams = streams_from(manifest, plan, world_size, 0)
-    seen = [samples_of_step(streams, plan, step).ids.tolist() for step in range(plan.total_steps)]
-    for stream in streams:
-        stream.close()
+    readers = readers_from(manifest, plan, world_size)
+    seen = [samples_of_step(readers, plan, step).ids.tolist() for step in range(plan.total_steps)]
+    for reader in readers:
+        reader.close()
     assert seen == list(uninterrupted(manifest, plan))
-    assert len(decodes) == plan.spec.epochs * world_size
+    assert len(decoded) == plan.spec.epochs * decodes
 
 
 def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Manifest) -> None:
@@ -146,19 +147,18 @@ def test_two_ranks_share_a_row_group_only_at_the_cut_between_them(manifest: Mani
 
 
 def test_the_first_samples_of_tiny_files_do_not_wait_for_a_list_of_all_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = pa.table({"value": np.arange(1000, 1400)})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 400, num_shards=1, row_group_bytes=8)
+    manifest = numbers(folder, 400, row_group_rows=1)
     plan = Plan(PlanSpec(global_batch=4, virtual_workers=2, epochs=1000, window=1), 400)
-    listed, window_read = [], rank_stream_module.window_read
+    listed, read_of = [], WindowReads.of
 
     def counted(*arguments: Any) -> WindowRead:
         listed.append(arguments)
-        return window_read(*arguments)
+        return read_of(*arguments)
 
-    monkeypatch.setattr(rank_stream_module, "window_read", counted)
-    (stream,) = streams_from(manifest, plan, world_size=1, start=0)
-    assert samples_of_step([stream], plan, 0).ids.tolist() == next(uninterrupted(manifest, plan))
-    stream.close()
-    assert len(listed) <= rank_stream_module.HEAD_WINDOWS + 1
+    monkeypatch.setattr(WindowReads, "of", counted)
+    (reader,) = readers_from(manifest, plan, world_size=1)
+    assert samples_of_step([reader], plan, 0).ids.tolist() == next(uninterrupted(manifest, plan))
+    reader.close()
+    assert len(listed) <= HEAD_WINDOWS + 1

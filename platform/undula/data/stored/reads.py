@@ -1,29 +1,24 @@
-"""Read tasks of Ray Data. Each task reads the rows of some shuffle windows in stored order. Their processes do not need torch."""
+"""Reads of shuffle windows: which rows of which row groups they are, and the tables of these rows, several read at the same time."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from traceback import format_exception
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from ray.data import Datasource, ReadTask
-from ray.data.block import BlockMetadata
 
 from undula.data.stored.cache import DiskCache
 from undula.data.stored.manifest import ID_COLUMN, Column, Manifest
 from undula.data.stored.maps import SampleMap
 from undula.data.stored.shards import Shard
 from undula.data.stored.sizes import RowSizes, fixed_bytes
-from undula.plan.order import Window
-from undula.storage import Reporter, waits_reported_to, waits_reporter
+from undula.plan.order import RowRange, Window
 
 LOCAL_READS, REMOTE_READS = 2, 4
-"""Number of row groups that a task reads concurrently from a disk and from S3. Some of them are fetched while another is decoded."""
+"""Number of row groups that are read concurrently from a disk and from S3. Some of them are fetched while another is decoded."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +62,8 @@ class WindowRead:
     map: SampleMap | None
     window: Window
     ranges: tuple[RangeRead, ...]
+    epoch: int
+    """Epoch of the run that needs the rows."""
 
     @property
     def num_rows(self) -> int:
@@ -118,32 +115,37 @@ class RowGroupRead:
         return self.map(stored, self.columns) if self.map else stored
 
 
-def window_read(
-    manifest: Manifest,
-    columns: tuple[Column, ...],
-    window: Window,
-    sample_map: SampleMap | None = None,
-    cache: DiskCache | None = None,
-    sizes: RowSizes | None = None,
-) -> WindowRead:
-    """Return the read of a window's rows. `sizes` are the sizes of the columns, if the caller has them already."""
-    sizes = sizes or RowSizes(manifest, columns, cache)
-    ranges = []
-    for rows in window.ranges:
-        number, group = manifest.row_group_places[rows.row_group]
-        file = manifest.files[number]
-        ranges.append(
-            RangeRead(
-                shard=Shard(manifest.store, file.name, file.bytes, file.version, cache),
-                row_group=group,
-                start=rows.start,
-                stop=rows.stop,
-                first_id=int(manifest.first_ids[rows.row_group]),
-                num_bytes=sizes.decoded(rows.row_group, rows.num_rows),
-                row_group_bytes=sizes.decoded(rows.row_group, file.row_groups[group]),
-            )
+class WindowReads:
+    """Reads of the windows of a data set.
+
+    Args:
+        manifest: The data set.
+        columns: Columns to read.
+        cache: Disk cache for data from S3.
+    """
+
+    def __init__(self, manifest: Manifest, columns: tuple[Column, ...], cache: DiskCache | None = None):
+        self.manifest = manifest
+        self.columns = columns
+        self._cache = cache
+        self._sizes = RowSizes(manifest, columns, cache)
+
+    def of(self, window: Window, epoch: int = 0, sample_map: SampleMap | None = None) -> WindowRead:
+        """Return the read of a window's rows."""
+        ranges = tuple(self._range(rows) for rows in window.ranges)
+        return WindowRead(self.columns, sample_map, window, ranges, epoch)
+
+    def _range(self, rows: RowRange) -> RangeRead:
+        file, group = self.manifest.row_group_places[rows.row_group]
+        return RangeRead(
+            shard=Shard.of(self.manifest, file, self._cache),
+            row_group=group,
+            start=rows.start,
+            stop=rows.stop,
+            first_id=int(self.manifest.first_ids[rows.row_group]),
+            num_bytes=self._sizes.decoded(rows.row_group, rows.num_rows),
+            row_group_bytes=self._sizes.decoded(rows.row_group, int(self.manifest.row_counts[rows.row_group])),
         )
-    return WindowRead(columns, sample_map, window, tuple(ranges))
 
 
 def row_group_reads(reads: Iterable[WindowRead]) -> Iterator[RowGroupRead]:
@@ -187,82 +189,6 @@ def _result(read: RowGroupRead, stored: Future[pa.Table]) -> pa.Table:
     return read.mapped(stored.result())
 
 
-class ReadTaskError(Exception):
-    """Exception of a read task and its traceback.
-
-    Ray Data appends advice about its own settings to the arguments of the exceptions that it sees (Ray 2.60, `iterate_with_retry`).
-    """
-
-    def __init__(self, traceback: str, original: Exception):
-        super().__init__(traceback, original)
-
-    @property
-    def original(self) -> Exception:
-        """Exception as it was raised, but without its traceback, because exceptions are pickled without it."""
-        original: Exception = self.args[1]
-        return original
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class WindowDatasource(Datasource):
-    """Ray Data source that reads the given windows in order. A table that it returns can end within a window.
-
-    Args:
-        reads: Reads of the windows.
-        task_bytes: Maximum memory in bytes that one task takes, unless a single row group takes more. A task has an overhead of about
-            20 ms.
-    """
-
-    def __init__(self, reads: Sequence[WindowRead], task_bytes: int):
-        reporter = waits_reporter()
-        self._tasks = [
-            _Task(tuple(group), task_bytes, reporter) for group in _grouped(row_group_reads(reads), task_bytes)
-        ]
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self._tasks)
-
-    @property
-    def task_rows(self) -> list[int]:
-        """Number of rows of each task."""
-        return [sum(read.rows.num_rows for read in task.reads) for task in self._tasks]
-
-    def dealt(self, count: int) -> list["WindowDatasource"]:
-        """Deal the tasks one by one to `count` sources."""
-        sources = [copy(self) for _ in range(count)]
-        for number, source in enumerate(sources):
-            source._tasks = self._tasks[number::count]
-        return sources
-
-    def concurrency(self, num_bytes: int) -> int:
-        """Return how many tasks can run at the same time within an amount of memory in bytes, but at least one."""
-        largest = max(task.peak_bytes for task in self._tasks)
-        return max(min(num_bytes // largest, self.num_tasks), 1)
-
-    def get_name(self) -> str:
-        return "Windows"
-
-    def estimate_inmemory_data_size(self) -> int:
-        return sum(read.num_bytes for task in self._tasks for read in task.reads)
-
-    def get_read_tasks(self, parallelism: int, *args: object, **kwargs: object) -> list[ReadTask]:
-        return [
-            ReadTask(
-                task,
-                BlockMetadata(
-                    num_rows=sum(read.rows.num_rows for read in task.reads),
-                    size_bytes=sum(read.num_bytes for read in task.reads),
-                    input_files=None,
-                    exec_stats=None,
-                ),
-            )
-            for task in self._tasks
-        ]
-
-
 def _copied(table: pa.Table) -> pa.Table:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -273,36 +199,3 @@ def _copied(table: pa.Table) -> pa.Table:
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="undula-read")
-
-
-@dataclass(frozen=True)
-class _Task:
-    reads: tuple[RowGroupRead, ...]
-    most_bytes: int
-    reporter: Reporter | None
-    """Callback of the process that wants the rows, to which outages of the store and lost caches are reported."""
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(read.peak_bytes for read in self.reads)
-
-    def __call__(self) -> Iterable[pa.Table]:
-        try:
-            with waits_reported_to(self.reporter):
-                yield from tables(self.reads, self.most_bytes)
-        except Exception as error:
-            raise ReadTaskError("".join(format_exception(error)), error) from error
-
-
-def _grouped(reads: Iterable[RowGroupRead], most_bytes: int) -> Iterator[list[RowGroupRead]]:
-    """Yield consecutive reads that together take at most `most_bytes` of memory, or a single one. Ray Data holds all rows of a task."""
-    group: list[RowGroupRead] = []
-    num_bytes = 0
-    for read in reads:
-        if group and num_bytes + read.peak_bytes > most_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(read)
-        num_bytes += read.peak_bytes
-    if group:
-        yield group

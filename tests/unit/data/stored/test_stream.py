@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from data_sets import write_table
 
 from undula.data import Manifest, Stream, stream
-from undula.data.prepare.write import array_column, array_field, write_shards
+from undula.data.prepare.write import array_column, array_field
 from undula.errors import ManifestError, UsageError
 from undula.plan.plan import PlanSpec
-from undula.storage import Store
 
 NUM_ROWS = 100
 PLAN = PlanSpec(global_batch=16, virtual_workers=4, epochs=2)
@@ -23,12 +23,15 @@ PLAN = PlanSpec(global_batch=16, virtual_workers=4, epochs=2)
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     field = array_field("pair", pa.float32(), (2,))
-    schema = pa.schema([field, ("name", pa.string()), ("raw", pa.binary())])
+    schema = pa.schema(
+        [field, ("name", pa.string()), ("raw", pa.binary()), ("small", pa.int16()), ("flag", pa.bool_())]
+    )
     pairs = np.stack([np.arange(NUM_ROWS), -np.arange(NUM_ROWS)], axis=1).astype(np.float32)
     names = [f"row {row}" for row in range(NUM_ROWS)]
-    table = pa.Table.from_arrays([array_column(field, pairs), names, [name.encode() for name in names]], schema=schema)
-    store = Store(str(tmp_path_factory.mktemp("loader")))
-    return write_shards(store, [table], schema, NUM_ROWS, num_shards=2, row_group_bytes=200)
+    small, flags = np.arange(NUM_ROWS, dtype=np.int16), np.arange(NUM_ROWS) % 3 == 0
+    columns = [array_column(field, pairs), names, [name.encode() for name in names], small, flags]
+    table = pa.Table.from_arrays([pa.array(values) for values in columns], schema=schema)
+    return write_table(tmp_path_factory.mktemp("stream"), table, num_shards=2, row_group_bytes=200)
 
 
 def global_steps(streams: list[Stream], most: int = 1000) -> list[list[int]]:
@@ -72,8 +75,7 @@ def test_a_rank_without_virtual_workers_is_refused(manifest: Manifest) -> None:
 
 
 def test_a_rank_without_a_share_in_a_short_step_gets_an_empty_batch(tmp_path: Path) -> None:
-    table = pa.table({"x": np.arange(98.0), "name": ["n"] * 98})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 98, num_shards=1)
+    manifest = write_table(tmp_path, {"x": np.arange(98.0), "name": ["n"] * 98})
     plan = PlanSpec(global_batch=16, virtual_workers=4)  # the last step has two samples
     *_, last = stream(manifest, plan, rank=1, world_size=2)
     assert last["x"].shape == (0,)
@@ -83,8 +85,10 @@ def test_a_rank_without_a_share_in_a_short_step_gets_an_empty_batch(tmp_path: Pa
 
 
 def test_columns_become_tensors_strings_and_bytes(manifest: Manifest) -> None:
-    source = stream(manifest.url, PLAN, columns=("pair", "name", "raw"))
+    source = stream(manifest.url, PLAN, columns=("pair", "name", "raw", "small", "flag"))
     batch = next(iter(source))
+    assert torch.equal(batch["small"], torch.tensor(source.ids, dtype=torch.int16))
+    assert torch.equal(batch["flag"], torch.tensor(source.ids % 3 == 0))
     assert torch.equal(batch["pair"], torch.tensor([[row, -row] for row in source.ids], dtype=torch.float32))
     assert batch["name"] == [f"row {row}" for row in source.ids]
     assert batch["raw"] == [f"row {row}".encode() for row in source.ids]
@@ -118,15 +122,13 @@ def test_augmentation_is_the_same_at_any_world_size_and_differs_between_epochs(m
 
 def test_a_map_does_not_change_bytes(tmp_path: Path) -> None:
     raw = [b"ab\0", b"c", b"", b"\0\0d"]
-    table = pa.table({"raw": pa.array(raw, pa.binary())})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 4, num_shards=1)
+    manifest = write_table(tmp_path, {"raw": raw})
     plan = PlanSpec(global_batch=4, virtual_workers=1, shuffle="none")
     assert next(iter(stream(manifest, plan, map=lambda sample, rng: sample)))["raw"] == raw
 
 
 def test_a_column_of_an_unsupported_type_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
-    table = pa.table({"when": pa.array([0, 1], pa.timestamp("us")), "x": [1, 2]})
-    manifest = write_shards(Store(str(tmp_path)), [table], table.schema, 2, num_shards=1)
+    manifest = write_table(tmp_path, {"when": pa.array([0, 1], pa.timestamp("us")), "x": [1, 2]})
     with pytest.raises(ManifestError, match=r"column 'when' of .* has type timestamp\[us\]"):
         next(iter(stream(manifest, PlanSpec(global_batch=2, virtual_workers=1))))
     plan = PlanSpec(global_batch=2, virtual_workers=1, shuffle="none")
