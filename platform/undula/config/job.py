@@ -24,7 +24,7 @@ from undula.plan.schedule import ScheduleSpec
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
 from undula.state.goals import StopSpec
 from undula.state.spec import CheckpointSpec
-from undula.trackers.spec import TrackersSpec
+from undula.telemetry.registry import TrackersSpec
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")
 """Keys that define the logical run. They cannot change when a run resumes."""

@@ -154,9 +154,7 @@ class TrainingLoop:
         context.rows = list(restored.rows)
         if layout.is_first:
             context.checkpoints.begin(start)
-            context.telemetry = Telemetry(
-                setup.store, job.name, setup.attempt, start, setup.plan.total_steps, setup.publish
-            )
+            context.telemetry = Telemetry(setup.store, setup.attempt, setup.plan.total_steps, setup.publish)
             context.telemetry.repeat(restored.rows)
         self._report_start(restored)
         context.rate, change = rate_for(job.schedule, setup.plan, layout.num_cells, start, restored.values)
