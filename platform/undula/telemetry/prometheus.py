@@ -20,19 +20,15 @@ from undula.telemetry.messages import Message, Status
 
 REFRESH_INTERVAL_S = 5.0
 """Seconds between two exports of the gauges. Ray's agent drops a gauge that was not set during two of its report intervals of 10 s."""
-STEP, TRAINING_LOSS, RATE = "undula_step", "undula_loss", "undula_learning_rate"
-SPEED, WORLD_SIZE = "undula_samples_per_second", "undula_world_size"
-VALIDATION_LOSS, VALIDATION_METRIC = "undula_validation_loss", "undula_validation_metric"
 GAUGES: Mapping[str, str] = {
-    STEP: "Steps committed",
-    TRAINING_LOSS: "Training loss of the last committed step",
-    RATE: "Learning rate of the last committed step",
-    SPEED: "Samples per second, smoothed",
-    WORLD_SIZE: "Ranks that train",
-    VALIDATION_LOSS: "Loss of the last validation",
-    VALIDATION_METRIC: "Mean of the last validation that the label metric names",
+    "undula_step": "Steps committed",
+    "undula_loss": "Training loss of the last committed step",
+    "undula_learning_rate": "Learning rate of the last committed step",
+    "undula_samples_per_second": "Samples per second, smoothed",
+    "undula_world_size": "Ranks that train",
 }
-"""Description of each gauge, by its name."""
+"""Description of each gauge of the progress, by its name."""
+VALIDATION_LOSS, VALIDATION_METRIC = "undula_validation_loss", "undula_validation_metric"
 COMMITTED, REPLAYED, LOST = "undula_committed_steps_total", "undula_replayed_steps_total", "undula_lost_steps_total"
 RESTARTS, NOTICES, RESIZES = "undula_restarts_total", "undula_notices_total", "undula_resizes_total"
 COUNTERS: Mapping[str, str] = {
@@ -59,10 +55,10 @@ class RunMetrics:
     def __init__(self, name: str):
         self._counts = RunCounts()
         self._counters = {key: _tagged(Counter(key, text, tag_keys=("run",)), name) for key, text in COUNTERS.items()}
-        self._gauges = {
-            key: _tagged(Gauge(key, text, tag_keys=("run", *(("metric",) if key == VALIDATION_METRIC else ()))), name)
-            for key, text in GAUGES.items()
-        }
+        gauges = {**GAUGES, VALIDATION_LOSS: "Loss of the last validation"}
+        self._gauges = {key: _tagged(Gauge(key, text, tag_keys=("run",)), name) for key, text in gauges.items()}
+        text = "Mean of the last validation that the label metric names"
+        self._gauges[VALIDATION_METRIC] = _tagged(Gauge(VALIDATION_METRIC, text, tag_keys=("run", "metric")), name)
         self._values: dict[tuple[str, str], float] = {}
         """Values of gauges, by the gauge and its label `metric`, which is empty if it has none."""
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -75,8 +71,9 @@ class RunMetrics:
         with self._lock:
             match message:
                 case Status(step, _, loss, lr, samples_per_s, world_size, _, means):
-                    status = {STEP: step, TRAINING_LOSS: loss, RATE: lr, SPEED: samples_per_s, WORLD_SIZE: world_size}
-                    self._values |= {(key, ""): value for key, value in status.items()} | _by_gauge(means)
+                    progress = (step, loss, lr, samples_per_s, world_size)
+                    self._values |= {(key, ""): value for key, value in zip(GAUGES, progress, strict=True)}
+                    self._values |= _by_gauge(means)
                 case ValidationEvent():
                     self._values |= _by_gauge(message.means)
                 case CrashEvent() | WaitingEvent():

@@ -1,4 +1,4 @@
-"""Reports of rank 0 about steps and events: to the ledger, and to the hub of the run, which never makes the training wait."""
+"""Reports of rank 0 about steps and events: to the ledger, and to the hub of the run."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ STATUS_INTERVAL_S = 0.5
 """Minimum time in seconds between two status messages to the driver."""
 
 
-class Telemetry:
-    """Reports the progress of a run from its rank 0.
+class Telemetry(LedgerWriter):
+    """Writer of rank 0's part of the ledger, which also sends the progress of the run to the driver.
 
     Args:
         store: Run directory.
@@ -24,9 +24,9 @@ class Telemetry:
     """
 
     def __init__(self, store: Store, attempt: int, total_steps: int, publish: Publisher):
+        super().__init__(store, attempt)
         self._total_steps = total_steps
         self._publish = publish
-        self._ledger = LedgerWriter(store, attempt)
         self._means: Mapping[str, float] = {}
         """Means of the newest validation by name."""
         self._status_at = 0.0
@@ -36,19 +36,18 @@ class Telemetry:
         self._unsent: StepRow | None = None
         """Newest step if the driver has no status of it yet."""
 
-    @property
-    def stored_steps(self) -> int:
-        """Number of steps whose rows have reached storage."""
-        return self._ledger.stored_steps
-
     def repeat(self, rows: Sequence[StepRow]) -> None:
         """Write rows of a former attempt again, because its rank 0 may be lost before they reached storage."""
         for row in rows:
-            self._ledger.step(row)
+            super().step(row)
 
     def step(self, row: StepRow) -> None:
-        """Report a committed step."""
-        self._ledger.step(row)
+        """Report a committed step.
+
+        Raises:
+            SupersededError: A newer attempt of the run exists.
+        """
+        super().step(row)
         self._losses.append((row.loss, row.step_samples))
         smooth = 0.9 if self._seconds_per_step else 0.0
         self._seconds_per_step = smooth * self._seconds_per_step + (1 - smooth) * row.seconds
@@ -63,7 +62,7 @@ class Telemetry:
             self._send_status(self._unsent)
         if isinstance(event, ValidationEvent):
             self.export_means(event.means)
-        self._ledger.event(event)
+        super().event(event)
         self._publish(event)
 
     def export_means(self, means: Mapping[str, float]) -> None:
@@ -78,18 +77,6 @@ class Telemetry:
         loss = sum(loss * count for loss, count in self._losses) / samples
         self.event(LossEvent(loss, samples, step=done))
         self._losses = []
-
-    def flush(self) -> None:
-        """Write all previous reports to storage. This is thread-safe, because the thread that saves checkpoints calls it too.
-
-        Raises:
-            StorageError: The storage cannot be written to.
-        """
-        self._ledger.flush()
-
-    def close(self) -> None:
-        """Write the remaining reports to storage, ignoring errors of the storage."""
-        self._ledger.close()
 
     def _send_status(self, row: StepRow) -> None:
         self._status_at, self._unsent = time.monotonic(), None

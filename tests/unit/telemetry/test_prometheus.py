@@ -27,7 +27,6 @@ from undula.telemetry.prometheus import (
     REPLAYED,
     RESIZES,
     RESTARTS,
-    STEP,
     VALIDATION_LOSS,
     VALIDATION_METRIC,
     RunCounts,
@@ -80,7 +79,7 @@ def start(step: int) -> StartEvent:
     "end", [CrashEvent("hang", rank=1), WaitingEvent(0, needed=1), None], ids=["crash", "wait", "close"]
 )
 def test_gauges_are_set_again_until_no_group_trains(metrics: RunMetrics, end: Message | None) -> None:
-    gauge = RecordedGauge.made[STEP]
+    gauge = RecordedGauge.made["undula_step"]
     metrics.add(at(7))
     gauge.await_values(7, 7, 7)
     assert gauge.tags == {"run": "run"}
