@@ -18,7 +18,6 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "pytest"),
     *(
         "undula.train.run",
-        "undula.telemetry.tensorboard",
         "undula.state.checkpoint_files",
         "horovod.torch",
         "undula.optim.lamb",

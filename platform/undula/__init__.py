@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from undula.elastic.ray.trainer import ElasticHorovodTrainer, ElasticTorchTrainer
     from undula.optim.optimizers import OptimizerConfig, make_optimizer
     from undula.state.weights import load_weights
-    from undula.trackers.tracker import TrackedRun, TrackedStep, Tracker
+    from undula.telemetry.tracker import TrackedRun, TrackedStep, Tracker
     from undula.train.run import Run
     from undula.train.step import Step
 
@@ -36,9 +36,9 @@ _HOMES = {
     "OptimizerConfig": "undula.optim.optimizers",
     "Run": "undula.train.run",
     "Step": "undula.train.step",
-    "TrackedRun": "undula.trackers.tracker",
-    "TrackedStep": "undula.trackers.tracker",
-    "Tracker": "undula.trackers.tracker",
+    "TrackedRun": "undula.telemetry.tracker",
+    "TrackedStep": "undula.telemetry.tracker",
+    "Tracker": "undula.telemetry.tracker",
     "load_weights": "undula.state.weights",
     "main": "undula.cli.job_script",
     "make_optimizer": "undula.optim.optimizers",

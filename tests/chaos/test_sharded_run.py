@@ -25,13 +25,13 @@ def prepared(module):
 STALL = """
 def before(step):
     if step.index == 20 and step._layout.rank == 1:
-        stream = step._batches._batches._stream
-        take = stream.take
+        reader = step._batches._batches._reader
+        take = reader.take
         def late(*arguments):
             time.sleep(12)
-            stream.take = take
+            reader.take = take
             return take(*arguments)
-        stream.take = late
+        reader.take = late
 """
 SCHEDULE = """
 at step 10: drain node 1 deadline 30

@@ -1,18 +1,17 @@
-"""Test of trackers through growth, a killed worker, more than half a minute without the server, a killed driver, and a resubmission."""
+"""Test of trackers through growth, a killed worker, half a minute without MLflow's server, a killed driver, and a resubmission."""
 
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chaos_kit import SLOW_S, Running, command, have_nodes, release, wrapped
 from mlflow_server import mlflow_server
-from trackers_kit import values_by_step
+from trackers_kit import assert_on_tensorboard, first_commits, values_by_step
 
 from undula.processes import send_signal
 from undula.state.events import CheckpointEvent, StartEvent, TrackerEvent
-from undula.state.ledger import Ledger, read_ledger
+from undula.state.ledger import read_ledger
 from undula.storage import open_store
 from undula.testing.chaos import Chaos, start_driver
 from undula.testing.faults import parse_faults
@@ -80,6 +79,7 @@ def test_mlflow_and_wandb_show_one_run_with_the_first_commit_of_every_step(
         assert server.history("loss/train") == [(step, row["loss"]) for step, row in by_step]
         assert server.times("loss/train") == [(step, round(1000 * row["time"])) for step, row in by_step]
 
+    assert_on_tensorboard(run.store)
     assert len(list(Path(run.store.path("trackers")).glob("wandb/offline-run-*"))) == 2
     begin, *rows = values_by_step(Path(run.store.path("trackers")))
     assert begin[0] == 0  # the validation before the first step
@@ -98,9 +98,3 @@ def lost_by_a_kill(run: Running) -> int:
     """Return the number of steps in the ledger after the newest checkpoint, which a killed job repeats."""
     saved = [event.step or 0 for event in run.of(CheckpointEvent)]
     return len(run.rows()) - max(saved, default=0)
-
-
-def first_commits(ledger: Ledger) -> dict[int, dict[str, Any]]:
-    """Return the row of the first commit of each step, by the number of committed steps."""
-    rows = [*ledger.steps.to_pylist(), *ledger.replaced.to_pylist()]
-    return {row["step"] + 1: row for row in sorted(rows, key=lambda row: row["attempt"], reverse=True)}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from study_kit import Studies
+from trackers_kit import assert_on_tensorboard
 
 from undula.cluster.local import LocalCluster
 from undula.report.data.certificate import certify, data_of
@@ -47,6 +48,8 @@ def test_stopping_the_driver_does_not_change_the_results(
     assert [row["state"] for row in table] == ["complete"] * 4
     runs = [read_run(whole.store("whole") / TRIALS / row["name"]) for row in table]
     assert [sum(event.kind == "start" for event in run.events) for run in runs] == [1] * 4, "a trial was trained twice"
+    for row in table:
+        assert_on_tensorboard(whole.store("whole") / TRIALS / row["name"])
 
     file = studies.file("killed", packed=1, base_lrs=RATES)
     ended: dict[str, int] = {}
@@ -113,8 +116,10 @@ def test_unpacked_trials_are_runs_with_certificates(studies: Studies) -> None:
     ]
     assert [row["lr"] for row in table] == pytest.approx([1e-2, 1e-2 * 2**0.5])
     for row in table:
-        run = read_run(studies.store("elastic") / TRIALS / row["name"])
+        store = studies.store("elastic") / TRIALS / row["name"]
+        run = read_run(store)
         assert certify(run, data_of(run)).holds
+        assert_on_tensorboard(store)
 
 
 def test_a_failed_or_diverged_trial_does_not_affect_the_others(studies: Studies, tmp_path: Path) -> None:

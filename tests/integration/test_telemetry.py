@@ -1,4 +1,4 @@
-"""Tests of telemetry: Prometheus, TensorBoard, the live view, and output and errors of the user's code."""
+"""Tests of telemetry: Prometheus, the live view, and output and errors of the user's code."""
 
 import json
 import re
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from jobs_kit import LANGUAGE_MODEL, PLAN, Finished, Jobs, job_json, relative_difference
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from undula.processes import signal_group
 from undula.report.data.run_record import read_run
@@ -132,18 +131,6 @@ def test_batch_normalization_and_logged_values_are_the_same_with_each_engine_and
     accuracies = [json.loads(text)["accuracy"] for text in alone.column("logged")]
     assert accuracies
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
-
-    board = EventAccumulator(alone.store.path("tensorboard"))
-    board.Reload()
-    scalars = board.Scalars("loss/train")
-    assert [point.step for point in scalars] == [step + 1 for step in alone.column("step")]
-    assert [point.value for point in scalars] == pytest.approx(alone.column("loss"), rel=1e-6)
-    assert len(board.Scalars("loss/validation")) == len(losses)
-    validated = events_of(alone.ledger.events, ValidationEvent)
-    assert [point.value for point in board.Scalars("accuracy/validation")] == pytest.approx(
-        [event.metrics["accuracy"] for event in validated]
-    )
-    assert board.Scalars("logged/accuracy")
 
 
 def validation_losses(done: Finished) -> list[float]:

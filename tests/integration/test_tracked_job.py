@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from jobs_kit import PLAN, Jobs
 from mlflow_server import mlflow_server
+from trackers_kit import assert_on_tensorboard, on_tensorboard
 
 from undula.state.events import TrackerEvent
 from undula.state.ledger import events_of
@@ -100,11 +101,15 @@ def test_a_tracker_of_the_user_gets_each_step_once_and_what_it_missed_when_the_j
     tags = json.loads((folder / "tags").read_text())
     assert (tags["job.workers.max"], tags["undula.events.start"], tags["undula.events.end"]) == ("2", "1", "1")
     assert json.loads((folder / "run").read_text())[1] == "12"
+    assert_on_tensorboard(done.store)
+    for name in ("loss/validation", "logged/double"):
+        values = {step: steps[step][name] for step in sorted(steps) if name in steps[step]}
+        assert dict(on_tensorboard(done.store, name)) == pytest.approx(values, rel=1e-6)
 
 
 def test_a_job_is_one_run_of_mlflow_and_one_of_wandb(jobs: Jobs, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    from undula.trackers.wandb_files import history_steps
+    from undula.telemetry.trackers.wandb import history_steps
 
     with mlflow_server(tmp_path) as server:
         trackers = (f"trackers.mlflow.uri={server.url}", "trackers.wandb.mode=offline")

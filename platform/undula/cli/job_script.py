@@ -32,7 +32,7 @@ from undula.storage import Store
 from undula.study.load import load_study
 from undula.telemetry.hub import EventRecorder, HubPublisher, start_hub
 from undula.telemetry.live import live_view
-from undula.trackers.tracker import Tracker
+from undula.telemetry.tracker import Tracker
 from undula.train.run import Run
 
 
@@ -76,9 +76,8 @@ def main(
         store = prepared.store
         trackers = (*prepared.trackers, *trackers)
         if prepared.is_finished:
-            if trackers:
-                with held(store):
-                    _print_unsent(send_rest(trackers, store))
+            with held(store):
+                _print_unsent(send_rest(trackers, store))
             print(f"{store.url} is finished, so there is nothing to do; give --fresh to delete the run and start over")
             return
         stack.enter_context(held(store))

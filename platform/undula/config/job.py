@@ -17,7 +17,7 @@ from undula.elastic.pure.spec import HorovodSpec, WorkersSpec
 from undula.errors import STRICT, SpecError
 from undula.plan.precision import FP32
 from undula.state.defaults import DEFAULT_RUNS, RUNS_VARIABLE, default_runs
-from undula.trackers.spec import TrackersSpec
+from undula.telemetry.registry import TrackersSpec
 from undula.train.job import JobSettings
 
 LOGICAL = ("plan.", "precision.", "schedule.", "gradient.", "deterministic", "config.")

@@ -23,7 +23,7 @@ from undula.state.directory import JOB_FILE, STUDY_FILE
 from undula.state.ledger import has_steps
 from undula.state.model_state import check_shapes
 from undula.storage import Store, open_store
-from undula.trackers.tracker import Tracker
+from undula.telemetry.tracker import Tracker
 from undula.train.run import Run
 
 
@@ -39,7 +39,7 @@ class Prepared:
     script_data: ScriptData | None = None
     """Data that the script gives to the run; None if the job's YAML names the data."""
     trackers: tuple[Tracker, ...] = ()
-    """Experiment trackers of the job."""
+    """Trackers of the job."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from undula.config.yaml_file import flatten
 from undula.errors import SpecError, UndulaError
 from undula.report.data.cost import cost_of
 from undula.report.data.run_record import read_run
-from undula.state.directory import job_record
+from undula.state.directory import JOB_FILE
 from undula.state.events import (
     CheckpointEvent,
     Event,
@@ -28,14 +29,13 @@ from undula.state.events import (
 )
 from undula.state.ledger import decode_events
 from undula.storage import Store
-from undula.trackers.follower import Follower
-from undula.trackers.mlflow import MlflowTracker
-from undula.trackers.tracker import TrackedRun, Tracker
-from undula.trackers.wandb import WandbTracker
+from undula.telemetry.follower import Follower
+from undula.telemetry.registry import configured_trackers, standing_trackers
+from undula.telemetry.tracker import TrackedRun, Tracker
 
 END_LIMIT_S, STOP_LIMIT_S = 30.0, 2.0
 """Maximum time in seconds to wait for trackers at the end of training, and when the job is stopped: Ray kills it after 3 s."""
-ROUTINE = {each.KIND for each in (CheckpointEvent, SnapshotEvent, ValidationEvent, LossEvent)}
+ROUTINE = {event.KIND for event in (CheckpointEvent, SnapshotEvent, ValidationEvent, LossEvent)}
 """Kinds of events that happen all the time. Trackers get their numbers, and the messages of the others."""
 NEWEST_EVENTS = 20
 """Number of events whose messages trackers show."""
@@ -47,20 +47,16 @@ def checked_trackers(loaded: LoadedSpec, store: Store) -> tuple[Tracker, ...]:
     Raises:
         SpecError: An extra of the package, a setting or credentials are missing.
     """
-    spec = loaded.spec.trackers
-    mlflow = MlflowTracker(spec.mlflow) if spec.mlflow else None
-    wandb = WandbTracker(spec.wandb, store) if spec.wandb else None
-    for key, tracker in (("trackers.mlflow", mlflow), ("trackers.wandb", wandb)):
+    configured = configured_trackers(loaded.spec.trackers, store)
+    for name, tracker in configured.items():
+        key = f"trackers.{name}"
         try:
-            if tracker is not None:
-                tracker.check()
+            tracker.check()
         except SpecError as error:
-            about = (
-                f"{key}.{str(error).partition(' ')[0].rstrip(':')}"  # the message may begin with a key of the tracker's
-            )
-            origin = loaded.origins.get(about) or loaded.origin(key)
+            setting = str(error).partition(" ")[0].rstrip(":")  # the message may begin with a key of the tracker's
+            origin = loaded.origins.get(f"{key}.{setting}") or loaded.origin(key)
             raise SpecError(f"{origin}: {key}: {error}") from error
-    return tuple(tracker for tracker in (mlflow, wandb) if tracker is not None)
+    return (*configured.values(), *standing_trackers(store))
 
 
 class Tracking:
@@ -73,16 +69,21 @@ class Tracking:
     """
 
     def __init__(self, trackers: Sequence[Tracker], store: Store, publish: Callable[[Event], None]):
-        record = job_record(store)
-        run = tracked_run(record, store) if trackers else None
+        def record() -> dict[str, Any]:
+            return dict(json.loads(store.read(JOB_FILE)))
 
         def report(name: str, error: BaseException | None, newest: int | None) -> None:
             publish(TrackerEvent(name, newest, "" if error is None else problem_of(error)))
 
         self._followers = [
-            Follower(tracker, run, store, lambda events: tags_of(record, store, events), report)
+            Follower(
+                tracker,
+                lambda: tracked_run(record(), store),
+                store,
+                lambda events: tags_of(record(), store, events),
+                report,
+            )
             for tracker in trackers
-            if run is not None
         ]
         self.unsent: list[str] = []
         """Sentences on the steps that were not sent within the time limit, after the end of the block."""
@@ -96,8 +97,8 @@ class Tracking:
         for follower in self._followers:
             follower.end_training()
         deadline = time.monotonic() + (END_LIMIT_S if kind is None else STOP_LIMIT_S)
-        late = [each for each in self._followers if not each.wait(max(deadline - time.monotonic(), 0.0))]
-        self.unsent = [unsent_steps(each) for each in late]
+        late = [follower for follower in self._followers if not follower.wait(max(deadline - time.monotonic(), 0.0))]
+        self.unsent = [unsent_steps(follower) for follower in late]
 
 
 def send_rest(trackers: Sequence[Tracker], store: Store) -> list[str]:
@@ -142,7 +143,7 @@ def tags_of(record: Mapping[str, Any], store: Store, events: pa.Table) -> dict[s
 
 def problem_of(error: BaseException) -> str:
     """Return an error as text in one line, without the text if that may hold a secret."""
-    text = " ".join(str(error).split())[:300]
+    text = shorten(str(error), 300, placeholder=" ...")
     name = type(error).__name__
     return name if not text or holds_secret(text) else f"{name}: {text}"
 

@@ -1,4 +1,4 @@
-"""Default places of state. The module imports nothing heavy, because the command line shows these places in its help."""
+"""Places of state. The module imports nothing heavy, because the command line needs these places for its help and its checks."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 DEFAULT_RUNS = "~/undula/runs"
 """Folder of the run directories, if neither a job nor UNDULA_RUNS sets another."""
 RUNS_VARIABLE = "UNDULA_RUNS"
+TENSORBOARD, TRACKERS = "tensorboard", "trackers"
+"""Folders in a run directory for the files of TensorBoard and of other trackers."""
 MEMORY = Path(os.environ.get("UNDULA_MEMORY", "/dev/shm"))
 """In-memory file system in which a node keeps its snapshots. If several nodes share a machine, each has its own folder."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from undula.errors import RunError, StorageError, SupersededError
 from undula.state.attempts import ATTEMPTS, Lineage, begin, claim_number
 from undula.state.commit import CHECKPOINTS
+from undula.state.defaults import TENSORBOARD, TRACKERS
 from undula.state.heartbeat import HEARTBEAT_FILE
 from undula.state.ledger import recorded_attempts
 from undula.state.ledger_files import LEDGER
@@ -21,9 +22,6 @@ from undula.storage import Store
 JOB_FILE = "job.json"
 STUDY_FILE = "study.json"
 """File in the directory that holds the runs of a study."""
-TENSORBOARD = "tensorboard"
-TRACKERS = "trackers"
-"""Folder of the files that experiment trackers write into a run directory."""
 RAY = "ray"
 """Folder of Ray Train's own files."""
 REPORT = "report.html"

@@ -11,6 +11,7 @@ from undula.config.job import JobSpec, LoadedSpec, as_overrides, load_spec
 from undula.config.yaml_file import Where, flatten, load_file
 from undula.errors import SpecError
 from undula.study.spec import StudySpec
+from undula.telemetry.registry import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _check_job(spec: StudySpec, job: JobSpec, job_file: Path, where: Where) -> N
     if job.trackers:
         raise SpecError(
             f"{where(['overrides'])}: {job_file} has trackers, but a study does not send its trials to trackers; remove them, or set "
-            "overrides: {trackers.mlflow: null, trackers.wandb: null}"
+            f"overrides: {{{', '.join(f'trackers.{key}: null' for key in SETTINGS)}}}"
         )
     if spec.packed and job.engine == "horovod":
         raise SpecError(

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isfinite
@@ -15,16 +16,18 @@ from ray.train import TrainingFailedError
 from ray.tune import Trainable
 
 from undula.driver.launch import LaunchSpec, launch
+from undula.driver.trackers import Tracking
 from undula.elastic.pure.spec import WorkersSpec
 from undula.elastic.ray.failures import whole_story
 from undula.elastic.ray.gpus import hide_unreserved_gpus, refuse_unseen_gpus, reserved_device
 from undula.errors import StorageError
-from undula.storage import open_store
+from undula.storage import Store, open_store
 from undula.study.records import EVENT_OF
 from undula.study.trials import State
-from undula.telemetry.follower import HubFollower
-from undula.telemetry.hub import start_hub
-from undula.telemetry.messages import Message, Status
+from undula.telemetry.hub import EventRecorder, HubFollower, HubPublisher, start_hub
+from undula.telemetry.messages import Message, Publisher, Status
+from undula.telemetry.prometheus import RunMetrics
+from undula.telemetry.registry import standing_trackers
 from undula.train.run import Run
 from undula.train.single_process import SingleProcess
 
@@ -109,8 +112,14 @@ class TrialProcess(Trainable):
         listener = Listener(spec.metric, self._updates.put, self._leave if spec.is_packed else None)
         training: Callable[[], None]
         if spec.is_packed:
-            self._here = SingleProcess(self._train, spec.launch.job, listener, device=reserved_device())
-            training = partial(train_in_process, self._here)
+            metrics = RunMetrics(spec.launch.job.name)
+
+            def publish(message: Message) -> None:
+                metrics.add(message)
+                listener(message)
+
+            self._here = SingleProcess(self._train, spec.launch.job, publish, device=reserved_device())
+            training = partial(train_in_process, self._here, open_store(spec.launch.job.run_url), metrics)
         else:
             training = partial(train_with_workers, self._train, spec.launch, listener)
         self._thread = threading.Thread(
@@ -186,20 +195,26 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
-def train_in_process(training: SingleProcess) -> None:
+def train_in_process(training: SingleProcess, store: Store, metrics: RunMetrics) -> None:
     """Train in this process, without workers. After an error of the storage, the run resumes after a pause.
+
+    Args:
+        training: The training.
+        store: Run directory of the trial.
+        metrics: Metrics of the trial, which end with it.
 
     Raises:
         ClusterError: torch does not see the GPUs that this process has reserved.
         Exception: Any exception that the script raises.
     """
     refuse_unseen_gpus()
-    for pause_s in STORAGE_PAUSES_S:
-        try:
-            return training()
-        except StorageError:
-            sleep(pause_s)
-    return training()
+    with closing(metrics), _tracking(store, lambda event: None):
+        for pause_s in STORAGE_PAUSES_S:
+            try:
+                return training()
+            except StorageError:
+                sleep(pause_s)
+        return training()
 
 
 def train_with_workers(train: Callable[[Run], None], spec: LaunchSpec, listener: Listener) -> None:
@@ -212,10 +227,15 @@ def train_with_workers(train: Callable[[Run], None], spec: LaunchSpec, listener:
             listener(message)
 
     try:
-        with HubFollower(hub, handle, HUB_INTERVAL_S):
+        with HubFollower(hub, handle, HUB_INTERVAL_S), _tracking(store, HubPublisher(hub)):
             launch(train, spec, store, hub)
     finally:
         ray.kill(hub)
+
+
+def _tracking(store: Store, publish: Publisher) -> Tracking:
+    """Return a block in which the trackers that show all runs show a trial, too."""
+    return Tracking(standing_trackers(store), store, EventRecorder(store, publish))
 
 
 def resources(workers: WorkersSpec, packed: int | None) -> Mapping[str, float]:

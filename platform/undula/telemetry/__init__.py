@@ -1,1 +1,5 @@
-"""Reports of a run during training: to the ledger, TensorBoard, Prometheus and the live view in the driver."""
+"""What a run tells: rank 0 writes the ledger and sends messages to the hub of the run.
+
+The driver follows both: the live view and Prometheus show the messages at once, and trackers, such as TensorBoard and MLflow, receive each
+step of the ledger exactly once.
+"""

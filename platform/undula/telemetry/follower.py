@@ -1,44 +1,139 @@
-"""Follower of a hub: a thread of the driver that reads the messages of the hub, for the live view and for trials of studies."""
+"""Follower of a ledger: a thread of the driver that sends the steps of a run to a tracker.
+
+The ledger is the buffer. While a tracker is out of reach, the thread holds no steps. Once it is back, the thread asks it for the newest
+step that it has, and reads on from there.
+"""
 
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
-import ray
+import pyarrow as pa
 
-from undula.telemetry.messages import Message
+from undula.errors import StorageError
+from undula.state.events import EndEvent, FailEvent, StartEvent, StopEvent
+from undula.storage import Store
+from undula.telemetry.feed import Feed
+from undula.telemetry.tracker import RunState, TaggedTracker, TrackedRun, Tracker
 
-END_LIMIT_S = 30.0
-"""Maximum time in seconds to wait for the last messages at the end of a block."""
+INTERVAL_S = 5.0
+"""Seconds between two reads of the ledger."""
+MOST_INTERVAL_S = 60.0
+"""Maximum time in seconds between two attempts to reach a tracker. Each failed attempt doubles the time."""
+LAST_INTERVAL_S = 1.0
+"""Seconds between two attempts to reach a tracker at the end of training."""
+DESCRIBE_INTERVAL_S = 300.0
+"""Seconds between two updates of a run's tags. Its cost follows from the whole ledger, which is read for this."""
+
+Describe: TypeAlias = Callable[[pa.Table], Mapping[str, str]]
+"""Callback that returns the tags of a run, given the rows of its events."""
+Report: TypeAlias = Callable[[str, BaseException | None, int | None], None]
+"""Callback that is called once when a tracker gets out of reach, with its name and the error, and once when it has caught up. The last
+argument is the number of the newest step that the tracker has; None if that is not known."""
 
 
-class HubFollower:
-    """Context manager that passes the messages of a hub to a callback, including all messages that arrive before its block ends.
+class Follower:
+    """Sends the steps of a run to a tracker until training ends.
 
     Args:
-        hub: Handle of the hub's actor.
-        handle: Callback that receives the messages since its last call, in order. It runs in the follower's thread.
-        interval_s: Seconds between two reads of the hub.
+        tracker: The tracker.
+        run: Callback that returns the run as the tracker shows it.
+        store: Run directory.
+        describe: Callback that returns the tags of the run.
+        report: Callback for outages of the tracker during training.
+        interval_s: Seconds between two reads of the ledger.
     """
 
-    def __init__(self, hub: Any, handle: Callable[[list[Message]], None], interval_s: float):
-        self._hub, self._handle, self._interval_s = hub, handle, interval_s
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="undula-follower", daemon=True)
+    def __init__(
+        self,
+        tracker: Tracker,
+        run: Callable[[], TrackedRun],
+        store: Store,
+        describe: Describe,
+        report: Report,
+        interval_s: float = INTERVAL_S,
+    ):
+        self._tracker, self._run, self._store = tracker, run, store
+        self._describe, self._report, self._interval_s = describe, report, interval_s
+        self._feed: Feed | None = None
+        """Steps that the tracker lacks; None while it is out of reach."""
+        self._described_at = float("-inf")
+        self.name = tracker.name
+        """Name of the tracker."""
+        self.problem: BaseException | None = None
+        """Error with which the tracker is out of reach; None if it is not."""
+        self.newest: int | None = None
+        """Number of the newest step that the tracker has; None if it was out of reach so far."""
+        self._is_over, self._has_given_up = threading.Event(), threading.Event()
+        self._is_complete = False
+        self._thread = threading.Thread(target=self._follow, name=f"undula-tracker-{tracker.name}", daemon=True)
 
-    def __enter__(self) -> "HubFollower":
+    def start(self) -> None:
+        """Begin to follow the ledger."""
         self._thread.start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._closed.set()
-        self._thread.join(END_LIMIT_S)
+    def end_training(self) -> None:
+        """Send what is left, because the ledger is complete. This does not wait."""
+        self._is_over.set()
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait until everything was sent after the end of training, up to a time limit, and return whether it was."""
+        self._thread.join(limit_s)
+        self._has_given_up.set()
+        return self._is_complete
 
     def _follow(self) -> None:
-        position, is_last = 0, False
-        while not is_last:
-            is_last = self._closed.wait(
-                self._interval_s
-            )  # once the block has ended, one more read gets the last messages
-            position, messages = ray.get(self._hub.read.remote(position))
-            self._handle(messages)
+        pause_s = self._interval_s
+        while True:
+            is_over = self._is_over.is_set()
+            self._try_to_catch_up(is_over)
+            if self._is_complete or (is_over and self._has_given_up.wait(LAST_INTERVAL_S)):
+                return
+            pause_s = min(2 * pause_s, MOST_INTERVAL_S) if self.problem else self._interval_s
+            self._is_over.wait(pause_s)
+
+    def _try_to_catch_up(self, is_over: bool) -> None:
+        """Send what the tracker lacks, and report when the tracker gets out of reach and when it is back."""
+        problem = self.problem
+        try:
+            if self._catch_up(is_over):
+                problem, self._is_complete = None, is_over
+        except Exception as error:
+            problem, self._feed = error, None
+        if (problem is None) != (self.problem is None) and not is_over:
+            self._report(self.name, problem, self.newest)
+        self.problem = problem
+
+    def _catch_up(self, is_over: bool) -> bool:
+        """Send what the tracker lacks. Returns False if the ledger cannot be read, for which the store has an event of its own."""
+        feed = self._feed = self._feed or Feed(self._store, self._tracker.open(self._run()))
+        self.newest = max(feed.newest, 0)
+        try:
+            feed.read()
+        except StorageError:
+            return False
+        while steps := feed.due(is_over):
+            self._tracker.send(steps)
+            feed.sent(steps)
+            self.newest = feed.newest
+        if isinstance(self._tracker, TaggedTracker) and (
+            is_over or time.monotonic() - self._described_at >= DESCRIBE_INTERVAL_S
+        ):
+            self._tracker.describe(self._describe(feed.events))
+            self._described_at = time.monotonic()
+        if is_over:
+            self._tracker.close(run_state(feed.events))
+        return True
+
+
+def run_state(events: pa.Table) -> RunState:
+    """Return how training ended, given the rows of a run's events in the order of time."""
+    states: dict[str, RunState] = {
+        StartEvent.KIND: "failed",
+        FailEvent.KIND: "failed",
+        StopEvent.KIND: "stopped",
+        EndEvent.KIND: "finished",
+    }
+    known = [states[kind] for kind in events["kind"].to_pylist() if kind in states]
+    return known[-1] if known else "failed"

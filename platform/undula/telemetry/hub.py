@@ -1,7 +1,9 @@
 """Hub of a run: an actor that carries messages from the workers and the controller to the driver, and marks the run as active."""
 
 import sys
+import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -12,7 +14,7 @@ from undula.state.events import Event
 from undula.state.ledger import EventWriter
 from undula.storage import Store
 from undula.telemetry.messages import Line, Message, Publisher
-from undula.telemetry.prometheus import RunCounters
+from undula.telemetry.prometheus import RunMetrics
 from undula.telemetry.waits import CommonEvent, CommonRecorder
 
 UNRECORDED: dict[str, Any] = {"enable_task_events": False}
@@ -20,10 +22,12 @@ UNRECORDED: dict[str, Any] = {"enable_task_events": False}
 NAMESPACE = "undula"
 KEPT_MESSAGES = 10_000
 """Number of messages that the hub keeps; older ones are dropped."""
+END_LIMIT_S = 30.0
+"""Maximum time in seconds to wait for the last messages at the end of a follower's block."""
 
 
 class Hub:
-    """Keeps messages in the order of their arrival, counts them, and records those that several processes report. Runs as an actor.
+    """Actor that keeps messages in the order of their arrival, exports metrics, and records what several processes report.
 
     Args:
         store: Run directory.
@@ -31,7 +35,7 @@ class Hub:
 
     def __init__(self, store: Store) -> None:
         self._common = CommonRecorder(store)
-        self._counters = RunCounters(store.url.rstrip("/").rpartition("/")[2])
+        self._metrics = RunMetrics(store.url.rstrip("/").rpartition("/")[2])
         self._messages: deque[tuple[int, Message]] = deque(maxlen=KEPT_MESSAGES)
         self._count = 0
 
@@ -39,13 +43,45 @@ class Hub:
         """Add a message, unless it is an event that another process has reported already."""
         if isinstance(message, CommonEvent) and not self._common.record(message):
             return
-        self._counters.add(message)
+        self._metrics.add(message)
         self._messages.append((self._count, message))
         self._count += 1
 
     def read(self, start: int) -> tuple[int, list[Message]]:
         """Return the number of the next message, and the messages from number `start` on."""
         return self._count, [message for number, message in self._messages if number >= start]
+
+
+class HubFollower:
+    """Context manager that passes the messages of a hub to a callback, including all messages that arrive before its block ends.
+
+    Args:
+        hub: Handle of the hub's actor.
+        handle: Callback that receives the messages since its last call, in order. It runs in the follower's thread.
+        interval_s: Seconds between two reads of the hub.
+    """
+
+    def __init__(self, hub: Any, handle: Callable[[list[Message]], None], interval_s: float):
+        self._hub, self._handle, self._interval_s = hub, handle, interval_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="undula-follower", daemon=True)
+
+    def __enter__(self) -> "HubFollower":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        self._thread.join(END_LIMIT_S)
+
+    def _follow(self) -> None:
+        position, is_last = 0, False
+        while not is_last:
+            is_last = self._closed.wait(
+                self._interval_s
+            )  # after the end of the block, one more read gets the last messages
+            position, messages = ray.get(self._hub.read.remote(position))
+            self._handle(messages)
 
 
 @dataclass(frozen=True)
@@ -63,11 +99,11 @@ class EventRecorder:
     """Writes the controller's events to the ledger, and sends them to the driver's live view."""
 
     store: Store
-    publish: HubPublisher
+    publish: Publisher
     _writer: EventWriter | None = None
     """Writer of this process, created with its first event."""
 
-    def __reduce__(self) -> tuple[type["EventRecorder"], tuple[Store, HubPublisher]]:
+    def __reduce__(self) -> tuple[type["EventRecorder"], tuple[Store, Publisher]]:
         return EventRecorder, (self.store, self.publish)
 
     def __call__(self, event: Event) -> None:

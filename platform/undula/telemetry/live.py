@@ -91,7 +91,7 @@ def message_lines(messages: list[Message]) -> list[str]:
 def live_view(hub: Any, out: TextIO = sys.stdout) -> Iterator[None]:
     """Print the messages of a hub until the block ends."""
     # This import is not at the top, because the client that follows a job imports this module before it sets Ray's token.
-    from undula.telemetry.follower import HubFollower
+    from undula.telemetry.hub import HubFollower
 
     screen = LiveScreen(out)
 

@@ -1,6 +1,7 @@
 """Messages that the workers and the controller send to the driver."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from undula.state.events import Event
@@ -20,6 +21,8 @@ class Status:
     world_size: int
     seconds_left: float
     """Expected time in seconds until the end of the plan."""
+    means: Mapping[str, float] = field(default_factory=dict)
+    """Means of the newest validation by name; empty before the first one."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import threading
 import time
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeAlias, assert_never
 
 from undula.errors import StorageError
@@ -25,18 +24,18 @@ class WaitPublisher:
 
     publish: Publisher
 
-    def __call__(self, found: Wait | LostCache) -> None:
-        match found:
+    def __call__(self, news: Wait | LostCache) -> None:
+        match news:
             case Wait(place, problem, limit_s):
                 self.publish(StorageEvent(place, problem, limit_s))
             case LostCache(folder, host, problem):
                 self.publish(CacheEvent(folder, host, problem))
             case _:
-                assert_never(found)
+                assert_never(news)
 
 
 class CommonRecorder:
-    """Writer of events that several processes report to the ledger of a run. A thread does so, and `record` does not wait for the store.
+    """Writer of events that several processes report to the ledger of a run. It does not wait for the store.
 
     Args:
         store: Run directory.
@@ -46,17 +45,13 @@ class CommonRecorder:
         self._rows = RowWriter(store, EVENTS, "storage")
         self._outages = Outages()
         self._known: set[str] = set()
-        self._queue: SimpleQueue[CommonEvent] = SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def record(self, event: CommonEvent) -> bool:
         """Write an event, unless another process has reported the same. Returns whether the event is new."""
         if not self._is_new(event):
             return False
-        self._queue.put(event)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, name="undula-outages", daemon=True)
-            self._thread.start()
+        self._rows.append(event.row())
+        threading.Thread(target=self._write, name="undula-outages", daemon=True).start()
         return True
 
     def _is_new(self, event: CommonEvent) -> bool:
@@ -69,10 +64,7 @@ class CommonRecorder:
 
     def _write(self) -> None:
         while True:
-            self._rows.append(self._queue.get().row())
-            while True:
-                try:
-                    self._rows.flush()
-                    break
-                except StorageError:
-                    time.sleep(RETRY_INTERVAL_S)
+            try:
+                return self._rows.flush()
+            except StorageError:
+                time.sleep(RETRY_INTERVAL_S)

@@ -30,13 +30,14 @@ class Attempt:
         committed: Number of committed steps; None before the state is restored, and while the optimizer changes it.
         committed_by: Number of the attempt that committed the last of these steps. A state has the age under which it was committed,
             because this attempt may fail before it has recorded that it begins.
+        telemetry: Reports of the attempt; None on other ranks than the first, before the attempt begins, and after its end.
         rows: Rows of the ledger that may not have reached storage.
         step_s: Duration of the last step in seconds.
     """
 
     def __init__(self, setup: RunSetup):
         self._setup = setup
-        self._telemetry: Telemetry | None = None
+        self.telemetry: Telemetry | None = None
         self._has_overflowed = False
         """Whether the attempt has reported that the compression of gradients may have made them infinite."""
         self.committed: int | None = None
@@ -44,24 +45,13 @@ class Attempt:
         self.rows: tuple[StepRow, ...] = ()
         self.step_s = 0.0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether reports of this rank reach the ledger now."""
-        return self._telemetry is not None
-
-    @property
-    def stored_steps(self) -> int:
-        """Number of steps whose rows rank 0 has stored; 0 on other ranks."""
-        return self._telemetry.stored_steps if self._telemetry else 0
-
     def begin(self, restored: Restored) -> None:
         """Begin with a restored state, and report the start."""
         setup, layout = self._setup, self._setup.layout
         self.committed, self.committed_by, self.rows = restored.step, restored.attempt, restored.rows
         if layout.is_first:
-            total = setup.plan.total_steps
-            self._telemetry = Telemetry(setup.store, setup.job.name, setup.attempt, restored.step, total, setup.publish)
-            self._telemetry.repeat(restored.rows)
+            self.telemetry = Telemetry(setup.store, setup.attempt, setup.plan.total_steps, setup.publish)
+            self.telemetry.repeat(restored.rows)
         for problem in restored.damaged.values():
             self.report(WarningEvent("checkpoint_skipped", problem, step=restored.step))
         origin = restored.origin or None
@@ -78,18 +68,8 @@ class Attempt:
 
     def report(self, event: Event) -> None:
         """Report an event of the run. Only the events of rank 0 reach the ledger."""
-        if self._telemetry:
-            self._telemetry.event(event)
-
-    def export_means(self, means: Any) -> None:
-        """Export the means of the newest validation, which may be one of a former attempt."""
-        if self._telemetry:
-            self._telemetry.export_means(means)
-
-    def report_mean_loss(self, done: int) -> None:
-        """Report the mean training loss since the last such report."""
-        if self._telemetry:
-            self._telemetry.mean_loss(done)
+        if self.telemetry:
+            self.telemetry.event(event)
 
     def commit(
         self,
@@ -132,8 +112,8 @@ class Attempt:
             self._report_overflow(step.done)
         self.rows = (*(former for former in self.rows if former.step >= int(totals.stored_steps)), row)
         self.step_s = row.seconds
-        if self._telemetry:
-            self._telemetry.step(row)
+        if self.telemetry:
+            self.telemetry.step(row)
 
     def report_skip(self, done: int, before: float, after: float, skipped_steps: int) -> None:
         """Report that a step was skipped, and warn if no step has been applied for long.
@@ -161,12 +141,12 @@ class Attempt:
         Raises:
             StorageError: The storage cannot be written to.
         """
-        if self._telemetry:
-            self._telemetry.flush()
+        if self.telemetry:
+            self.telemetry.flush()
 
     def close(self, wait: bool) -> None:
         """End the reports. If `wait`, this returns once all of them are stored."""
-        telemetry, self._telemetry = self._telemetry, None
+        telemetry, self.telemetry = self.telemetry, None
         if telemetry and wait:
             telemetry.close()
         elif telemetry:

@@ -91,7 +91,8 @@ class StepBoundary:
             local.small_squares = self._model.small_squares(samples)
             local.micro_batches = len(local.small_squares)
         if layout.is_first:
-            local.grad_norm, local.stored_steps = grad_norm, self._attempt.stored_steps
+            local.grad_norm = grad_norm
+            local.stored_steps = self._attempt.telemetry.stored_steps if self._attempt.telemetry else 0
         return self._reducer.reduce(local)
 
     def _wants(self) -> Wants:
@@ -237,7 +238,7 @@ class StepBoundary:
     def report_unfinished(self) -> None:
         """Report that the group ends with a state that cannot be handed over, if that is so."""
         committed = self._attempt.committed
-        if committed and self._attempt.is_open and not self._model.baseline.is_intact:
+        if committed and self._attempt.telemetry and not self._model.baseline.is_intact:
             self._attempt.report(WarningEvent("unfinished_work", str(committed - 1), step=committed))
 
     def hand_over(self) -> None:

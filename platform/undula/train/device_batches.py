@@ -36,19 +36,19 @@ class _Copying:
 
 
 class DeviceBatches:
-    """Takes micro-batches from a stream of samples, and copies them to the device.
+    """Takes micro-batches from a reader of samples, and copies them to the device.
 
     Copies to a GPU go from pinned memory and on a stream of their own, so that they run beside the kernels of the model.
 
     Args:
-        stream: Stream of the rank's samples.
+        reader: Samples of the rank.
         device: Device of the rank.
         reads_ahead: Whether micro-batches are read before they are needed; by default on a GPU only, because a CPU that computes has no
             time for it.
     """
 
-    def __init__(self, stream: SampleReader, device: torch.device, reads_ahead: bool | None = None):
-        self._stream = stream
+    def __init__(self, reader: SampleReader, device: torch.device, reads_ahead: bool | None = None):
+        self._reader = reader
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.reads_ahead = device.type == "cuda" if reads_ahead is None else reads_ahead
@@ -88,7 +88,7 @@ class DeviceBatches:
 
     def _begin(self, virtual_worker: int, size: int) -> _Copying:
         began = time.perf_counter()
-        samples = self._stream.take(virtual_worker, size) if size else self._stream.any_rows(2)
+        samples = self._reader.take(virtual_worker, size) if size else self._reader.any_rows(2)
         data_s = time.perf_counter() - began
         if self._copies is None:
             return _Copying(samples.ids, with_tensors(samples.batch, self._copy_of), data_s, None)

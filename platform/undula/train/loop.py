@@ -156,11 +156,11 @@ class TrainingLoop:
 
     def _open(self, step: int) -> None:
         """Begin to read the samples from a step on."""
-        setup, stream = self._setup, self._parts.samples.training(step)
-        stream.open()
+        setup, reader = self._setup, self._parts.samples.training(step)
+        reader.open()
         work_of = partial(setup.micro_batches, equal_rounds=self.model.engine.capabilities.equal_rounds)
-        self._batches = MicroBatches(work_of, stream, setup.layout.device, setup.worker.enter)
-        self._closing.callback(close_in_thread, stream.close)  # may wait for Ray Data's first block
+        self._batches = MicroBatches(work_of, reader, setup.layout.device, setup.worker.enter)
+        self._closing.callback(close_in_thread, reader.close)  # may wait for Ray Data's first block
 
     def _begin(self, restored: Restored) -> None:
         """Begin the attempt with the restored state, and report what the user should know about the run."""
@@ -171,7 +171,8 @@ class TrainingLoop:
         self._results.restore(restored.values)
         seed_between_steps(self._setup.job.plan.seed, "after the update", start)  # for work that the script repeats
         parts.state.restore(restored.values)
-        attempt.export_means(self._results.means)
+        if attempt.telemetry:
+            attempt.telemetry.export_means(self._results.means)
         if change:
             attempt.report(change)
         if self._arithmetic:
@@ -195,8 +196,8 @@ class TrainingLoop:
             if self.boundary.wants.leaves and not self._ends(done):
                 self._save(before, done)
             self._work(before, done)
-        if self._validation is None and is_due:
-            self.attempt.report_mean_loss(done)
+        if self.attempt.telemetry and self._validation is None and is_due:
+            self.attempt.telemetry.mean_loss(done)
         self._save(before, done)
 
     def _is_validation_due(self, before: int, done: int) -> bool:

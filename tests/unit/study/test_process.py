@@ -1,7 +1,9 @@
 """Tests of the process of a trial: the trial gets the end of its run in any case."""
 
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from undula.errors import StorageError
 from undula.parallel.spec import GradientSpec
 from undula.plan.plan import PlanSpec
 from undula.plan.schedule import ScheduleSpec
+from undula.state.directory import JOB_FILE
 from undula.state.events import ValidationEvent
 from undula.state.spec import CheckpointSpec
 from undula.study import process
@@ -23,10 +26,12 @@ from undula.study.process import TrialProcess, TrialSpec
 from undula.train.job import Job
 
 
-def spec() -> TrialSpec:
+def config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a trial whose record is in `folder`."""
+    (folder / JOB_FILE).write_text(json.dumps({"id": "0123abcd", "name": "trial", "began": 0.0, "spec": {}}))
     job = Job(
         name="trial",
-        run_url="/nowhere",
+        run_url=str(folder),
         data=DataSpec(train="/nowhere"),
         plan=PlanSpec(),
         schedule=ScheduleSpec(),
@@ -36,15 +41,12 @@ def spec() -> TrialSpec:
         deterministic=False,
         config=None,
     )
-    return TrialSpec(LaunchSpec(job, WorkersSpec(gpus=0), None, Work(1, 0.0)), "validation_loss", is_packed=True)
-
-
-def config() -> dict[str, Any]:
-    return {"spec": ray.cloudpickle.dumps(spec())}  # type: ignore[no-untyped-call]
+    spec = TrialSpec(LaunchSpec(job, WorkersSpec(gpus=0), None, Work(1, 0.0)), "validation_loss", is_packed=True)
+    return {"spec": ray.cloudpickle.dumps(spec)}  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], TrialProcess]:
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], TrialProcess]:
     """Process with a trial whose run only calls a function with its listener."""
 
     class Training:
@@ -65,7 +67,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], 
 
     def begun(train: Callable[[Any], None]) -> TrialProcess:
         made = TrialProcess.__new__(TrialProcess)
-        made.setup(config(), train)
+        made.setup(config(tmp_path), train)
         return made
 
     return begun
@@ -108,20 +110,20 @@ def test_a_temporary_failure_of_the_storage_fails_no_trial(trial: Begin) -> None
     assert trial(raised(StorageError("gone for good"))).step()["message"] == "StorageError: gone for good"
 
 
-def test_a_packed_trial_trains_on_what_it_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_trial_trains_on_what_it_has_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch may see a GPU that the trial has not reserved."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(process, "hide_unreserved_gpus", lambda: None)
     monkeypatch.setattr(process, "reserved_device", lambda: torch.device("cpu"))
     made = TrialProcess.__new__(TrialProcess)
-    made.setup(config(), lambda run: None)
+    made.setup(config(tmp_path), lambda run: None)
     monkeypatch.setattr(process, "_run_training", lambda *_: None)
     made._begin()
     assert made._here is not None
     assert made._here.device == torch.device("cpu")
 
 
-def test_the_next_trial_of_a_process_starts_after_the_former_one_has_stopped(trial: Begin) -> None:
+def test_the_next_trial_of_a_process_starts_after_the_former_one_has_stopped(trial: Begin, tmp_path: Path) -> None:
     leaves, order = threading.Event(), []
 
     def train(publish: Any) -> None:
@@ -132,7 +134,7 @@ def test_the_next_trial_of_a_process_starts_after_the_former_one_has_stopped(tri
 
     made = trial(train)
     assert made.step()["state"] == "running"
-    assert made.reset_config(config())
+    assert made.reset_config(config(tmp_path))
     leaves.set()
     assert [made.step()["state"], made.step()["state"]] == ["running", "complete"]
     assert order == ["begun", "left", "begun", "left"]

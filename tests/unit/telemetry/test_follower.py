@@ -1,52 +1,111 @@
-"""Tests that the follower of a hub hands on every message once and in order. The hub is a local object, without Ray."""
+"""Tests of the thread that follows a ledger for a tracker: outages, lost answers, resubmissions, and a tracker that hangs."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from trackers_kit import RUN, TAGS, Followed, KeptTracker
+from waiting import wait_until
 
+from undula.state.events import EndEvent, Event, FailEvent, StartEvent, StopEvent
+from undula.state.ledger import EventWriter
 from undula.storage import Store
-from undula.telemetry import follower
-from undula.telemetry.follower import HubFollower
-from undula.telemetry.hub import Hub
-from undula.telemetry.messages import Line, Message
-
-
-class LocalHub(Hub):
-    """Hub with the interface of an actor handle."""
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name != "read":
-            return found
-        return type("Method", (), {"remote": staticmethod(found)})
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalHub:
-    monkeypatch.setattr(follower.ray, "get", lambda value: value)
-    return LocalHub(Store(str(tmp_path)))
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path))
 
 
-def test_messages_are_handed_on_while_the_block_runs(hub: LocalHub) -> None:
-    handed: list[Message] = []
-    arrived = threading.Event()
-
-    def handle(messages: list[Message]) -> None:
-        handed.extend(messages)
-        if len(handed) == 2:
-            arrived.set()
-
-    with HubFollower(hub, handle, interval_s=0.001):
-        hub.publish(Line(0, "first"))
-        hub.publish(Line(0, "second"))
-        assert arrived.wait(10)
-    assert handed == [Line(0, "first"), Line(0, "second")]
+def test_a_tracker_that_only_has_the_methods_of_the_protocol_gets_each_step_once(store: Store) -> None:
+    tracker = KeptTracker()
+    followed = Followed(store, tracker)
+    followed.rows.add(5)
+    wait_until(lambda: tracker.numbers == [1, 2, 3, 4])
+    followed.rows.add(3)
+    assert followed.end()
+    assert tracker.numbers == list(range(1, 9))
+    assert (tracker.runs, tracker.states, tracker.tags) == ([RUN], ["failed"], TAGS)
+    assert followed.reports == []
 
 
-def test_the_last_messages_are_handed_on_without_waiting_for_the_next_read(hub: LocalHub) -> None:
-    handed: list[Message] = []
-    with HubFollower(hub, handed.extend, interval_s=1000):
-        hub.publish(Line(0, "last"))
-    assert handed == [Line(0, "last")]
+def test_a_tracker_that_was_down_catches_up_and_has_one_event_for_the_outage_and_one_for_its_end(store: Store) -> None:
+    tracker = KeptTracker()
+    followed = Followed(store, tracker)
+    followed.rows.add(3)
+    wait_until(lambda: tracker.numbers == [1, 2])
+    tracker.is_down = True
+    followed.rows.add(4)
+    wait_until(lambda: tracker.failures > 2)
+    tracker.is_down = False
+    wait_until(lambda: len(followed.reports) == 2)
+    followed.rows.add(1)
+    assert followed.end()
+    assert tracker.numbers == list(range(1, 9))
+    assert followed.reports == [("kept", "ConnectionRefusedError", 2), ("kept", "NoneType", 6)]
+
+
+def test_steps_that_were_stored_although_the_answer_was_lost_are_not_sent_again(store: Store) -> None:
+    tracker = KeptTracker(stores_before_failing=3)
+    followed = Followed(store, tracker)
+    followed.rows.add(10)
+    wait_until(lambda: tracker.numbers == list(range(1, 10)))
+    assert followed.end()
+    assert tracker.numbers == list(range(1, 11))
+    assert len(tracker.runs) == 2
+
+
+def test_a_tracker_that_is_down_from_the_beginning_gets_all_steps_once_it_is_up(store: Store) -> None:
+    tracker = KeptTracker(is_down=True)
+    followed = Followed(store, tracker)
+    followed.rows.add(4)
+    wait_until(lambda: tracker.failures > 1)
+    tracker.is_down = False
+    assert followed.end()
+    assert tracker.numbers == [1, 2, 3, 4]
+    assert followed.reports[0] == ("kept", "ConnectionRefusedError", None)
+
+
+def test_the_next_submission_sends_what_the_last_one_could_not(store: Store) -> None:
+    tracker = KeptTracker()
+    first = Followed(store, tracker)
+    first.rows.add(3)
+    wait_until(lambda: tracker.numbers == [1, 2])
+    tracker.is_down = True
+    first.rows.add(2)
+    assert not first.end(limit_s=0.1)
+    assert isinstance(first.follower.problem, ConnectionRefusedError)
+    assert first.follower.newest == 2
+
+    tracker.is_down = False
+    second = Followed(store, tracker, first.rows)
+    assert second.end()
+    assert tracker.numbers == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_hangs_is_left_behind_at_the_end(store: Store) -> None:
+    tracker = KeptTracker(hangs=threading.Event())
+    followed = Followed(store, tracker)
+    followed.rows.add(3)
+    assert not followed.end(limit_s=0.1)
+    assert followed.follower.problem is None
+    tracker.hangs.set()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ((StartEvent(1, 1, step=0), EndEvent(step=3)), "finished"),
+        ((StartEvent(1, 1, step=0), StopEvent()), "stopped"),
+        ((StartEvent(1, 1, step=0), StopEvent(), FailEvent("no node can train")), "failed"),
+        ((StopEvent(), StartEvent(1, 2, step=1)), "failed"),
+    ],
+)
+def test_a_tracker_is_told_how_training_ended(store: Store, events: tuple[Event, ...], state: str) -> None:
+    writer = EventWriter(store, "test")
+    for number, event in enumerate(events):
+        writer.event(replace(event, time=float(number)))
+    tracker = KeptTracker()
+    assert Followed(store, tracker).end()
+    assert tracker.states == [state]

@@ -1,57 +1,123 @@
-"""Tests of the TensorBoard files: a flush writes all values, and a failing storage blocks nothing."""
+"""Tests of TensorBoard's files: TensorBoard shows each step once and in order, through killed drivers and failures of the storage."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from ledger_rows import Rows
+from trackers_kit import RUN, Followed, on_tensorboard
+from waiting import wait_until
 
 from undula.errors import StorageError
+from undula.state.events import LogEvent, ValidationEvent
 from undula.storage import Store
-from undula.telemetry import tensorboard as board
-from undula.telemetry.tensorboard import TensorBoardWriter
+from undula.telemetry.tracker import TrackedStep
+from undula.telemetry.trackers import tensorboard
+from undula.telemetry.trackers.tensorboard import TensorBoardTracker
 
 
-def steps_in(folder: Path) -> list[int]:
-    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return [point.step for point in found.Scalars("loss/train")]
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path))
 
 
-def test_all_values_are_written_in_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "FILE_BYTES", 2000)
-    written = TensorBoardWriter(Store(str(tmp_path)), attempt=1, start=0)
-    for step in range(200):
-        written.add(step, {"loss/train": 1 / (step + 1)})
-        if step % 17 == 0:
-            written.flush()
-    written.flush()
-    files = list((tmp_path / "tensorboard").iterdir())
-    assert len(files) > 3
-    assert max(file.stat().st_size for file in files) < 2200
-    assert len(written._files) == 1  # values that are stored are not kept in memory
-    assert steps_in(tmp_path) == list(range(200))
+def send(tracker: TensorBoardTracker, steps: range) -> None:
+    tracker.send([TrackedStep(step, float(step), {"loss/train": float(step)}) for step in steps])
 
 
-def test_a_later_attempt_replaces_the_steps_from_its_start_on(tmp_path: Path) -> None:
-    for attempt, steps in ((1, range(10)), (2, range(6, 12))):
-        written = TensorBoardWriter(Store(str(tmp_path)), attempt, start=steps.start)
-        for step in steps:
-            written.add(step, {"loss/train": float(attempt)})
-        written.flush()
-    assert steps_in(tmp_path) == list(range(12))
+def numbered(steps: range) -> list[tuple[int, float]]:
+    return [(step, float(step)) for step in steps]
 
 
-def test_a_temporary_failure_of_the_storage_loses_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = TensorBoardWriter(Store(str(tmp_path)), attempt=1, start=0)
+def test_values_have_the_names_steps_and_times_of_the_ledger(store: Store) -> None:
+    followed = Followed(store, TensorBoardTracker(store))
+    followed.rows.events.append(ValidationEvent(9.0, 1, {"accuracy": 0.5}, step=0).row())
+    followed.rows.events.append(LogEvent({"f1": 0.25}, step=2).row())
+    followed.rows.add(3)
+    assert followed.end()
+    assert on_tensorboard(store) == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert on_tensorboard(store, "loss/validation") == [(0, 9.0)]
+    assert on_tensorboard(store, "accuracy/validation") == [(0, 0.5)]
+    assert on_tensorboard(store, "logged/f1") == [(2, 0.25)]
+    assert dict(on_tensorboard(store, "samples_per_s")) == pytest.approx({1: 40.0, 2: 40.0, 3: 40.0})
+    assert [value for _, value in on_tensorboard(store, "lr")] == pytest.approx([0.1] * 3)
 
-    def full(*_: object) -> None:
-        raise StorageError("no space left")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Store, "write", full)
-        for step in range(300):
-            written.add(step, {"loss/train": 1.0})
-        with pytest.raises(StorageError):
-            written.flush()
-    written.flush()
-    assert steps_in(tmp_path) == list(range(300))
+def test_files_have_a_bounded_size_and_are_read_in_order(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "FILE_BYTES", 1000)
+    tracker = TensorBoardTracker(store)
+    assert tracker.open(RUN) is None
+    for step in range(1, 301):
+        send(tracker, range(step, step + 1))
+    sizes = [entry.bytes for entry in store.list("tensorboard")]
+    assert len(sizes) > 10  # TensorBoard orders files by name
+    assert max(sizes) < 1100
+    assert on_tensorboard(store) == numbered(range(1, 301))
+    assert TensorBoardTracker(store).open(RUN) == 300
+
+
+def test_a_killed_driver_leaves_files_after_which_the_next_one_goes_on(store: Store) -> None:
+    Rows(store).add(6)
+    killed = TensorBoardTracker(store)
+    killed.open(RUN)
+    send(killed, range(1, 6))
+    (name,) = store.names("tensorboard")
+    store.write(f"tensorboard/.{name}.0123.partial", store.read(f"tensorboard/{name}")[:-3])  # torn by the kill
+    replayed = Rows(store, attempt=2)
+    replayed.count = 3
+    replayed.add(6)
+    assert Followed(store, TensorBoardTracker(store), replayed).end()
+    assert [step for step, _ in on_tensorboard(store)] == list(range(1, 10))
+    assert Followed(store, TensorBoardTracker(store), replayed).end(), "nothing is left to send"
+    assert len(store.names("tensorboard")) == 2
+
+
+def test_files_of_a_former_version_are_continued(store: Store) -> None:
+    former = TensorBoardTracker(store)
+    former.open(RUN)
+    send(former, range(1, 6))
+    (name,) = store.names("tensorboard")
+    store.write("tensorboard/events.out.tfevents.1700000000.host.a1.0", store.read(f"tensorboard/{name}"))
+    store.delete(f"tensorboard/{name}")
+    tracker = TensorBoardTracker(store)
+    assert tracker.open(RUN) == 5
+    send(tracker, range(6, 9))
+    assert on_tensorboard(store) == numbered(range(1, 9))
+
+
+def test_a_driver_that_another_one_has_replaced_shows_no_step_twice(store: Store) -> None:
+    """On S3, a job on another cluster takes the run over, and the former driver may write until it notices."""
+    former, tracker = TensorBoardTracker(store), TensorBoardTracker(store)
+    former.open(RUN)
+    send(former, range(1, 6))
+    assert tracker.open(RUN) == 5
+    send(former, range(6, 9))
+    send(tracker, range(6, 12))
+    assert on_tensorboard(store) == numbered(range(1, 12))
+
+
+@dataclass(frozen=True)
+class FailingStore(Store):
+    """Store whose next writes of event files fail, some of them although they were carried out."""
+
+    failures: list[bool] = field(default_factory=list)
+    """Whether each of these writes is carried out."""
+
+    def write(self, name: str, data: bytes) -> None:
+        fails = bool(self.failures)
+        if not fails or self.failures.pop():
+            super().write(name, data)
+        if fails:
+            raise StorageError("no space left on the device")
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_failure_of_the_storage_loses_and_repeats_no_step(store: Store, is_stored: bool) -> None:
+    failing = FailingStore(store.url, failures=[is_stored] * 3)
+    followed = Followed(store, TensorBoardTracker(failing))
+    followed.rows.add(50)
+    wait_until(lambda: len(followed.reports) == 2)
+    followed.rows.add(50)
+    assert followed.end()
+    assert [step for step, _ in on_tensorboard(store)] == list(range(1, 101))
+    assert [problem for _, problem, _ in followed.reports] == ["StorageError", "NoneType"]

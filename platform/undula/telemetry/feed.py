@@ -17,7 +17,7 @@ from undula.state.events import LogEvent, ValidationEvent
 from undula.state.ledger import events_of
 from undula.state.ledger_files import EVENTS, STEPS, read_files, union
 from undula.storage import Store
-from undula.trackers.tracker import TrackedStep
+from undula.telemetry.tracker import TrackedStep
 
 MOST_STEPS = 100
 """Maximum number of steps that are sent at once."""
@@ -49,22 +49,22 @@ class Feed:
         Raises:
             StorageError: The ledger cannot be read.
         """
-        found = read_files(self._store, self._known)
-        steps, events = ([table for name, table in found.items() if kind.includes(name)] for kind in (STEPS, EVENTS))
+        files = read_files(self._store, self._known)
+        steps, events = ([table for name, table in files.items() if kind.includes(name)] for kind in (STEPS, EVENTS))
         if steps:
             # An attempt begins before it writes a row, so the lineage that is read after the rows includes their attempts.
             self._rows = first_commits(union(STEPS, [self._rows, *steps]), read_lineage(self._store), self.newest)
         if events:
             self.events = union(EVENTS, [self.events, *events]).sort_by("time")
             self._record(union(EVENTS, events).sort_by("time"))
-        self._known |= found.keys()
+        self._known |= files.keys()
 
     def _record(self, events: pa.Table) -> None:
-        found: list[ValidationEvent | LogEvent] = [*events_of(events, ValidationEvent), *events_of(events, LogEvent)]
-        for event in found:
+        recorded: list[ValidationEvent | LogEvent] = [*events_of(events, ValidationEvent), *events_of(events, LogEvent)]
+        for event in recorded:
             if event.step > self.newest:
-                values = self._between.setdefault(event.step, {})
-                values.update({name: value for name, value in _recorded(event).items() if name not in values})
+                between = self._between.setdefault(event.step, {})
+                between |= _named(event) | between  # the first value of a name counts
 
     def due(self, is_over: bool) -> list[TrackedStep]:
         """Return the next steps to send; empty if there are none now.
@@ -74,28 +74,23 @@ class Feed:
         Args:
             is_over: Whether the ledger was complete when it was read last.
         """
-        rows = self._rows.slice(0, min(len(self._rows) - (not is_over), MOST_STEPS)) if len(self._rows) else self._rows
-        found = [] if self.newest >= 0 else self._before_the_first_step(rows)
-        before = max(self.newest, 0)
-        for row in rows.to_pylist():
-            done = row["step"] + (row["merged_steps"] or 1)
-            between = [self._between[step] for step in range(before + 1, done + 1) if step in self._between]
-            values = {name: value for each in (_values(row), *between) for name, value in each.items()}
-            found.append(TrackedStep(done, row["time"], values))
-            before = done
-        return found
+        rows = self._rows.slice(0, min(max(len(self._rows) - (not is_over), 0), MOST_STEPS)).to_pylist()
+        steps, done = [], max(self.newest, 0)
+        if self.newest < 0 and rows and self._between.get(0):
+            steps.append(TrackedStep(0, rows[0]["time"], self._between[0]))
+        for row in rows:
+            before, done = done, row["step"] + (row["merged_steps"] or 1)
+            values = _values(row)
+            for step in range(before + 1, done + 1):
+                values |= self._between.get(step, {})
+            steps.append(TrackedStep(done, row["time"], values))
+        return steps
 
     def sent(self, steps: Sequence[TrackedStep]) -> None:
         """Count steps as sent."""
         self.newest = steps[-1].step
         self._rows = self._rows.filter(pa.array(_done(self._rows) > self.newest))
         self._between = {step: values for step, values in self._between.items() if step > self.newest}
-
-    def _before_the_first_step(self, rows: pa.Table) -> list[TrackedStep]:
-        """Return what was recorded before the first step, if there was something."""
-        if not self._between.get(0) or not len(rows):
-            return []
-        return [TrackedStep(0, rows["time"][0].as_py(), self._between[0])]
 
 
 def first_commits(rows: pa.Table, lineage: Lineage, newest: int) -> pa.Table:
@@ -124,14 +119,15 @@ def _done(rows: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.asarray(pc.add(rows["step"], pc.cast(merged, pa.int64())).to_numpy(), dtype=np.int64)
 
 
-def _recorded(event: ValidationEvent | LogEvent) -> dict[str, float]:
-    """Return the values of an event as trackers show them."""
+def _named(event: ValidationEvent | LogEvent) -> dict[str, float]:
+    """Return the values of an event by the names that trackers show."""
     if isinstance(event, ValidationEvent):
         return {f"{name}/validation": value for name, value in event.means.items()}
     return {f"logged/{name}": value for name, value in event.values.items()}
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a step by the names that trackers show."""
     seconds = sum(row[f"{name}_s"] or 0.0 for name in ("data", "transfer", "compute", "communication", "other"))
     values = {
         "loss/train": row["loss"],

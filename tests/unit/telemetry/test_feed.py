@@ -12,8 +12,8 @@ from undula.state.ledger import EventWriter, RowWriter
 from undula.state.ledger_compaction import compact
 from undula.state.ledger_files import STEPS
 from undula.storage import Store
-from undula.trackers.feed import MOST_STEPS, Feed
-from undula.trackers.tracker import TrackedStep
+from undula.telemetry.feed import MOST_STEPS, Feed
+from undula.telemetry.tracker import TrackedStep
 
 
 @pytest.fixture

@@ -8,11 +8,14 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from undula.errors import SpecError, needs_extra
-from undula.trackers.spec import MlflowSpec
-from undula.trackers.tracker import RunState, TrackedRun, TrackedStep
+from annotated_types import MinLen
+from pydantic import StringConstraints
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from undula.errors import STRICT, SpecError, needs_extra
+from undula.telemetry.tracker import Entry, RunState, TrackedRun, TrackedStep
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,6 +39,17 @@ REFUSED = (401, 403)
 STATUSES: Mapping[RunState, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
+@checked_dataclass(frozen=True, config=STRICT)
+class MlflowSpec:
+    """MLflow, for which `pip install 'undula[mlflow]'` installs the client."""
+
+    uri: Annotated[str, StringConstraints(pattern=r"^https?://")] | None = None
+    """URL of the server; by default, the environment variable MLFLOW_TRACKING_URI of the job. Credentials come from MLflow's own variables,
+    such as MLFLOW_TRACKING_TOKEN."""
+    experiment: Annotated[str, MinLen(1)] = "undula"
+    """Name of the experiment, which is created if it does not exist."""
+
+
 class MlflowTracker:
     """Run of an MLflow server.
 
@@ -51,11 +65,7 @@ class MlflowTracker:
         self._run_id = ""
 
     def check(self) -> None:
-        """Check that MLflow is installed, that a server is named, and that it does not refuse the credentials. It may be out of reach.
-
-        Raises:
-            SpecError: One of these is not the case. The message begins with the key `uri` or with a module.
-        """
+        """Check that MLflow is installed, that a server is named, and that it does not refuse the credentials."""
         with needs_extra("mlflow"):
             from mlflow.exceptions import MlflowException
         if not self._uri.startswith(("http://", "https://")):
@@ -140,3 +150,6 @@ def _name(name: str) -> str:
     """Return a name in the form that MLflow accepts: a relative path of letters, digits and a few signs."""
     path = posixpath.normpath(re.sub(r"[^/\w.\- ]", "_", name)).lstrip("./")
     return path[:MOST_NAME] or "_"
+
+
+ENTRY = Entry(lambda spec, _: MlflowTracker(spec), MlflowSpec)

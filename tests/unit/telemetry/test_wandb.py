@@ -7,37 +7,34 @@ from pathlib import Path
 
 import pytest
 from ledger_rows import Rows
-from trackers_kit import values_by_step
+from trackers_kit import RUN, values_by_step
 
 from undula.errors import SpecError
 from undula.storage import Store
-from undula.trackers.spec import WandbSpec
-from undula.trackers.tracker import TrackedRun, TrackedStep
-from undula.trackers.wandb import WandbTracker
-from undula.trackers.wandb_files import BLOCK_BYTES, HEADER_BYTES, RECORD_HEADER, history_steps, newest_step, records
+from undula.telemetry.tracker import TrackedStep
+from undula.telemetry.trackers.wandb import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    RECORD_HEADER,
+    WandbSpec,
+    WandbTracker,
+    history_steps,
+    newest_step,
+    records,
+)
 
 OFFLINE = WandbSpec(mode="offline")
-RUN = TrackedRun("0123abcd", "run", "/runs/run", 0.0, {"plan.seed": "0"})
 DRIVER = """
 import sys, threading
+from trackers_kit import Followed
 from undula.storage import Store
-from undula.trackers.follower import Follower
-from undula.trackers.spec import WandbSpec
-from undula.trackers.tracker import TrackedRun
-from undula.trackers.wandb import WandbTracker
-
-def refuse(name, error, newest):
-    raise SystemExit(f"{name}: {error}")
+from undula.telemetry.trackers.wandb import WandbSpec, WandbTracker
 
 store = Store(sys.argv[1])
-run = TrackedRun("0123abcd", "run", store.url, 0.0, {"plan.seed": "0"})
-tracker = WandbTracker(WandbSpec(mode="offline"), store)
-follower = Follower(tracker, run, store, lambda events: {"job.workers.max": "2"}, refuse, interval_s=0.05)
-follower.start()
+followed = Followed(store, WandbTracker(WandbSpec(mode="offline"), store))
 if sys.argv[2] == "end":
-    follower.end_training()
-    sys.exit(not follower.wait(200))
-while (follower.newest or 0) < int(sys.argv[2]):
+    sys.exit(not followed.end(200) or bool(followed.reports))
+while (followed.follower.newest or 0) < int(sys.argv[2]):
     threading.Event().wait(0.05)
 print("sent", flush=True)
 threading.Event().wait()

@@ -1,8 +1,11 @@
 """Protocol of experiment trackers, which users can implement for a tracker of their own, and the values that trackers receive."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from undula.storage import Store
 
 RunState: TypeAlias = Literal["finished", "stopped", "failed"]
 """How training ended. `stopped` and `failed` runs continue when their job is submitted again."""
@@ -32,7 +35,7 @@ class TrackedStep:
     time: float
     """Time of the commit in seconds since the epoch."""
     values: Mapping[str, float]
-    """Values by the names that TensorBoard shows, such as `loss/train`. They may be NaN or infinite."""
+    """Values by name, such as `loss/train`. They may be NaN or infinite."""
 
 
 class Tracker(Protocol):
@@ -61,8 +64,34 @@ class Tracker(Protocol):
         stored again must count once.
         """
 
+    def close(self, state: RunState) -> None:
+        """Note how training ended, and disconnect. A killed driver does not call this."""
+
+
+@runtime_checkable
+class TaggedTracker(Tracker, Protocol):
+    """Tracker that shows tags of a run, too."""
+
     def describe(self, tags: Mapping[str, str]) -> None:
         """Set tags of the run, such as its cost, in place of tags with the same names. Secrets are hidden."""
 
-    def close(self, state: RunState) -> None:
-        """Note how training ended, and disconnect. A killed driver does not call this."""
+
+class LibraryTracker(Tracker, Protocol):
+    """Tracker that comes with the library."""
+
+    def check(self) -> None:
+        """Check that the tracker has what it needs, such as an extra of the package and credentials. Its server may be out of reach.
+
+        Raises:
+            SpecError: Something is missing. If a setting is the reason, the message begins with its key.
+        """
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a module of `undula.telemetry.trackers` adds to the registry."""
+
+    make: Callable[[Any, "Store"], LibraryTracker]
+    """Callback that returns the tracker of a run, given its settings and the run directory."""
+    settings: type | None = None
+    """Dataclass of the settings, whose docstring describes the tracker. Without it, the tracker shows all runs."""

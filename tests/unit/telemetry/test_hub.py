@@ -1,0 +1,37 @@
+"""Tests that the follower of a hub passes on every message once and in order. The hub is a local object, without Ray."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from undula.storage import Store
+from undula.telemetry import hub as hubs
+from undula.telemetry.hub import Hub, HubFollower
+from undula.telemetry.messages import Line, Message
+
+
+def test_messages_are_passed_on_in_the_block_and_the_last_ones_do_not_wait_for_the_next_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hubs.ray, "get", lambda value: value)
+    hub = Hub(Store(str(tmp_path)))
+    handle = SimpleNamespace(read=SimpleNamespace(remote=hub.read))
+    received: list[Message] = []
+    arrived = threading.Event()
+
+    def receive(messages: list[Message]) -> None:
+        received.extend(messages)
+        if len(received) == 2:
+            arrived.set()
+
+    with HubFollower(handle, receive, interval_s=0.001):
+        hub.publish(Line(0, "first"))
+        hub.publish(Line(0, "second"))
+        assert arrived.wait(10)
+    assert received == [Line(0, "first"), Line(0, "second")]
+
+    with HubFollower(handle, received.extend, interval_s=1000):
+        hub.publish(Line(0, "last"))
+    assert received[2:] == [Line(0, "first"), Line(0, "second"), Line(0, "last")]

@@ -1,0 +1,122 @@
+"""Tests of the registry of trackers: a tracker of the library is one module, and nothing else of the library knows it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ledger_rows import Rows
+
+from undula.state.directory import JOB_FILE
+from undula.storage import Store
+from undula.telemetry.registry import ENTRIES, SETTINGS
+
+PACKAGE = Path(__file__).parents[3] / "platform" / "undula"
+MODULE = '''
+"""Tracker that writes a CSV file."""
+
+import csv
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from undula.errors import STRICT, SpecError
+from undula.telemetry.tracker import Entry
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class CsvSpec:
+    """CSV file that shows the losses."""
+
+    file: str
+    """Path of the file."""
+
+
+class CsvTracker:
+    name = "CSV"
+
+    def __init__(self, spec):
+        self._file = Path(spec.file)
+
+    def check(self):
+        if not self._file.parent.is_dir():
+            raise SpecError("file lies in no folder; create it")
+
+    def open(self, run):
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        return int(lines[-1].split(",")[0]) if lines else None
+
+    def send(self, steps):
+        with self._file.open("a") as opened:
+            csv.writer(opened).writerows((step.step, step.values["loss/train"]) for step in steps)
+
+    def close(self, state): ...
+
+
+ENTRY = Entry(lambda spec, _: CsvTracker(spec), CsvSpec)
+'''
+JOB = """
+import sys
+from pathlib import Path
+
+from undula.telemetry import trackers
+
+trackers.__path__.append(sys.argv[1])  # as if the module lay among those of the library
+
+from undula.cli.reference import markdown
+from undula.config.job import load_spec
+from undula.driver.trackers import checked_trackers, send_rest
+from undula.errors import SpecError
+from undula.storage import Store
+
+def refusal(*overrides):
+    try:
+        checked_trackers(load_spec(job, overrides), store)
+    except SpecError as error:
+        return str(error)
+
+job, store = Path(sys.argv[2]), Store(sys.argv[3])
+given = f"trackers.csv_file.file={store.path('losses.csv')}"
+print(refusal("trackers.csv_file.path=x"))
+print(refusal("trackers.neptune={}"))
+print(refusal("trackers.csv_file.file=/nowhere/losses.csv"))
+loaded = load_spec(job, [given])
+print(loaded.tree()["trackers"]["csv_file"])
+print([line for line in markdown().splitlines() if "csv_file" in line])
+print(send_rest(checked_trackers(loaded, store), store))
+"""
+
+
+def test_a_module_is_all_that_a_tracker_needs(tmp_path: Path) -> None:
+    """It brings its key, its settings with their checks and their documentation, its own checks, and its writer."""
+    (tmp_path / "csv_file.py").write_text(MODULE)
+    job, store = tmp_path / "job.yaml", Store(str(tmp_path / "run"))
+    job.write_text("name: run\ndata: {train: somewhere}\n")
+    record = {"id": "0123abcd", "name": "run", "began": 0.0, "spec": {}, "plan_digest": 7}
+    store.write(JOB_FILE, json.dumps(record).encode())
+    Rows(store).add(3)
+    command = [sys.executable, "-c", JOB, str(tmp_path), str(job), store.url]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    key, unknown, check, settings, documentation, unsent = done.stdout.splitlines()
+    assert key == "command line: unknown key trackers.csv_file.path: known keys: file"
+    assert unknown == "command line: unknown key trackers.neptune: known keys: csv_file, mlflow, wandb"
+    assert check == "command line: trackers.csv_file: file lies in no folder; create it"
+    assert settings == str({"file": store.path("losses.csv")})
+    assert "| `trackers.csv_file` | mapping or `null` | `null` | CSV file that shows the losses. |" in documentation
+    assert "| `trackers.csv_file.file` | string | required | Path of the file. |" in documentation
+    assert unsent == "[]"
+    assert (tmp_path / "run" / "losses.csv").read_text().split() == ["1,1.0", "2,1.0", "3,1.0"]
+
+
+def test_the_registry_has_each_module_and_each_that_a_job_asks_for_has_settings() -> None:
+    assert list(ENTRIES) == ["mlflow", "tensorboard", "wandb"]
+    assert list(SETTINGS) == ["mlflow", "wandb"]
+
+
+@pytest.mark.parametrize("key", ENTRIES)
+def test_no_other_module_imports_that_of_a_tracker(key: str) -> None:
+    mention = re.compile(rf"telemetry\.trackers\.{key}|telemetry\.trackers import .*{key}")
+    assert [path for path in PACKAGE.rglob("*.py") if mention.search(path.read_text())] == []
