@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from undula.data.reader import Samples
+from undula.plan.plan import MicroBatch
 from undula.train.device_batches import DeviceBatches
 
 ROWS = 2**16
@@ -26,14 +27,14 @@ def test_each_micro_batch_has_its_own_values_however_long_the_kernels_run(device
     assert batches.reads_ahead
     matrix, found = torch.ones(2048, 2048, device=device), []
     for _ in range(6):
-        placed = batches.take(0, ROWS)
+        placed = batches.take(MicroBatch(0, 0, 0, ROWS))
         x = placed.batch["x"]
         assert isinstance(x, torch.Tensor)
         assert x.device == device
         for _ in range(10):
             matrix = (matrix @ matrix).clamp(max=1.0)  # these kernels still run when the next copy begins
         found.append((x * matrix[0, 0]).double().mean())
-        batches.begin_next(0, ROWS)
+        batches.begin_next(MicroBatch(0, 0, 0, ROWS))
         del x, placed
     assert [each.item() for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
@@ -46,8 +47,8 @@ def test_a_copy_overlaps_with_the_kernels_before_it(device: torch.device) -> Non
         nonlocal matrix
         for _ in range(20):
             matrix = (matrix @ matrix).clamp(max=1.0)
-        batches.begin_next(0, ROWS)
-        batches.take(0, ROWS)
+        batches.begin_next(MicroBatch(0, 0, 0, ROWS))
+        batches.take(MicroBatch(0, 0, 0, ROWS))
 
     work()
     torch.cuda.synchronize()

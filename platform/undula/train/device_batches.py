@@ -11,6 +11,7 @@ from undula.data.nested import tensors_of, with_tensors
 from undula.data.reader import SampleReader
 from undula.parallel.device_clock import Mark, mark_on
 from undula.plan.keys import Ids
+from undula.plan.plan import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,29 @@ class DeviceBatches:
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.reads_ahead = device.type == "cuda" if reads_ahead is None else reads_ahead
-        self._next: tuple[tuple[int, int], _Copying | Exception] | None = None
-        """Micro-batch that was begun, by virtual worker and size, or the error with which this failed."""
+        self._next: tuple[MicroBatch, _Copying | Exception] | None = None
+        """Micro-batch that was begun, or the error with which this failed."""
 
-    def begin_next(self, virtual_worker: int, size: int) -> None:
+    def begin_next(self, micro_batch: MicroBatch) -> None:
         """Read the micro-batch that `take` will ask for next, and begin to copy it.
 
         An error is raised by `take`, so that it does not prevent the commit of the current step.
         """
-        if not size:
+        if not micro_batch.samples:
             return
         assert self._next is None, "a micro-batch was begun but not taken"
         try:
-            self._next = (virtual_worker, size), self._begin(virtual_worker, size)
+            self._next = micro_batch, self._begin(micro_batch)
         except Exception as error:
-            self._next = (virtual_worker, size), error
+            self._next = micro_batch, error
 
-    def take(self, virtual_worker: int, size: int) -> PlacedSamples:
-        """Return the next `size` samples of a virtual worker, or two arbitrary rows if the size is 0."""
-        (key, begun), self._next = self._next or (None, None), None
+    def take(self, micro_batch: MicroBatch) -> PlacedSamples:
+        """Return the samples of a micro-batch, or two arbitrary rows if it has none."""
+        (known, begun), self._next = self._next or (None, None), None
         if begun is None:
-            begun = self._begin(virtual_worker, size)
+            begun = self._begin(micro_batch)
         else:
-            assert key == (virtual_worker, size), f"micro-batch {key} was begun, and {(virtual_worker, size)} was taken"
+            assert known == micro_batch, f"{known} was begun, and {micro_batch} was taken"
         if isinstance(begun, Exception):
             raise begun
         before = after = mark_on(self._device)
@@ -86,9 +87,9 @@ class DeviceBatches:
             after = mark_on(self._device)
         return PlacedSamples(begun.ids, begun.batch, begun.data_s, (before, after))
 
-    def _begin(self, virtual_worker: int, size: int) -> _Copying:
-        began = time.perf_counter()
-        samples = self._reader.take(virtual_worker, size) if size else self._reader.any_rows(2)
+    def _begin(self, micro_batch: MicroBatch) -> _Copying:
+        began, size = time.perf_counter(), micro_batch.samples
+        samples = self._reader.take(micro_batch.virtual_worker, size) if size else self._reader.any_rows(2)
         data_s = time.perf_counter() - began
         if self._copies is None:
             return _Copying(samples.ids, with_tensors(samples.batch, self._copy_of), data_s, None)

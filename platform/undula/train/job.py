@@ -1,6 +1,7 @@
 """Settings of a job that its workers use: those that do not mention the cluster."""
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import field
 from typing import Annotated, Any, Self, assert_never
 
@@ -96,6 +97,16 @@ class JobSettings:
             fix: What the user can do about it.
         """
         return next((f"{key} needs validations, but {reason}; {fix}, or remove {key}" for key in self.goals), None)
+
+    def problem_with_means(self, means: Collection[str]) -> str | None:
+        """Return why goals of the job cannot be judged by the means of a validation, as a sentence; None if they can."""
+        for key, goal in self.goals.items():
+            if goal.metric not in means:
+                return (
+                    f"{key} has metric {goal.metric!r}, but the validation function returns {sorted(means)}; set one of these, or return "
+                    f"{goal.metric!r} as well"
+                )
+        return None
 
     @property
     def features(self) -> set[Feature]:

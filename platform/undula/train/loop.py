@@ -259,12 +259,8 @@ class TrainingLoop:
         Raises:
             UsageError: A goal of the job is about another mean.
         """
-        for key, goal in self._setup.job.goals.items():
-            if goal.metric not in means:
-                raise UsageError(
-                    f"{key} has metric {goal.metric!r}, but the validation function returns {sorted(means)}; set one of these, or return "
-                    f"{goal.metric!r} as well"
-                )
+        if problem := self._setup.job.problem_with_means(means):
+            raise UsageError(problem)
         self._results.add(done, means)
         others = {name: mean for name, mean in means.items() if name != LOSS}
         self.attempt.report(ValidationEvent(means[LOSS], samples, others, step=done))
@@ -275,11 +271,7 @@ class TrainingLoop:
         self.close(wait=not self._setup.worker.is_sound)
 
     def close(self, wait: bool = True) -> None:
-        """End what watches optimizers, and the threads that run beside the training loop.
-
-        Args:
-            wait: Whether to wait until all reports are stored.
-        """
+        """End what watches optimizers, and the threads beside the loop. If `wait`, this returns once all reports are stored."""
         self._closing.close()
         self.attempt.close(wait)
 

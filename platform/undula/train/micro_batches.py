@@ -59,9 +59,8 @@ class MicroBatches:
         """Begin to read the micro-batch that comes next, if this device has time for it while it computes."""
         if self._batches.reads_ahead and self._unread and not self._loaded:
             self._enter(DATA)
-            self._batches.begin_next(self._unread[0].virtual_worker, self._unread[0].samples)
+            self._batches.begin_next(self._unread[0])
 
     def _read(self) -> PlacedSamples:
-        micro_batch = self._unread.pop(0)
         self._enter(DATA)
-        return self._batches.take(micro_batch.virtual_worker, micro_batch.samples)
+        return self._batches.take(self._unread.pop(0))

@@ -135,8 +135,13 @@ class ScriptGuard:
             )
 
 
-def check_loss(loss: object) -> None:
-    """Raise UsageError if a loss is not a tensor with one element."""
+def check_loss(loss: object, share: float | None, measures_noise: bool) -> None:
+    """Raise UsageError if the run cannot use the arguments of `step.backward`."""
+    if share is not None and measures_noise:
+        raise UsageError(
+            "step.backward() got a share, but the job measures the gradient noise scale, which needs mean losses over samples; set "
+            "gradient.noise_every_steps=0 and another schedule.batch_rule, or remove the share"
+        )
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return
     kind = (

@@ -34,7 +34,6 @@ class Step:
         micro_batch: Place in the plan of the current batch of `batches`; None outside of the loop.
         is_last: Whether the current batch is the last one of this rank in the step.
         applied: Whether the optimizer took the step. With `precision.compute: fp16`, a step whose gradient overflows is skipped.
-        updated: Whether `update` has committed the step.
     """
 
     loss: float | None = None
@@ -147,15 +146,8 @@ class Step:
             raise UsageError(
                 "step.backward(loss) was called outside of a batch; call it once for each batch of step.batches()"
             )
-        check_loss(loss)
-        if share is not None and self._job.noise_every_steps:
-            raise UsageError(
-                "step.backward() got a share, but the job measures the gradient noise scale, which needs mean losses over samples; set "
-                "gradient.noise_every_steps=0 and another schedule.batch_rule, or remove the share"
-            )
-        part = micro_batch.samples / self.samples
-        if share is not None:
-            part = share * bool(micro_batch.samples)
+        check_loss(loss, share, measures_noise=self._job.noise_every_steps > 0)
+        part = micro_batch.samples / self.samples if share is None else share * bool(micro_batch.samples)
         self._model.backward(loss, part, micro_batch, self.is_last)
         if self.is_last:
             self._phases.enter(REDUCE)
@@ -206,7 +198,8 @@ class Step:
         self._model.guard.end_batches()
         self._phases.enter(REDUCE)
         begin = self._measured.mark()
-        self._gradient = self._model.reduce(self.samples, self._job.gradient.max_norm if max_norm is None else max_norm)
+        limit = self._job.gradient.max_norm if max_norm is None else max_norm
+        self._gradient = self._model.reduce(self.samples, limit)
         self._measured.add_communication(begin)
         return self._gradient
 

@@ -11,6 +11,7 @@ from numbers_job import cpu_run, numbers_job
 from ranks import on_ranks
 from torch import nn
 
+from undula.plan.plan import MicroBatch
 from undula.recovery.worker_state import WorkerState
 from undula.state.ledger import Ledger, read_ledger
 from undula.storage import Store
@@ -85,6 +86,6 @@ class FailingStream:
 
 def test_an_error_of_reading_ahead_is_raised_when_the_samples_are_needed() -> None:
     batches = DeviceBatches(FailingStream(), torch.device("cpu"), reads_ahead=True)  # type: ignore[arg-type]
-    batches.begin_next(0, 2)
+    batches.begin_next(MicroBatch(0, 0, 0, 2))
     with pytest.raises(OSError, match="the disk is gone"):
-        batches.take(0, 2)
+        batches.take(MicroBatch(0, 0, 0, 2))
