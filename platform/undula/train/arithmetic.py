@@ -23,17 +23,17 @@ def arithmetic_of(device: torch.device, compiled: str | None = None) -> Arithmet
         device: Device on which it trains.
         compiled: Parts of the model that torch compiles; None for none.
     """
-    found = {
+    properties = {
         "torch": str(torch.__version__),
         "the CPU": f"{_cpu()} ({torch.backends.cpu.get_cpu_capability()})",
         "the number of threads": str(torch.get_num_threads()),
         **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
     if compiled:
-        found["what torch compiles"] = compiled
+        properties["what torch compiles"] = compiled
     if device.type == "cuda":
-        found["the GPU"] = torch.cuda.get_device_name(device)
-    return found
+        properties["the GPU"] = torch.cuda.get_device_name(device)
+    return properties
 
 
 def difference(known: Sequence[Arithmetic]) -> str | None:
@@ -48,7 +48,7 @@ def difference(known: Sequence[Arithmetic]) -> str | None:
 
 def _cpu() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+        model = re.search(r"^model name\s*:\s*(.*)$", CPU_INFO.read_text(), re.MULTILINE)
     except OSError:  # not on Linux
-        found = None
-    return found[1] if found else "unknown"
+        model = None
+    return model[1] if model else "unknown"

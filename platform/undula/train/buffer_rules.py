@@ -222,9 +222,9 @@ class Flags(Group):
     def _check(self, changed: Tensor, kept: Tensor) -> None:
         """Raise UsageError if micro-batches that differ have changed flags of a buffer in both directions."""
         kinds = torch.stack([changed & ~self._begin, changed & self._begin, changed & kept])
-        found = [part.any(1) for part in torch.split(kinds, self._sizes, 1)]
+        by_buffer = [part.any(1) for part in torch.split(kinds, self._sizes, 1)]
         for (name, directions), (on, off, differs) in zip(
-            self._directions.items(), torch.stack(found).tolist(), strict=True
+            self._directions.items(), torch.stack(by_buffer).tolist(), strict=True
         ):
             if differs:
                 directions.update({"on"} if on else (), {"off"} if off else ())

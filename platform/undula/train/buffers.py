@@ -28,9 +28,9 @@ class BufferMean:
     """
 
     def __init__(self, module: nn.Module, all_reduce: AllReduce, exact: bool = False, is_first: bool = True):
-        found = [(path, each, key) for path, each in module.named_modules() for key in each._buffers]
-        self._places = [(each._buffers, key) for _, each, key in found]
-        self._names = [f"{path}.{key}".removeprefix(".") for path, _, key in found]
+        buffers = [(path, each, key) for path, each in module.named_modules() for key in each._buffers]
+        self._places = [(each._buffers, key) for _, each, key in buffers]
+        self._names = [f"{path}.{key}".removeprefix(".") for path, _, key in buffers]
         self._all_reduce = all_reduce
         self._is_first = is_first
         self._device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -61,10 +61,10 @@ class BufferMean:
 
     def end_micro_batch(self, samples: int) -> None:
         for place, ((buffers, key), known) in enumerate(zip(self._places, self._in_places, strict=True)):
-            found = buffers[key]
-            if known is None and found is not None:
+            buffer = buffers[key]
+            if known is None and buffer is not None:
                 # The other buffers are on the device as well, and NCCL can only sum tensors on GPUs.
-                self._new.setdefault(place, found.detach().to(self._device, copy=True))
+                self._new.setdefault(place, buffer.detach().to(self._device, copy=True))
         if samples and self._groups:
             self._take_over()
             for group in self._groups:
@@ -142,12 +142,12 @@ class BufferMean:
     def _take_over(self) -> None:
         """Copy each tensor that has replaced a buffer into the buffer. A new buffer keeps its tensor until the next micro-batch."""
         for name, (buffers, key), known in zip(self._names, self._places, self._in_places, strict=True):
-            found = buffers[key]
-            if known is not None and found is not None and found is not known:
-                if found.shape != known.shape:
+            buffer = buffers[key]
+            if known is not None and buffer is not None and buffer is not known:
+                if buffer.shape != known.shape:
                     raise UsageError(
                         f"the forward pass replaced the buffer {name!r} of shape {tuple(known.shape)} by a tensor of shape "
-                        f"{tuple(found.shape)}; keep its shape, or hold the tensor in an attribute that is not a buffer"
+                        f"{tuple(buffer.shape)}; keep its shape, or hold the tensor in an attribute that is not a buffer"
                     )
-                known.copy_(found.detach())
+                known.copy_(buffer.detach())
                 buffers[key] = known

@@ -254,8 +254,8 @@ class GroupRates:
         self._rates = _lrs_of(optimizer)
 
     def _refuse_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        found = _lrs_of(optimizer)[: len(self._rates)]
-        for number, (known, now) in enumerate(zip(self._rates, found, strict=True)):
+        rates = _lrs_of(optimizer)[: len(self._rates)]
+        for number, (known, now) in enumerate(zip(self._rates, rates, strict=True)):
             if known != now:
                 raise UsageError(
                     f"the script changed the learning rate of parameter group {number} from {known:g} to {now:g}, but each step sets it by "
@@ -279,10 +279,10 @@ def _lrs_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def _initial_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that the rate and the rule change, as the script set them."""
-    found = {key: group[key] for key in AVERAGES if key in group}
+    averages = {key: group[key] for key in AVERAGES if key in group}
     return {
         "lr": float(group["lr"]),
-        **{key: list(value) if isinstance(value, tuple) else value for key, value in found.items()},
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in averages.items()},
     }
 
 
@@ -290,11 +290,11 @@ def _scaled_averages(initial: Mapping[str, Any], scaled: Scaled) -> dict[str, An
     """Return a group's averages as the rule scales them; empty if the rule keeps them."""
     if scaled.one_minus_beta is None:
         return {}
-    found: dict[str, Any] = {}
+    averages: dict[str, Any] = {}
     if "betas" in initial:
-        found["betas"] = tuple(scaled_beta(beta, scaled.one_minus_beta) for beta in initial["betas"])
+        averages["betas"] = tuple(scaled_beta(beta, scaled.one_minus_beta) for beta in initial["betas"])
     if "alpha" in initial:
-        found["alpha"] = scaled_beta(initial["alpha"], scaled.one_minus_beta)
-    if found and "eps" in initial:
-        found["eps"] = initial["eps"] * scaled.eps
-    return found
+        averages["alpha"] = scaled_beta(initial["alpha"], scaled.one_minus_beta)
+    if averages and "eps" in initial:
+        averages["eps"] = initial["eps"] * scaled.eps
+    return averages

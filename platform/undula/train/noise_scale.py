@@ -114,8 +114,8 @@ class NoiseScaleMeter:
         noise = before.noise.after(norms) if norms and is_measured else before.noise
         after = replace(before, noise=noise, clock=clock)
         self._state.copy_(torch.tensor(after.values(), dtype=torch.float64, device="cpu"))
-        found = noise.samples if is_measured else None
-        return None if found in (None, float("inf")) else found
+        samples = noise.samples if is_measured else None
+        return None if samples in (None, float("inf")) else samples
 
     def _collect(self, gradient: Tensor) -> None:
         """Collect the gradient itself, not a view of it, because autograd then accumulates into another tensor instead of changing it."""

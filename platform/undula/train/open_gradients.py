@@ -89,10 +89,10 @@ class OpenGradients:
                 afterwards.
         """
         _HeldGradient.ignores_zero_grad = not after_backward
-        found = list(map(_grad_of, self._parameters))
-        if len(found) == len(self._gradients) and all(map(is_, found, self._gradients)):  # they are held already
+        gradients = list(map(_grad_of, self._parameters))
+        if len(gradients) == len(self._gradients) and all(map(is_, gradients, self._gradients)):  # they are held already
             return
-        self._gradients = found
+        self._gradients = gradients
         present = [each for each in self._gradients if each is not None]
         self._versions = list(map(_version_of, present))
         for each in present:
@@ -121,10 +121,10 @@ class OpenGradients:
         Raises:
             UsageError: The script has changed a gradient.
         """
-        found = list(map(_grad_of, self._parameters))
-        if not all(map(is_, found, self._gradients)):
-            if after_backward or not self._are_zeroed(found):
-                self._refuse(found)
+        gradients = list(map(_grad_of, self._parameters))
+        if not all(map(is_, gradients, self._gradients)):
+            if after_backward or not self._are_zeroed(gradients):
+                self._refuse(gradients)
             self._restore()
         with torch._C.DisableTorchFunctionSubclass():
             versions = [each._version for each in self._gradients if each is not None]
@@ -141,11 +141,11 @@ class OpenGradients:
                     "run would lack it; make it before run.model(), and freeze it with requires_grad_(False) until it trains"
                 )
 
-    def _are_zeroed(self, found: Sequence[Tensor | None]) -> bool:
+    def _are_zeroed(self, gradients: Sequence[Tensor | None]) -> bool:
         """Return whether the optimizer's parameters have lost all gradients that are held."""
         had = {
             parameter: now is None
-            for parameter, before, now in zip(self._parameters, self._gradients, found, strict=False)
+            for parameter, before, now in zip(self._parameters, self._gradients, gradients, strict=False)
             if before is not None
         }
         if not any(had.values()):
@@ -157,14 +157,14 @@ class OpenGradients:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def _refuse(self, found: Sequence[Tensor | None]) -> None:
+    def _refuse(self, gradients: Sequence[Tensor | None]) -> None:
         """Raise UsageError about gradients that are others than those that are held."""
-        if self._are_zeroed(found):
+        if self._are_zeroed(gradients):
             raise UsageError(
                 f"zero_grad() was called after step.backward() in step {self._step}, and would delete gradients of the step; remove it, "
                 "because step.update() frees them"
             )
-        changed = zip(self._parameters, self._gradients, found, strict=True)
+        changed = zip(self._parameters, self._gradients, gradients, strict=True)
         parameter, before = next((each, before) for each, before, now in changed if before is not now)
         if before is None:
             raise UsageError(self._added(parameter))
@@ -208,9 +208,9 @@ class _HeldGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             held = [each for each in tree_leaves((arguments, keywords)) if isinstance(each, cls)]
             before = list(map(_version_of, held))
-            found = function(*arguments, **keywords)
+            result = function(*arguments, **keywords)
             if list(map(_version_of, held)) == before and function.__name__ != _UNCOUNTED:
-                return found
+                return result
         name = _called(function, sys._getframe(1))
         if name == "zero_grad":
             raise UsageError(
@@ -224,9 +224,9 @@ class _HeldGradient(Tensor):
     @property
     def data(self) -> Tensor:
         """The gradient itself, because torch does not count changes of what `data` usually is."""
-        found = self.detach()
-        found.__class__ = _HeldGradient
-        return found
+        gradient = self.detach()
+        gradient.__class__ = _HeldGradient
+        return gradient
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -220,12 +220,12 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     return parameters | {name: each.double() for name, each in counts.items()}
 
 
-def first_gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def first_gap(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """Return the first parameter that differs by more than rounding, and by how much; None if there is none."""
     for name, other in expected.items():
         if not other.numel():
             continue
-        gap = float((found[name] - other).abs().max())
+        gap = float((parameters[name] - other).abs().max())
         if not gap <= TOLERANCE * max(float(other.abs().max()), 1.0):
             return f"{name} differs by {gap:.1e}"
     return None

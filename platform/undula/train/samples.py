@@ -139,7 +139,7 @@ class ScriptSamples:
         )
 
 
-def require_same(found: ScriptData, job: Job) -> None:
+def require_same(data: ScriptData, job: Job) -> None:
     """Check that the script has given this process the data that it gave the driver.
 
     Raises:
@@ -150,8 +150,8 @@ def require_same(found: ScriptData, job: Job) -> None:
             "run.dataset() was called, but the job has data.train or data.mix; remove them, or the call of run.dataset()"
         )
     pairs: list[tuple[str, IndexedData | None, IndexedData | None]] = [
-        ("dataset", found.training, job.script_data.training),
-        ("validation dataset", found.validation, job.script_data.validation),
+        ("dataset", data.training, job.script_data.training),
+        ("validation dataset", data.validation, job.script_data.validation),
     ]
     for what, here, there in pairs:
         if (here is None) != (there is None):

@@ -83,9 +83,9 @@ def is_settled(values: Mapping[str, Any]) -> bool:
 
 def _encoded(name: str, value: object) -> Json:
     tensors: dict[str, Tensor] = {}
-    found = encode(f"run.state({name!r})", value, tensors)
+    encoded = encode(f"run.state({name!r})", value, tensors)
     if tensors:
         raise UsageError(
             f"{next(iter(tensors))} is a tensor; keep it as a number or a list, or as a buffer of the model"
         )
-    return found
+    return encoded

@@ -258,8 +258,8 @@ def exact_means(
             "for every batch"
         )
     count = sum(each for _, each in parts)
-    found = {}
+    means = {}
     for name in held[0]:
         total, not_finite = (sum(column) for column in zip(*(totals[name] for totals in held), strict=True))
-        found[name] = total_value(total, not_finite) / count
-    return found, count
+        means[name] = total_value(total, not_finite) / count
+    return means, count

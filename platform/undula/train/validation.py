@@ -138,14 +138,14 @@ class Validation:
         self._worker.enter(SHARDED_VALIDATE if self._equal_rounds else VALIDATE)
         self._model.baseline.put_back_buffers()
         device, begun = self._layout.device, begun_collectives()
-        found = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
+        means = self._means_of(with_tensors(batch, lambda tensor: tensor.to(device)))
         if not self._equal_rounds:
             require_begun_collectives(
                 begun,
                 "a validation",
                 "return the mean over the batch, and the run averages over the samples of all workers",
             )
-        return found if isinstance(found, Mapping) else {LOSS: found}
+        return means if isinstance(means, Mapping) else {LOSS: means}
 
     def _checked(self, means: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Return the means as numbers, after checking that they are means by name."""
