@@ -7,31 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from undula.state.events import (
-    CrashEvent,
-    LostEvent,
-    NoticeEvent,
-    ResizeEvent,
-    StartEvent,
-    ValidationEvent,
-    WaitingEvent,
-)
+from undula.state import events
 from undula.telemetry import prometheus
 from undula.telemetry.messages import Message, Status
-from undula.telemetry.prometheus import (
-    COMMITTED,
-    COUNTERS,
-    GAUGES,
-    LOST,
-    NOTICES,
-    REPLAYED,
-    RESIZES,
-    RESTARTS,
-    VALIDATION_LOSS,
-    VALIDATION_METRIC,
-    RunCounts,
-    RunMetrics,
-)
+from undula.telemetry.prometheus import COMMITTED, COUNTERS, GAUGES, LOST, NOTICES, REPLAYED, RESIZES, RESTARTS
 
 
 class RecordedGauge:
@@ -59,10 +38,10 @@ class RecordedGauge:
 
 
 @pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunMetrics]:
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[prometheus.RunMetrics]:
     monkeypatch.setattr(prometheus, "Gauge", RecordedGauge)
     monkeypatch.setattr(prometheus, "REFRESH_INTERVAL_S", 0.005)
-    exported = RunMetrics("run")
+    exported = prometheus.RunMetrics("run")
     yield exported
     exported.close()
 
@@ -71,38 +50,47 @@ def at(step: int, **means: float) -> Status:
     return Status(step, 100, 1.0, 0.1, 10.0, 2, 60.0, means)
 
 
-def start(step: int) -> StartEvent:
-    return StartEvent(2, 1, step=step)
+def start(step: int) -> events.StartEvent:
+    return events.StartEvent(2, 1, step=step)
 
 
 @pytest.mark.parametrize(
-    "end", [CrashEvent("hang", rank=1), WaitingEvent(0, needed=1), None], ids=["crash", "wait", "close"]
+    "end", [events.CrashEvent("hang", rank=1), events.WaitingEvent(0, needed=1), None], ids=["crash", "wait", "close"]
 )
-def test_gauges_are_set_again_until_no_group_trains(metrics: RunMetrics, end: Message | None) -> None:
+def test_gauges_are_set_again_until_no_group_trains(metrics: prometheus.RunMetrics, end: Message | None) -> None:
     gauge = RecordedGauge.made["undula_step"]
     metrics.add(at(7))
     gauge.await_values(7, 7, 7)
     assert gauge.tags == {"run": "run"}
-    assert RecordedGauge.made[VALIDATION_LOSS].values == [], "a gauge without a value is not exported"
+    assert RecordedGauge.made[prometheus.VALIDATION_LOSS].values == [], "a gauge without a value is not exported"
     metrics.add(end) if end else metrics.close()
     count = len(gauge.values)
     threading.Event().wait(0.05)  # ten exports
     assert len(gauge.values) == count
 
 
-@pytest.mark.parametrize("message", [at(9, loss=1.5, accuracy=0.5), ValidationEvent(1.5, 9, {"accuracy": 0.5}, step=9)])
+@pytest.mark.parametrize(
+    "message", [at(9, loss=1.5, accuracy=0.5), events.ValidationEvent(1.5, 9, {"accuracy": 0.5}, step=9)]
+)
 def test_means_of_a_validation_are_exported_with_it_and_those_of_a_former_attempt_with_the_first_status(
-    metrics: RunMetrics, message: Message
+    metrics: prometheus.RunMetrics, message: Message
 ) -> None:
     metrics.add(message)
-    RecordedGauge.made[VALIDATION_LOSS].await_values(1.5, 1.5)
-    accuracy = RecordedGauge.made[VALIDATION_METRIC]
+    RecordedGauge.made[prometheus.VALIDATION_LOSS].await_values(1.5, 1.5)
+    accuracy = RecordedGauge.made[prometheus.VALIDATION_METRIC]
     accuracy.await_values(0.5, 0.5, 0.5)
     assert (accuracy.tags, accuracy.own_tags) == ({"run": "run"}, {"metric": "accuracy"})
 
 
-LAST_LOST = (start(0), at(10), CrashEvent("failure", "a node was lost"))
-RESIZED = (start(0), at(8), NoticeEvent("node", (1,)), ResizeEvent(2, 1, "a node has a notice"), start(10), at(12))
+LAST_LOST = (start(0), at(10), events.CrashEvent("failure", "a node was lost"))
+RESIZED = (
+    start(0),
+    at(8),
+    events.NoticeEvent("node", (1,)),
+    events.ResizeEvent(2, 1, "a node has a notice"),
+    start(10),
+    at(12),
+)
 REPEATED: dict[str, Any] = {COMMITTED: 20, LOST: 4, REPLAYED: 4, RESTARTS: 1}
 
 
@@ -111,22 +99,22 @@ REPEATED: dict[str, Any] = {COMMITTED: 20, LOST: 4, REPLAYED: 4, RESTARTS: 1}
     [
         pytest.param((start(0), at(3), at(3), at(10)), {COMMITTED: 10}, id="each step once"),
         pytest.param(RESIZED, {COMMITTED: 12, NOTICES: 1, RESIZES: 1}, id="steps after the last status of a group"),
-        pytest.param((*LAST_LOST, LostEvent(4, step=6), start(6), at(8), at(20)), REPEATED, id="lost steps"),
+        pytest.param((*LAST_LOST, events.LostEvent(4, step=6), start(6), at(8), at(20)), REPEATED, id="lost steps"),
         pytest.param(
-            (start(0), at(9), LAST_LOST[2], start(6), LostEvent(4, step=6), at(8), at(20)),
+            (start(0), at(9), LAST_LOST[2], start(6), events.LostEvent(4, step=6), at(8), at(20)),
             REPEATED | {COMMITTED: 19},
             id="the status of the last lost step had not arrived",
         ),
         pytest.param((at(5), start(50), at(60)), {COMMITTED: 10}, id="steps of an earlier driver do not count"),
         pytest.param(
-            (start(0), at(10), CrashEvent("hang", rank=1), start(10), at(7)),
+            (start(0), at(10), events.CrashEvent("hang", rank=1), start(10), at(7)),
             {COMMITTED: 10, RESTARTS: 1},
             id="a late status of a replaced group does not count",
         ),
     ],
 )
 def test_steps_and_changes_are_counted(messages: tuple[Message, ...], counts: dict[str, int]) -> None:
-    counter, total = RunCounts(), Counter[str]()
+    counter, total = prometheus.RunCounts(), Counter[str]()
     for message in messages:
         total.update(counter.added(message))
     assert total == counts
