@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undula.errors import CheckpointError
+from undula.errors import CheckpointError, one_line
 from undula.state.commit import Commit
 from undula.state.pieces import Box, Piece, Table, TensorSpec, as_real, copy_overlap, incomplete, overlap
 from undula.state.tensor_file import TensorFile, file_buffers
@@ -142,5 +142,4 @@ def read_pieces(store: Store, commit: Commit, targets: Mapping[str, Piece]) -> N
                 stored = torch.view_as_complex(stored) if target.tensor.is_complex() else stored
                 copy_overlap(box, stored.view(box[1]), target)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {reason}") from error
+            raise CheckpointError(f"{store.url}/{commit.folder}/{file} cannot be loaded: {one_line(error)}") from error
